@@ -1,0 +1,33 @@
+# Every target works alone on a fresh clone: each one sets up what it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: setup demo test lint bench clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/dsi simulate --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 50 --repeats 100
+	$(BIN)/dsi timeline --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 16
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/pytest
+
+bench: setup
+	$(BIN)/python benchmarks/core.py
+	$(BIN)/python benchmarks/threads.py
+	$(BIN)/python benchmarks/stale.py
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,3 @@
+"""Distributed speculative inference: lossless decoding that never takes turns."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,124 @@
+"""Which waiting job goes to which idle server. Pure bookkeeping: fleets do as it says.
+
+The watch on a root goes before any deeper job. Among idle servers, the one that has read most of the
+request comes first. A server with nothing else to do catches up with the sure text of the requests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from dsi.core.context import Context
+from dsi.core.messages import TARGET, Draft, Failed, Job, Verify, Warm
+
+LAG = 8  # tokens a server may be behind before catching up is worth a forward
+
+Assignments = list[tuple[str, Job]]
+
+
+def role_of(job: Job) -> str:
+    return job.model if isinstance(job, Draft) else TARGET
+
+
+class Dispatch:
+    def __init__(self, roles: Mapping[str, str]) -> None:
+        self.roles: dict[str, str] = {}  # the living servers
+        self.working: dict[str, Job] = {}  # what each busy one is doing
+        self._stranded: list[Failed] = []  # jobs that lost their server, or never had one
+        self._queues: dict[str, tuple[OrderedDict[int, Job], OrderedDict[int, Job]]] = {}  # urgent, deep
+        self._standing: dict[int, Warm] = {}  # the newest sure text of each request
+        self._read: dict[str, dict[Context, int]] = {}  # tokens of each request a server has seen
+        for server, role in roles.items():
+            self.add(server, role)
+
+    def add(self, server: str, role: str) -> Assignments:
+        if server in self.roles:
+            raise ValueError(f"server {server!r} is already there")
+        self.roles[server] = role
+        self._read[server] = {}
+        self._queues.setdefault(role, (OrderedDict(), OrderedDict()))
+        return self._fill(server)
+
+    def remove(self, server: str) -> None:
+        """The server is gone: its job, and all jobs only it could have done, are stranded."""
+        role = self.roles.pop(server)
+        del self._read[server]
+        if job := self.working.pop(server, None):
+            self._stranded.append(Failed(job.id, f"server {server} died"))
+        if role not in self.roles.values():
+            for queue in self._queues[role]:
+                for job in queue.values():
+                    self._strand(job)
+                queue.clear()
+
+    def stranded(self) -> list[Failed]:
+        """Word of the jobs that can no longer be answered; each is told once."""
+        told, self._stranded = self._stranded, []
+        return told
+
+    def _strand(self, job: Job) -> None:
+        self._stranded.append(Failed(job.id, f"no {role_of(job)} server is left"))
+
+    def offer(self, job: Job) -> Assignments:
+        role = role_of(job)
+        if isinstance(job, Warm):
+            self._standing[job.id] = job
+            return [a for server in self._idle(role) for a in self._fill(server)]
+        if role not in self.roles.values():
+            self._strand(job)
+            return []
+        deep = isinstance(job, Verify) and job.lead > 0
+        self._queues[role][deep][job.id] = job
+        idle = self._idle(role)
+        return self._fill(self._best(idle, job)) if idle else []
+
+    def promote(self, id: int) -> None:
+        """This job has become the watch on a root: if it still waits, it goes before the deeper ones."""
+        for urgent, deep in self._queues.values():
+            if id in deep:
+                urgent[id] = deep.pop(id)
+
+    def withdraw(self, id: int) -> list[str]:
+        """Forget a job; returns the servers that are at it, busy until they are released."""
+        for queues in self._queues.values():
+            for queue in queues:
+                queue.pop(id, None)
+        if warm := self._standing.pop(id, None):
+            for read in self._read.values():
+                read.pop(warm.context.origin, None)
+        return [server for server, job in self.working.items() if job.id == id]
+
+    def release(self, server: str) -> Assignments:
+        """The server has ended its job."""
+        self.working.pop(server, None)
+        return self._fill(server) if server in self.roles else []
+
+    def _idle(self, role: str) -> list[str]:
+        return [s for s, r in self.roles.items() if r == role and s not in self.working]
+
+    def _best(self, idle: list[str], job: Job) -> str:
+        origin = job.context.origin
+        return max(idle, key=lambda server: self._read[server].get(origin, -1))
+
+    def _fill(self, server: str) -> Assignments:
+        job = self._next(server)
+        if job is None:
+            return []
+        self.working[server] = job
+        self._read[server][job.context.origin] = len(job.context)
+        return [(server, job)]
+
+    def _next(self, server: str) -> Job | None:
+        for queue in self._queues[self.roles[server]]:
+            if queue:
+                return queue.popitem(last=False)[1]
+        return self._behind(server) if self.roles[server] == TARGET else None
+
+    def _behind(self, server: str) -> Warm | None:
+        read = self._read[server]
+        for warm in self._standing.values():
+            seen = read.get(warm.context.origin)
+            if seen is None or len(warm.context) - seen >= LAG:
+                return warm
+        return None

@@ -1,0 +1,268 @@
+"""One request as a pure state machine: events in, steps out. No clock, no threads, no I/O.
+
+Every event is handled the same way: learn it, advance the root as far as the truth is known, abandon the
+jobs whose place fell off the tree, plan new ones. Which algorithm this is, only the policy knows. Each
+node is judged, walked and cut off at most once, so an event costs the same at any length of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+from dsi.core.context import Context, Tokens
+from dsi.core.messages import (
+    DRAFTER,
+    GREEDY,
+    Draft,
+    Drafted,
+    Event,
+    Failed,
+    Job,
+    Sampling,
+    Step,
+    Verified,
+    Verify,
+    Warm,
+    Warmed,
+)
+from dsi.core.tree import Node
+
+Policy = Callable[["Generation"], None]
+
+WARM_EVERY = 16  # sure tokens between two reminders to idle servers
+TRIES = 3  # failures in a row after which a drafter is left alone until the root moves
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a request has asked of its models so far."""
+
+    drafted: int = 0  # guesses received
+    accepted: int = 0  # tokens of the text that had been guessed before they were known
+    forwards: int = 0  # verifications answered in time
+    useful: int = 0  # of those, the ones that judged a place of the final text
+    exposed: int = 0  # of those, the ones that found a token nobody had guessed: only these cost time
+    stale: int = 0  # verifications abandoned
+    failed: int = 0  # jobs that failed, of any kind
+
+    @property
+    def hidden(self) -> float:
+        """The share of useful target forwards whose time was hidden behind drafting."""
+        return (self.useful - self.exposed) / self.useful if self.useful else 0.0
+
+    @property
+    def wasted(self) -> int:
+        """Guesses that did not become text."""
+        return self.drafted - self.accepted
+
+
+class Generation:
+    def __init__(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int,
+        policy: Policy,
+        *,
+        stop: Collection[int] = (),
+        sampling: Sampling = GREEDY,
+        ids: Iterator[int] | None = None,
+    ) -> None:
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
+        self.end = max_new_tokens
+        self.policy = policy
+        self.sampling = sampling
+        self.root = Node(Context.of(prompt), None, 0)  # the last place known to be true
+        self.open: dict[int, Job] = {}  # jobs in flight
+        self.busy = 0  # drafts and verifications among them
+        self.tally = Tally()
+        self._stop = frozenset(stop)
+        self._stopped = False
+        self._at: dict[int, Node] = {}  # the node each job in flight has reached
+        self._tips: dict[str, Node] = {}  # the last guess of each drafter
+        self._drafting: dict[str, int] = {}  # open drafts of each drafter
+        self._failures: dict[str, int] = {}  # of each drafter, in a row
+        self._judge: int | None = None  # the verification whose truth the root followed last
+        self._wanted: list[Job] = []
+        self._cancelled: list[int] = []
+        self._ids = count() if ids is None else ids
+        self._warm_id = next(self._ids)
+        self._warmed = -WARM_EVERY  # depth of the text last asked to be held
+
+    @property
+    def done(self) -> bool:
+        return self._stopped or self.root.depth >= self.end
+
+    @property
+    def finish_reason(self) -> str | None:
+        """How it ended: `stop` (a stop token), `length`, or `cancelled`; None while it has not."""
+        if self.done and self.root.depth and self.root.token in self._stop:
+            return "stop"
+        if self.root.depth >= self.end:
+            return "length"
+        return "cancelled" if self._stopped else None
+
+    def start(self) -> Step:
+        return self._step(())
+
+    def handle(self, event: Event) -> Step:
+        if event.id not in self.open or isinstance(event, Warmed):
+            return Step()  # the last word of a cancelled job, or nothing new
+        self._learn(event)
+        return self._step(tuple(self._advance()))
+
+    def stop(self) -> Step:
+        """Give up: nothing more will be emitted, and every job in flight is cancelled."""
+        self._stopped = True
+        return self._step(())
+
+    def _step(self, emit: Tokens) -> Step:
+        if self.done:
+            self._abandon(list(self.open))
+        else:
+            self.policy(self)
+            self._remind()
+        wanted, self._wanted = tuple(self._wanted), []
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return Step(emit, wanted, cancelled, self._urgent() if emit else ())
+
+    def _learn(self, event: Event) -> None:
+        match event, self.open[event.id]:
+            case Drafted(token=token), Draft() as job:
+                self._learn_guess(job, token)
+            case Verified(tokens=tokens), Verify() as job:
+                self._learn_truth(job, tokens)
+            case Failed(), job:
+                self._learn_failure(job)
+
+    def _learn_guess(self, job: Draft, token: int) -> None:
+        self.tally.drafted += 1
+        self._failures.pop(job.model, None)
+        node = self._at[job.id]
+        node.jobs.discard(job.id)
+        node = self._at[job.id] = self._tips[job.model] = node.child(token)
+        node.jobs.add(job.id)
+        if node.context.length >= job.context.length + job.count:
+            self._close(job.id)
+        elif token in self._stop:  # nothing follows a stop token: the rest of the stream is not wanted
+            self._abandon([job.id])
+
+    def _learn_truth(self, job: Verify, tokens: Tokens) -> None:
+        if len(tokens) != job.width:
+            raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
+        self.tally.forwards += 1
+        node = self._close(job.id)
+        for judged, token in zip(node.lineage(job.width), reversed(tokens)):
+            judged.truth, judged.watcher = token, job.id
+
+    def _learn_failure(self, job: Job) -> None:
+        """A failed job is one that is no longer open: the plan will ask for it again."""
+        self.tally.failed += 1
+        if not isinstance(job, Warm):  # the next reminder will do
+            self._close(job.id)
+        if isinstance(job, Draft):
+            self._failures[job.model] = self._failures.get(job.model, 0) + 1
+
+    def _advance(self) -> Iterator[int]:
+        """Follow the truth as far as it is known; every other guess falls off the tree."""
+        while self.root.truth is not None and not self.done:
+            passed, token = self.root, self.root.truth
+            self._account(passed, guessed=token in passed.children)
+            self.root = passed.child(token)
+            del passed.children[token]
+            self._abandon(list(passed.fall()))
+            self.root.parent = None  # what lies behind the root is only text now
+            self._stopped = token in self._stop
+            self._failures.clear()
+            yield token
+
+    def _account(self, passed: Node, guessed: bool) -> None:
+        self.tally.useful += passed.watcher != self._judge
+        self.tally.accepted += guessed
+        self.tally.exposed += not guessed
+        self._judge = passed.watcher
+
+    def _abandon(self, ids: list[int]) -> None:
+        """A job is worth finishing only while its place is still possible."""
+        for id in ids:
+            self.tally.stale += isinstance(self.open[id], Verify)
+            self._close(id)
+        self._cancelled += ids
+
+    def _close(self, id: int) -> Node:
+        job, node = self.open.pop(id), self._at.pop(id, self.root)
+        node.jobs.discard(id)
+        if isinstance(job, Draft):
+            self._drafting[job.model] -= 1
+        if isinstance(job, Verify):
+            for place in node.lineage(job.width):
+                if place.watcher == id:
+                    place.watcher = None
+        self.busy -= not isinstance(job, Warm)
+        return node
+
+    def _urgent(self) -> tuple[int, ...]:
+        """The watch on the new root was deeper speculation until now."""
+        watcher = self.root.watcher
+        return () if watcher is None or watcher not in self.open else (watcher,)
+
+    def _remind(self) -> None:
+        """Every so often, ask the servers that idle to catch up with the sure text."""
+        if self.root.depth >= self._warmed + WARM_EVERY:
+            self._warmed = self.root.depth
+            warm = Warm(self._warm_id, self.root.context)
+            self.open[warm.id] = warm
+            self._wanted.append(warm)
+
+    # What a policy may ask...
+
+    def tip(self, model: str = DRAFTER, among: Iterable[str] = ()) -> Node:
+        """Where this drafter's guesses now end; if they fell, where those of the first survivor do."""
+        for name in (model, *among):
+            node = self._tips.get(name)
+            if node is not None and node.alive and node is not self.root:
+                return node
+        return self.root
+
+    def drafting(self, model: str = DRAFTER) -> bool:
+        return self._drafting.get(model, 0) > 0
+
+    def lost(self, model: str = DRAFTER) -> bool:
+        """Whether this drafter keeps failing; it is tried again when the root moves."""
+        return self._failures.get(model, 0) >= TRIES
+
+    def room(self, tip: Node, model: str = DRAFTER) -> int:
+        """How many guesses this drafter could usefully add after `tip`."""
+        if self.lost(model) or (tip is not self.root and tip.token in self._stop):
+            return 0
+        return self.end - 1 - tip.depth
+
+    def unwatched(self, tip: Node) -> int:
+        """How many places, ending at `tip`, no target has judged or is judging."""
+        run = 0
+        node: Node | None = tip
+        while node is not None and node.watcher is None:
+            run += 1
+            node = node.parent
+        return run
+
+    # ...and what it may ask for.
+
+    def draft(self, node: Node, count: int, model: str = DRAFTER) -> None:
+        self._drafting[model] = self._drafting.get(model, 0) + 1
+        self._want(Draft(next(self._ids), node.context, count, model, self.sampling), node)
+
+    def verify(self, node: Node, width: int) -> None:
+        lead = node.depth - width + 1 - self.root.depth
+        job = Verify(next(self._ids), node.context, width, lead, self.sampling)
+        for place in node.lineage(width):
+            place.watcher = job.id
+        self._want(job, node)
+
+    def _want(self, job: Draft | Verify, node: Node) -> None:
+        self.open[job.id], self._at[job.id] = job, node
+        node.jobs.add(job.id)
+        self.busy += 1
+        self._wanted.append(job)

@@ -1,0 +1,89 @@
+"""The algorithms. Each is asked, after every event, which jobs should now begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from dsi.core.generation import Generation, Policy
+from dsi.core.messages import DRAFTER
+
+
+def autoregressive() -> Policy:
+    """non-SI: one target forward per token."""
+
+    def policy(g: Generation) -> None:
+        if not g.busy:
+            g.verify(g.root, 1)
+
+    return policy
+
+
+def speculative(lookahead: int) -> Policy:
+    """SI: draft a block, verify it, repeat (Leviathan et al., 2023)."""
+    _at_least("lookahead", lookahead, 1)
+
+    def policy(g: Generation) -> None:
+        if g.busy:
+            return
+        tip = g.tip()
+        guesses = tip.depth - g.root.depth
+        wanted = min(lookahead - guesses, g.room(tip))
+        if wanted > 0:
+            g.draft(tip, wanted)
+        else:
+            g.verify(tip, guesses + 1)
+
+    return policy
+
+
+def pearl(lookahead: int) -> Policy:
+    """PEARL: verify a block while drafting the next, in lock step (Liu et al., 2025)."""
+    _at_least("lookahead", lookahead, 1)
+
+    def policy(g: Generation) -> None:
+        if g.busy:
+            return
+        tip = g.tip()
+        g.verify(tip, g.unwatched(tip))
+        if room := g.room(tip):
+            g.draft(tip, min(lookahead, room))
+
+    return policy
+
+
+def distributed(
+    lookahead: int,
+    drafters: Sequence[str] = (DRAFTER,),
+    patience: int = 0,
+    horizon: float = inf,
+) -> Policy:
+    """DSI: never let a drafter rest; never leave the root, or a full block, unwatched (Timor et al., 2025).
+
+    `patience` holds the watch on a fresh root until that many guesses can be judged with it: 0 is the
+    paper's Algorithm 1, and with one target and patience = lookahead it is SI. `horizon` is how far
+    beyond the sure text a drafter may guess.
+    """
+    _at_least("lookahead", lookahead, 1)
+    _at_least("patience", patience, 0)
+    _at_least("horizon", horizon, 1)
+
+    def policy(g: Generation) -> None:
+        for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
+            tip = g.tip(model, drafters)
+            lead = tip.depth - g.root.depth
+            room = min(g.room(tip, model), horizon - lead)
+            unwatched = g.unwatched(tip)
+            root_is_watched = unwatched <= lead
+            full = unwatched >= lookahead if root_is_watched else lead >= patience
+            if unwatched and (full or room <= 0):
+                g.verify(tip, unwatched)
+            if room > 0 and not g.drafting(model):
+                g.draft(tip, int(room), model)
+
+    return policy
+
+
+def _at_least(name: str, value: float, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} {value}: must be at least {least}")

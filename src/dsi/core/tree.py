@@ -1,0 +1,51 @@
+"""The sure text and every live guess about what follows it, as one trie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dsi.core.context import Context
+
+
+class Node:
+    """A place in the tree: the text up to here, and what is known or guessed to follow it."""
+
+    __slots__ = ("alive", "children", "context", "depth", "jobs", "parent", "truth", "watcher")
+
+    def __init__(self, context: Context, parent: Node | None, depth: int) -> None:
+        self.context = context
+        self.parent = parent
+        self.depth = depth  # tokens generated up to here
+        self.truth: int | None = None  # the token the target says comes next, once known
+        self.watcher: int | None = None  # the verification that judges, or has judged, what comes next
+        self.children: dict[int, Node] = {}
+        self.jobs: set[int] = set()  # open jobs whose text ends here
+        self.alive = True  # not yet passed by the root, and not fallen
+
+    @property
+    def token(self) -> int:
+        return self.context.token
+
+    def child(self, token: int) -> Node:
+        """Equal guesses meet in one node, whichever model made them."""
+        node = self.children.get(token)
+        if node is None:
+            node = self.children[token] = Node(self.context.then(token), self, self.depth + 1)
+        return node
+
+    def lineage(self, count: int) -> Iterator[Node]:
+        """This node, its parent, and so on: `count` nodes, or fewer where the root comes first."""
+        node: Node | None = self
+        while node is not None and count > 0:
+            yield node
+            node = node.parent
+            count -= 1
+
+    def fall(self) -> Iterator[int]:
+        """Cut this node and all below it off the tree; yields the jobs that lose their place."""
+        falling = [self]
+        while falling:
+            node = falling.pop()
+            node.alive = False
+            yield from node.jobs
+            falling.extend(node.children.values())

@@ -1,0 +1,128 @@
+"""The one loop: any number of requests over one fleet, whatever the fleet is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Protocol
+
+from dsi.core.context import Tokens
+from dsi.core.generation import Generation
+from dsi.core.messages import Event, Failed, Job, Step
+from dsi.models.wait import Time
+from dsi.request import Completion, Request
+
+PATIENCE = 32  # failures in a row, without a token between them, that a request survives
+
+
+class Fleet(Protocol):
+    """Where jobs run. Cancelling is advice: a late answer is harmless."""
+
+    def start(self, job: Job) -> None: ...
+    def promote(self, id: int) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def next_event(self) -> Event: ...
+    def now(self) -> Time: ...
+    def close(self) -> None: ...
+
+
+class FleetError(RuntimeError):
+    """The fleet cannot finish a request."""
+
+
+class Run:
+    """One request under way."""
+
+    def __init__(self, generation: Generation, began: Time) -> None:
+        self.generation = generation
+        self.began = began
+        self.tokens: list[int] = []
+        self.times: list[Time] = []
+        self.failures = 0
+
+    @property
+    def done(self) -> bool:
+        return self.generation.done
+
+    def completion(self) -> Completion:
+        reason = self.generation.finish_reason
+        if reason is None:
+            raise RuntimeError("the request is still running")
+        return Completion(tuple(self.tokens), reason, tuple(self.times), self.generation.tally)
+
+
+class Engine:
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._ids = count()
+        self._owners: dict[int, Run] = {}  # whose each open job is
+
+    def submit(self, request: Request) -> Run:
+        generation = Generation(
+            request.prompt,
+            request.max_new_tokens,
+            request.policy,
+            stop=request.stop,
+            sampling=request.sampling,
+            ids=self._ids,
+        )
+        run = Run(generation, self.fleet.now())
+        self._follow(run, generation.start())
+        return run
+
+    def cancel(self, run: Run) -> None:
+        """Nobody wants this text any longer."""
+        self._follow(run, run.generation.stop())
+
+    def step(self) -> tuple[Run, Tokens] | None:
+        """Take one event; returns the request it belongs to and the tokens it made certain."""
+        event = self.fleet.next_event()
+        run = self._owners.get(event.id)
+        if run is None:
+            return None
+        if isinstance(event, Failed):
+            self._count_failure(run, event)
+        step = run.generation.handle(event)
+        if event.id not in run.generation.open:
+            del self._owners[event.id]
+        self._follow(run, step)
+        return run, step.emit
+
+    def stream(self, request: Request) -> Iterator[Tokens]:
+        """The tokens of one request, as they become certain."""
+        run = self.submit(request)
+        try:
+            while not run.done:
+                stepped = self.step()
+                if stepped is not None and stepped[0] is run and stepped[1]:
+                    yield stepped[1]
+        finally:
+            if not run.done:
+                self.cancel(run)
+
+    def run(self, *requests: Request) -> list[Completion]:
+        """All of these at once, to their ends."""
+        runs = [self.submit(request) for request in requests]
+        while not all(run.done for run in runs):
+            self.step()
+        return [run.completion() for run in runs]
+
+    def _follow(self, run: Run, step: Step) -> None:
+        for id in step.cancel:
+            self._owners.pop(id, None)
+            self.fleet.cancel(id)
+        for id in step.promote:
+            self.fleet.promote(id)
+        for job in step.start:
+            self._owners[job.id] = run
+            self.fleet.start(job)
+        if step.emit:
+            run.failures = 0
+            run.tokens += step.emit
+            run.times += [self.fleet.now() - run.began] * len(step.emit)
+
+    def _count_failure(self, run: Run, event: Failed) -> None:
+        run.failures += 1
+        if run.failures > PATIENCE:
+            self.cancel(run)
+            raise FleetError(f"{run.failures} jobs of one request failed in a row, the last: {event.reason}")

@@ -1,0 +1,182 @@
+"""A fleet in virtual time: a heap of forwards, and a clock that jumps from one end to the next.
+
+The servers are the ones that could run for real. Asked to wait, they are given a meter that writes down
+how long instead; the sum is when their event is due. Time may be float or, for exact results, Fraction.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import floor
+
+from dsi.core.context import Context
+from dsi.core.dispatch import Assignments, Dispatch
+from dsi.core.messages import TARGET, Drafted, Event, Failed, Job
+from dsi.fleets.spans import Span, span
+from dsi.fleets.work import Server, work
+from dsi.models.wait import Time
+
+
+class Meter:
+    """A flag that never waits: it only adds up for how long it was asked to."""
+
+    def __init__(self) -> None:
+        self.seconds: Time = 0
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, timeout: Time) -> bool:
+        self.seconds = self.seconds + timeout
+        return False
+
+    def read(self) -> Time:
+        seconds, self.seconds = self.seconds, 0
+        return seconds
+
+
+@dataclass
+class Forward:
+    """What a server is computing now."""
+
+    job: Job
+    events: Iterator[Event]
+    context: Context
+    meter: Meter = field(default_factory=Meter)
+    event: Event | None = None  # how it will end; None once cancelled
+    start: Time = 0
+    end: Time = 0
+
+
+class SimulatedFleet:
+    """`pieces`: a cancelled forward frees its server at once (0), or when the current one of so many ends.
+
+    `network` is the delay of a message, each way. `contention` is by what share each other busy target
+    slows a target's forward, as it stands when the forward begins. `fails` is asked at each forward of a
+    job whether that one ends in failure.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        *,
+        pieces: int = 0,
+        network: Time = 0,
+        contention: float = 0,
+        fails: Callable[[Job], bool] | None = None,
+        log: list[Span] | None = None,
+    ) -> None:
+        if pieces < 0 or network < 0 or contention < 0:
+            raise ValueError(
+                f"pieces {pieces}, network {network}, contention {contention}: must be at least 0"
+            )
+        self.servers = {server.name: server for server in servers}
+        self.busy: dict[str, Time] = dict.fromkeys(self.servers, 0)
+        self._pieces, self._network, self._contention = pieces, network, contention
+        self._fails, self._log = fails, log
+        self._dispatch = Dispatch({server.name: server.role for server in self.servers.values()})
+        self._forwards: dict[str, Forward] = {}
+        self._agenda: list[tuple[Time, int, str, Forward]] = []
+        self._ready: deque[Event] = deque()
+        self._order = count()
+        self._now: Time = 0
+
+    def now(self) -> Time:
+        return self._now
+
+    def start(self, job: Job) -> None:
+        self._begin(self._dispatch.offer(job))
+
+    def promote(self, id: int) -> None:
+        self._dispatch.promote(id)
+
+    def cancel(self, id: int) -> None:
+        for name in self._dispatch.withdraw(id):
+            self._stop(name)
+
+    def kill(self, name: str) -> None:
+        """The server dies now, whatever it was doing."""
+        if forward := self._forwards.pop(name, None):
+            forward.event = None
+            self._record(name, forward, max(self._now, forward.start))
+        self._dispatch.remove(name)
+        self._ready.extend(self._dispatch.stranded())
+
+    def close(self) -> None:
+        self._agenda.clear()
+        self._forwards.clear()
+
+    def next_event(self) -> Event:
+        while not self._ready:
+            if not self._agenda:
+                raise RuntimeError("the fleet has nothing to do: no event will come")
+            when, _, name, forward = heappop(self._agenda)
+            if self._forwards.get(name) is forward and when == forward.end + self._network:
+                self._now = when
+                self._finish(name, forward)
+        return self._ready.popleft()
+
+    def _begin(self, assignments: Assignments) -> None:
+        for name, job in assignments:
+            meter = Meter()
+            events = work(job, self.servers[name], meter)
+            forward = self._forwards[name] = Forward(job, events, job.context, meter)
+            self._compute(name, forward, self._now + self._network)
+        self._ready.extend(self._dispatch.stranded())
+
+    def _compute(self, name: str, forward: Forward, start: Time) -> bool:
+        """Begin the next forward of a job, if it has one."""
+        forward.event = next(forward.events, None)
+        if forward.event is None:
+            return False
+        if self._fails is not None and self._fails(forward.job):
+            forward.event, forward.events = Failed(forward.job.id, "the forward failed"), iter(())
+        forward.start, forward.end = start, start + forward.meter.read() * self._slowdown(name)
+        heappush(self._agenda, (forward.end + self._network, next(self._order), name, forward))
+        return True
+
+    def _slowdown(self, name: str) -> Time:
+        if not self._contention or self.servers[name].role != TARGET:
+            return 1
+        others = sum(self.servers[n].role == TARGET for n in self._dispatch.working if n != name)
+        return 1 + self._contention * others
+
+    def _finish(self, name: str, forward: Forward) -> None:
+        event = forward.event
+        self._record(name, forward, forward.end)
+        if event is not None:
+            self._ready.append(event)
+        if isinstance(event, Drafted):
+            forward.context = forward.context.then(event.token)
+        if event is None or not self._compute(name, forward, forward.end):
+            del self._forwards[name]
+            self._begin(self._dispatch.release(name))
+
+    def _stop(self, name: str) -> None:
+        """The server hears of it after the network's delay, and is free where its forward can end."""
+        forward = self._forwards[name]
+        if forward.event is None:
+            return
+        heard = self._now + self._network
+        forward.event, forward.end = None, self._can_stop(forward, heard)
+        heappush(self._agenda, (forward.end + self._network, next(self._order), name, forward))
+
+    def _can_stop(self, forward: Forward, heard: Time) -> Time:
+        """When a forward ends that is told at `heard` to stop."""
+        if heard <= forward.start or heard >= forward.end:
+            return forward.end if heard >= forward.end else forward.start
+        if not self._pieces:
+            return heard
+        piece = (forward.end - forward.start) / self._pieces
+        return forward.start + (floor((heard - forward.start) / piece) + 1) * piece
+
+    def _record(self, name: str, forward: Forward, end: Time) -> None:
+        self.busy[name] = self.busy[name] + (end - forward.start)
+        if self._log is not None:
+            role = self.servers[name].role
+            entry = span(name, role, forward.job, forward.context, forward.start, end, forward.event)
+            self._log.append(entry)

@@ -1,0 +1,37 @@
+"""Who computed what, when: what a fleet writes down about each forward, for pictures and sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsi.core.context import Context
+from dsi.core.messages import Draft, Drafted, Event, Job, Verify, Warm
+from dsi.models.wait import Time
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One forward on one server."""
+
+    server: str
+    role: str
+    kind: str  # draft, verify or warm
+    job: int
+    context: Context  # the text it was asked about
+    width: int  # how many places of it
+    start: Time
+    end: Time
+    token: int | None = None  # what a draft guessed
+    stale: bool = False  # cancelled before it ended
+
+
+KINDS = {Draft: "draft", Verify: "verify", Warm: "warm"}
+
+
+def span(
+    server: str, role: str, job: Job, context: Context, start: Time, end: Time, event: Event | None
+) -> Span:
+    """The span of a forward that ended in `event`, or was stopped."""
+    width = job.width if isinstance(job, Verify) else int(isinstance(job, Draft))
+    token = event.token if isinstance(event, Drafted) else None
+    return Span(server, role, KINDS[type(job)], job.id, context, width, start, end, token, event is None)

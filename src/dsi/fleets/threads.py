@@ -1,0 +1,148 @@
+"""A fleet in real time: one thread per server. For models that wait, or that leave the interpreter free."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from queue import SimpleQueue
+from threading import Event as Signal
+from threading import Thread
+
+from dsi.core.context import Context
+from dsi.core.dispatch import Assignments, Dispatch
+from dsi.core.messages import Drafted, Event, Failed, Job
+from dsi.fleets.spans import Span, span
+from dsi.fleets.work import Server, work
+from dsi.models.backend import Cancelled
+
+JOIN_SECONDS = 5.0
+
+
+class Wish(Signal):
+    """Set when an answer is no longer wanted. A wait in pieces notices only between two of them."""
+
+    def __init__(self, pieces: int) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not self._pieces or timeout is None:
+            return super().wait(timeout)
+        for _ in range(self._pieces):
+            time.sleep(timeout / self._pieces)
+            if self.is_set():
+                return True
+        return False
+
+
+class Seat:
+    """A server at work in its own thread."""
+
+    def __init__(self, server: Server, fleet: ThreadFleet) -> None:
+        self.server = server
+        self.fleet = fleet
+        self.inbox: SimpleQueue[tuple[Job, Wish] | None] = SimpleQueue()
+        self.wish = Wish(0)  # of the job at hand
+        self.thread = Thread(target=self.serve, name=server.name, daemon=True)
+        self.thread.start()
+
+    def begin(self, job: Job, wish: Wish) -> None:
+        self.wish = wish
+        self.inbox.put((job, wish))
+
+    def dismiss(self) -> None:
+        self.wish.set()
+        self.inbox.put(None)
+
+    def serve(self) -> None:
+        while (order := self.inbox.get()) is not None:
+            self.answer(*order)
+
+    def answer(self, job: Job, wish: Wish) -> None:
+        """Post each guess as it comes; the last word on the job says that the server is free."""
+        last: Event | None = None
+        context, began = job.context, self.fleet.now()
+        try:
+            for event in work(job, self.server, wish):
+                ended = self.fleet.now()
+                self.record(job, context, began, ended, event)
+                if wish.is_set():
+                    break
+                if isinstance(event, Drafted):
+                    self.fleet.outbox.put((self.server.name, event, False))
+                    context, began = context.then(event.token), ended
+                else:
+                    last = event
+        except Cancelled:
+            self.record(job, context, began, self.fleet.now(), None)
+        except Exception as error:  # whatever went wrong in a model, the request can go on elsewhere
+            last = Failed(job.id, f"{type(error).__name__}: {error}")
+        self.fleet.outbox.put((self.server.name, last, True))
+
+    def record(self, job: Job, context: Context, start: float, end: float, event: Event | None) -> None:
+        self.fleet.busy[self.server.name] += end - start
+        if self.fleet.log is not None:
+            entry = span(self.server.name, self.server.role, job, context, start, end, event)
+            self.fleet.log.append(entry)
+
+
+class ThreadFleet:
+    """`pieces`: a cancelled wait ends at once (0), or when the current one of so many ends."""
+
+    def __init__(self, servers: Iterable[Server], *, pieces: int = 0, log: list[Span] | None = None) -> None:
+        if pieces < 0:
+            raise ValueError(f"pieces {pieces}: must be at least 0")
+        self._began = time.perf_counter()
+        self.outbox: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()
+        self.log = log
+        self._pieces = pieces
+        self._ready: deque[Event] = deque()
+        members = list(servers)
+        self.busy = {server.name: 0.0 for server in members}
+        self._dispatch = Dispatch({server.name: server.role for server in members})
+        self._seats = {server.name: Seat(server, self) for server in members}
+
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def start(self, job: Job) -> None:
+        self._begin(self._dispatch.offer(job))
+
+    def promote(self, id: int) -> None:
+        self._dispatch.promote(id)
+
+    def cancel(self, id: int) -> None:
+        for name in self._dispatch.withdraw(id):
+            self._seats[name].wish.set()
+
+    def kill(self, name: str) -> None:
+        """The server dies now, whatever it was doing."""
+        self._seats.pop(name).dismiss()
+        self._dispatch.remove(name)
+        self._ready.extend(self._dispatch.stranded())
+
+    def close(self) -> None:
+        seats, self._seats = self._seats, {}
+        for seat in seats.values():
+            seat.dismiss()
+        for seat in seats.values():
+            seat.thread.join(JOIN_SECONDS)
+
+    def next_event(self) -> Event:
+        while not self._ready:
+            if not self._dispatch.working:
+                raise RuntimeError("the fleet has nothing to do: no event will come")
+            name, event, free = self.outbox.get()
+            if name not in self._seats:
+                continue  # the last word of a dead server
+            if event is not None:
+                self._ready.append(event)
+            if free:
+                self._begin(self._dispatch.release(name))
+        return self._ready.popleft()
+
+    def _begin(self, assignments: Assignments) -> None:
+        for name, job in assignments:
+            self._seats[name].begin(job, Wish(self._pieces))
+        self._ready.extend(self._dispatch.stranded())

@@ -1,0 +1,90 @@
+"""What a server does with a job: the same generator in virtual time, a thread, a process or an actor."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from dsi.core.context import Context
+from dsi.core.messages import Draft, Drafted, Event, Job, Verified, Verify, Warm, Warmed
+from dsi.models.backend import NEVER, Ask, Flag, Model
+
+PAGES = 32  # requests a server remembers at once; the one it has not seen for longest goes first
+
+
+@dataclass
+class Page:
+    """One request as a server knows it."""
+
+    context: Context
+    tokens: list[int]  # the context, spelled out
+    kept: int = 0  # how many of them have gone through the model
+
+    def turn_to(self, context: Context) -> None:
+        """Keep what this text shares with the last one; read only the difference."""
+        shared = self.context.shared(context)
+        del self.tokens[shared:]
+        self.tokens += context.since(shared)
+        self.context, self.kept = context, min(self.kept, shared)
+
+    def append(self, token: int) -> None:
+        self.context = self.context.then(token)
+        self.tokens.append(token)
+
+
+@dataclass
+class Memory:
+    """What a server has read of each request, the last one at the end."""
+
+    pages: OrderedDict[Context, Page] = field(default_factory=OrderedDict)
+
+    def page(self, context: Context) -> Page:
+        origin = context.origin
+        page = self.pages.get(origin) or Page(origin, list(origin))
+        self.pages[origin] = page
+        self.pages.move_to_end(origin)
+        if len(self.pages) > PAGES:
+            self.pages.popitem(last=False)
+        page.turn_to(context)
+        return page
+
+
+@dataclass
+class Server:
+    """A processor with a model on it; `role` is `target`, or the name of a drafter."""
+
+    name: str
+    role: str
+    model: Model
+    memory: Memory = field(default_factory=Memory)
+
+
+def work(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event]:
+    """The events that answer a job. Between an event and the next, one forward has been computed.
+
+    What a forward has read counts as kept only when its event has been taken: a cancelled forward
+    leaves nothing behind.
+    """
+    page = server.memory.page(job.context)
+    match job:
+        case Warm():
+            server.model.answer(Ask(page.tokens, len(page.tokens) + 1, page.kept, cancelled=cancelled))
+            yield Warmed(job.id)
+        case Verify():
+            start = len(page.tokens) + 1 - job.width
+            answer = server.model.answer(Ask(page.tokens, start, page.kept, job.sampling, cancelled))
+            yield Verified(job.id, answer)
+        case Draft():
+            yield from _stream(job, server, page, cancelled)
+            return
+    page.kept = len(page.tokens)
+
+
+def _stream(job: Draft, server: Server, page: Page, cancelled: Flag) -> Iterator[Event]:
+    for _ in range(job.count):
+        ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
+        (token,) = server.model.answer(ask)
+        yield Drafted(job.id, token)
+        page.kept = len(page.tokens)
+        page.append(token)

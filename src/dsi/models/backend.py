@@ -1,0 +1,81 @@
+"""What a server asks of a model, and the models that answer with rows of scores.
+
+A model is asked about a whole text and answers as if it had no memory; what it remembers to be fast is
+its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dsi.core.context import Tokens
+from dsi.core.messages import GREEDY, Sampling
+from dsi.sampling.noise import Array
+from dsi.sampling.rules import match
+
+
+class Cancelled(Exception):
+    """The answer is no longer wanted, and the model stopped working on it."""
+
+
+class Flag(Protocol):
+    """Says whether an answer is still wanted. `threading.Event` is one."""
+
+    def is_set(self) -> bool: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
+class Never:
+    """The flag of an answer that is always wanted."""
+
+    def is_set(self) -> bool:
+        return False
+
+    def wait(self, timeout: float) -> bool:  # noqa: ARG002
+        return False
+
+
+NEVER = Never()
+
+
+@dataclass(slots=True)
+class Ask:
+    """Which token follows tokens[:i], for each i from `start` to the end of them?
+
+    A `start` beyond the end asks nothing but to have read the text.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    kept: int = 0  # how many of these the server has read before; 0: the request is new to it
+    sampling: Sampling = GREEDY
+    cancelled: Flag = NEVER
+
+    @property
+    def places(self) -> int:
+        return len(self.tokens) + 1 - self.start
+
+
+class Model(Protocol):
+    def answer(self, ask: Ask) -> Tokens:
+        """One token for each place asked about, or `Cancelled`."""
+        ...
+
+
+class Backend(Protocol):
+    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag) -> Array:
+        """A row of scores after tokens[:i] for each i from `start` to the end of them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A backend that has learnt to choose: its rows, judged by the rule `match`."""
+
+    backend: Backend
+
+    def answer(self, ask: Ask) -> Tokens:
+        rows = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
+        return match(rows, ask.sampling, ask.start)

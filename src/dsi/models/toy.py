@@ -1,0 +1,79 @@
+"""Exact little models, whose drafter agrees with the target at a chosen rate.
+
+The true token after a text is a hash of its length and last two tokens, and always even. A drafter that
+errs names the odd token beside it, which is never true; so it agrees at exactly its rate, independently
+at every place, greedy or with any temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsi.core.context import Tokens
+from dsi.models.backend import Ask, Flag
+from dsi.sampling.noise import Array
+from dsi.sampling.rules import match
+
+VOCABULARY = 64
+HALF = VOCABULARY // 2
+WORD = (1 << 64) - 1
+
+
+def mixed(*parts: int) -> int:
+    """A hash of small numbers; Python's own is equal on every machine for integers."""
+    x = (hash(parts) & WORD) * 0x9E3779B97F4A7C15 & WORD
+    return (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & WORD
+
+
+def place(seed: int, tokens: Sequence[int], i: int) -> int:
+    """A number for what comes after tokens[:i]."""
+    return mixed(seed, i, tokens[i - 1] if i > 0 else -1, tokens[i - 2] if i > 1 else -1)
+
+
+@dataclass(frozen=True)
+class ToyTarget:
+    seed: int = 0
+
+    def answer(self, ask: Ask) -> Tokens:
+        """Greedy answers come straight from the hash: the same as the largest score, and much faster."""
+        if ask.sampling.temperature:
+            return match(self.forward(ask.tokens, ask.start, ask.cancelled), ask.sampling, ask.start)
+        return tuple(self.truth(ask.tokens, i) for i in range(ask.start, len(ask.tokens) + 1))
+
+    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag) -> Array:  # noqa: ARG002
+        return np.stack([self.scores(tokens, i) for i in range(start, len(tokens) + 1)])
+
+    def truth(self, tokens: Sequence[int], i: int) -> int:
+        return (place(self.seed, tokens, i) >> 40) % HALF * 2
+
+    def scores(self, tokens: Sequence[int], i: int) -> Array:
+        """Even tokens by distance from the true one; odd tokens are impossible."""
+        row = np.full(VOCABULARY, -np.inf, dtype=np.float32)
+        row[::2] = -((np.arange(HALF) - self.truth(tokens, i) // 2) % HALF)
+        return row
+
+
+@dataclass(frozen=True)
+class ToyDrafter:
+    target: ToyTarget
+    acceptance: float
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.acceptance <= 1:
+            raise ValueError(f"acceptance {self.acceptance}: must be between 0 and 1")
+
+    def answer(self, ask: Ask) -> Tokens:
+        truths = self.target.answer(ask)
+        errs = (self.errs(ask.tokens, i) for i in range(ask.start, len(ask.tokens) + 1))
+        return tuple(truth + err for truth, err in zip(truths, errs))
+
+    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag) -> Array:
+        rows = self.target.forward(tokens, start, cancelled)
+        return np.stack([np.roll(row, self.errs(tokens, start + i)) for i, row in enumerate(rows)])
+
+    def errs(self, tokens: Sequence[int], i: int) -> bool:
+        return (place(~self.seed, tokens, i) >> 11) * 2.0**-53 >= self.acceptance

@@ -1,0 +1,35 @@
+"""What callers give and get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dsi.core.context import Tokens
+from dsi.core.generation import Policy, Tally
+from dsi.core.messages import GREEDY, Sampling
+from dsi.models.wait import Time
+
+__all__ = ["Completion", "Request", "Sampling"]
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Tokens
+    max_new_tokens: int
+    policy: Policy
+    sampling: Sampling = GREEDY
+    stop: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished text. Times are seconds since the request was submitted."""
+
+    tokens: Tokens
+    finish_reason: str
+    times: tuple[Time, ...] = field(repr=False)  # when each token became certain
+    tally: Tally
+
+    @property
+    def seconds(self) -> Time:
+        return self.times[-1] if self.times else 0

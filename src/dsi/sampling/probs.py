@@ -1,0 +1,50 @@
+"""From a row of scores to a distribution to a token, the same text for numpy and torch."""
+
+from __future__ import annotations
+
+from dsi.core.messages import Sampling
+from dsi.sampling.noise import Array, exponential, key, namespace
+
+
+def probabilities(scores: Array, sampling: Sampling) -> Array:
+    """A row of scores as probabilities: temperature, then top-k, top-p and min-p, each renormalised."""
+    scores = (scores - scores.max()) / sampling.temperature  # after the maximum: no overflow when near 0
+    probs = _normalised(namespace(scores).exp(scores))
+    if 0 < sampling.top_k < len(probs):
+        probs = _at_least(_descending(probs)[sampling.top_k - 1], probs)
+    if sampling.top_p < 1:
+        probs = _at_least(_nucleus(_descending(probs), sampling.top_p), probs)
+    return _at_least(sampling.min_p * probs.max(), probs)
+
+
+def race(probs: Array, noise: Array) -> int:
+    """Sample by an exponential race: the largest p / e wins. Equal noise couples any two models."""
+    return int((probs / noise).argmax())
+
+
+def choose(scores: Array, sampling: Sampling, position: int) -> int:
+    """The token that a row of scores gives at this position of the text."""
+    if sampling.temperature == 0:
+        return int(scores.argmax())
+    xp = namespace(scores)
+    tokens = xp.arange(len(scores), dtype=xp.int64, device=scores.device)
+    return race(probabilities(scores, sampling), exponential(key(sampling.seed, position), tokens))
+
+
+def _normalised(weights: Array) -> Array:
+    return weights / weights.sum()
+
+
+def _descending(probs: Array) -> Array:
+    return probs[(-probs).argsort()]
+
+
+def _nucleus(ordered: Array, top_p: float) -> Array:
+    """The smallest probability among the fewest that together reach `top_p`."""
+    kept = int((ordered.cumsum(0) - ordered < top_p).sum())
+    return ordered[max(kept, 1) - 1]
+
+
+def _at_least(floor: Array, probs: Array) -> Array:
+    """Drop what lies below `floor`. Ties stay in, so that the order of a sort does not matter."""
+    return _normalised(probs * (probs >= floor))
