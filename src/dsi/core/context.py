@@ -7,7 +7,7 @@ not share is ever walked. Nothing here knows what the tokens mean.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from os.path import commonprefix
+from itertools import takewhile
 
 Tokens = tuple[int, ...]
 
@@ -68,7 +68,7 @@ class Context:
             elif b.length >= a.length and b.parent is not None:
                 b = b.parent
             else:
-                return len(commonprefix([list(a), list(b)]))
+                return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b)))
         return a.length
 
     def __repr__(self) -> str:

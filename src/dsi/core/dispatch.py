@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dsi.core.context import Context
 from dsi.core.messages import TARGET, Draft, Failed, Job, Verify, Warm
 
+REMEMBERED = 32  # requests of which it is known how much each server has read
 LAG = 8  # tokens a server may be behind before catching up is worth a forward
 
 Assignments = list[tuple[str, Job]]
@@ -84,9 +85,7 @@ class Dispatch:
         for queues in self._queues.values():
             for queue in queues:
                 queue.pop(id, None)
-        if warm := self._standing.pop(id, None):
-            for read in self._read.values():
-                read.pop(warm.context.origin, None)
+        self._standing.pop(id, None)
         return [server for server, job in self.working.items() if job.id == id]
 
     def release(self, server: str) -> Assignments:
@@ -106,8 +105,15 @@ class Dispatch:
         if job is None:
             return []
         self.working[server] = job
-        self._read[server][job.context.origin] = len(job.context)
+        self._note(server, job)
         return [(server, job)]
+
+    def _note(self, server: str, job: Job) -> None:
+        read = self._read[server]
+        read.pop(job.context.origin, None)
+        read[job.context.origin] = len(job.context)
+        if len(read) > REMEMBERED:
+            del read[next(iter(read))]
 
     def _next(self, server: str) -> Job | None:
         for queue in self._queues[self.roles[server]]:

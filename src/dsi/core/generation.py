@@ -123,7 +123,6 @@ class Generation:
             self._abandon(list(self.open))
         else:
             self.policy(self)
-            self._remind()
         wanted, self._wanted = tuple(self._wanted), []
         cancelled, self._cancelled = tuple(self._cancelled), []
         return Step(emit, wanted, cancelled, self._urgent() if emit else ())
@@ -208,14 +207,6 @@ class Generation:
         watcher = self.root.watcher
         return () if watcher is None or watcher not in self.open else (watcher,)
 
-    def _remind(self) -> None:
-        """Every so often, ask the servers that idle to catch up with the sure text."""
-        if self.root.depth >= self._warmed + WARM_EVERY:
-            self._warmed = self.root.depth
-            warm = Warm(self._warm_id, self.root.context)
-            self.open[warm.id] = warm
-            self._wanted.append(warm)
-
     # What a policy may ask...
 
     def tip(self, model: str = DRAFTER, among: Iterable[str] = ()) -> Node:
@@ -260,6 +251,13 @@ class Generation:
         for place in node.lineage(width):
             place.watcher = job.id
         self._want(job, node)
+
+    def remind(self) -> None:
+        """Let servers that would idle read the prompt, and every so often catch up with the sure text."""
+        if self.root.depth >= self._warmed + WARM_EVERY:
+            self._warmed = self.root.depth
+            warm = self.open[self._warm_id] = Warm(self._warm_id, self.root.context)
+            self._wanted.append(warm)
 
     def _want(self, job: Draft | Verify, node: Node) -> None:
         self.open[job.id], self._at[job.id] = job, node

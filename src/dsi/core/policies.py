@@ -80,6 +80,7 @@ def distributed(
                 g.verify(tip, unwatched)
             if room > 0 and not g.drafting(model):
                 g.draft(tip, int(room), model)
+        g.remind()  # any target may be next to watch this text
 
     return policy
 

@@ -31,7 +31,9 @@ class Latency:
         if not 0 < self.tpot < float("inf"):
             raise ValueError(f"latency {self.tpot}: must be above 0")
         if self.ttft is not None and not self.tpot <= self.ttft < float("inf"):
-            raise ValueError(f"time to first token {self.ttft}: must be at least the time per token, {self.tpot}")
+            raise ValueError(
+                f"time to first token {self.ttft}: must be at least the time per token, {self.tpot}"
+            )
         if self.per_token < 0 or not 0 <= self.jitter < 1:
             raise ValueError(
                 f"per token {self.per_token}, jitter {self.jitter}: must be at least 0, and jitter below 1"

@@ -1,0 +1,3 @@
+from dsi.cli import main
+
+main()

@@ -1,0 +1,381 @@
+"""The commands: each parses, calls one function, and prints. Heavy imports wait until they are needed."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dsi.measure.records import Record
+    from dsi.measure.settings import Setting
+    from dsi.measure.simulate import Result
+
+SERVERS_LISTED = 12
+
+app = typer.Typer(
+    help="Distributed speculative inference: lossless decoding that never takes turns.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog="Example: dsi simulate --algorithm si,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4",
+)
+paper = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The paper's tables, beside ours.")
+app.add_typer(paper, name="paper")
+
+Algorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; several separated by commas.")]
+TargetMs = Annotated[float, typer.Option(help="A target forward, in milliseconds.")]
+DrafterMs = Annotated[float, typer.Option(help="A drafter forward, in milliseconds.")]
+Acceptance = Annotated[float, typer.Option(help="How often a guess is right: 0 to 1.")]
+Sp = Annotated[int, typer.Option(help="SP degree: how many target servers.")]
+Tokens = Annotated[int, typer.Option(help="Tokens to generate.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same texts and guesses.")]
+Drafters = Annotated[int, typer.Option(help="Drafter servers, each with errors of its own.")]
+Horizon = Annotated[float, typer.Option(help="dsi: how far beyond the sure text a drafter may guess.")]
+Pieces = Annotated[
+    int, typer.Option(help="A cancelled forward ends after the current one of so many; 0: at once.")
+]
+TargetTtftMs = Annotated[float | None, typer.Option(help="The target's first forward over a prompt.")]
+DrafterTtftMs = Annotated[float | None, typer.Option(help="The drafter's first forward over a prompt.")]
+PerTokenMs = Annotated[float, typer.Option(help="What each further new token adds to a target forward.")]
+Jitter = Annotated[float, typer.Option(help="Forwards vary by this share to either side: 0 to 1.")]
+NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (virtual time only).")]
+Contention = Annotated[
+    float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
+]
+Waited = Annotated[bool, typer.Option("--waited", help="Real threads that wait instead of computing.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+
+
+def main() -> None:
+    """A user's mistake is one sentence and exit status 2, never a traceback."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        print(f"dsi: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        from dsi import __version__
+
+        print(f"dsi {__version__}")
+        raise typer.Exit
+
+
+@app.command(epilog="Example: dsi simulate --algorithm nonsi,si,dsi --lookahead 1,2,5,10 --json")
+def simulate(
+    algorithm: Algorithm = "nonsi,si,pearl,dsi",
+    target_ms: TargetMs = 20.0,
+    drafter_ms: DrafterMs = 2.0,
+    acceptance: Acceptance = 0.8,
+    lookahead: Annotated[
+        str,
+        typer.Option(
+            help="Guesses per verification; several separated by commas: the best is taken. auto: by "
+            "Eq. (1) for dsi, the best block for si, target over drafter latency for pearl."
+        ),
+    ] = "auto",
+    sp: Sp = 7,
+    tokens: Tokens = 100,
+    repeats: Annotated[int, typer.Option(help="Runs, each with a seed of its own.")] = 30,
+    seed: Seed = 0,
+    drafters: Drafters = 1,
+    patience: Annotated[
+        str,
+        typer.Option(
+            help="dsi: guesses to have before a fresh root is watched; several separated by commas: the best."
+        ),
+    ] = "0",
+    horizon: Horizon = float("inf"),
+    pieces: Pieces = 0,
+    target_ttft_ms: TargetTtftMs = None,
+    drafter_ttft_ms: DrafterTtftMs = None,
+    per_token_ms: PerTokenMs = 0.0,
+    jitter: Jitter = 0.0,
+    network_ms: NetworkMs = 0.0,
+    contention: Contention = 0.0,
+    waited: Waited = False,
+    json: Json = False,
+) -> None:
+    """Run toy models under one or more algorithms, in virtual time or on real threads."""
+    from dsi.measure.simulate import best, choices
+
+    names = _algorithms(algorithm)
+    blocks = [None] if lookahead == "auto" else _numbers("lookahead", lookahead, 1)
+    waits = _numbers("patience", patience, 0)
+    setting = _setting(locals(), lookahead=None, patience=0)
+    runs = sum(len(choices(setting, name, blocks, waits)) * repeats for name in names)
+    with _progress("runs", runs) as advance:
+        results = [best(setting, name, blocks, waits, repeats, seed, waited, advance) for name in names]
+    _print_results(results, json)
+
+
+@app.command(
+    epilog="Example: dsi timeline --algorithm si,dsi --acceptance 0.9 --out figure.svg --out trace.json"
+)
+def timeline(
+    algorithm: Algorithm = "nonsi,si,dsi",
+    target_ms: TargetMs = 7.0,
+    drafter_ms: DrafterMs = 1.0,
+    acceptance: Acceptance = 0.8,
+    lookahead: Annotated[
+        str, typer.Option(help="Guesses per verification, or auto (see simulate).")
+    ] = "auto",
+    sp: Sp = 7,
+    tokens: Tokens = 16,
+    seed: Seed = 0,
+    drafters: Drafters = 1,
+    patience: Annotated[int, typer.Option(help="dsi: guesses to have before a fresh root is watched.")] = 0,
+    horizon: Horizon = float("inf"),
+    pieces: Pieces = 0,
+    target_ttft_ms: TargetTtftMs = None,
+    drafter_ttft_ms: DrafterTtftMs = None,
+    per_token_ms: PerTokenMs = 0.0,
+    jitter: Jitter = 0.0,
+    network_ms: NetworkMs = 0.0,
+    contention: Contention = 0.0,
+    waited: Waited = False,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Also write a picture (.svg, .png) or a Chrome/Perfetto trace (.json); repeatable."
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Draw who computed what, when: Figure 1 of the paper for any setting."""
+    from dsi.measure.records import record
+
+    names = _algorithms(algorithm)
+    paths = [_writable(path) for path in out or []]
+    block = None if lookahead == "auto" else _numbers("lookahead", lookahead, 1)[0]
+    setting = _setting(locals(), lookahead=block)
+    with _progress("algorithms", len(names)) as advance:
+        records = []
+        for name in names:
+            records.append(record(setting, name, seed, waited))
+            advance()
+    for path in paths:
+        _save(records, path)
+    _print_timelines(records, paths, json)
+
+
+@app.command(epilog="Example: dsi plan --target-ms 20 --drafter-ms 1 --gpus 7 --target-gpus 2")
+def plan(
+    target_ms: TargetMs,
+    drafter_ms: DrafterMs,
+    gpus: Annotated[int, typer.Option(help="Processors in all.")],
+    target_gpus: Annotated[int, typer.Option(help="Processors that one target needs.")] = 1,
+    drafter_gpus: Annotated[int, typer.Option(help="Processors that the drafter needs.")] = 1,
+    json: Json = False,
+) -> None:
+    """Divide processors between targets and a drafter by Eq. (1) of the paper."""
+    from dsi import planner
+
+    best = planner.plan(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus)
+    if json:
+        _print_json(
+            sp=best.sp,
+            lookahead=best.lookahead,
+            gpus_used=best.gpus_used,
+            gpus_spare=gpus - best.gpus_used,
+            busy_targets=best.busy,
+            inequality=best.inequality,
+        )
+        return
+    each = f"{target_gpus} GPU{'s' * (target_gpus > 1)} each"
+    print(f"SP degree   {best.sp} ({each}), and one drafter on {drafter_gpus}")
+    print(f"lookahead   {best.lookahead}, the smallest that Eq. (1) allows:")
+    print(f"            {best.inequality}")
+    print(f"allocation  {best.gpus_used} of {gpus} GPUs, {gpus - best.gpus_used} spare")
+
+
+@paper.command(epilog="Example: dsi paper table1 --json")
+def table1(json: Json = False) -> None:
+    """Table 1: tokens generated by four points in time, ours beside the published ones."""
+    from dataclasses import asdict
+
+    from dsi.paper.table1 import TIMES
+    from dsi.paper.table1 import table1 as cells_of
+
+    cells = cells_of()
+    equal = sum(cell.equal for cell in cells)
+    if json:
+        _print_json(label="simulated", cells=[asdict(cell) for cell in cells], equal=equal)
+        return
+    heads = [f"t{i} = {time} target forwards" for i, time in enumerate(TIMES, 1)]
+    rows = [
+        [row[0].case, row[0].title, *(_beside(cell.ours, cell.published) for cell in row)]
+        for row in (cells[i : i + 4] for i in range(0, len(cells), 4))
+    ]
+    _print_table(["case", "algorithm", *heads], rows)
+    print(f"ours (published); {equal} of {len(cells)} cells equal; simulated, in exact fractions")
+
+
+def _beside(ours: int, published: int) -> str:
+    return f"{ours} ({published})" + ("" if ours == published else "  DIFFERS")
+
+
+def _algorithms(text: str) -> list[str]:
+    from dsi.measure.settings import check_algorithm
+
+    return [check_algorithm(name.strip()) for name in text.split(",")]
+
+
+def _setting(options: dict[str, Any], **fixed: Any) -> Setting:
+    """The setting that a command's options describe; they have the names of its fields."""
+    from dataclasses import fields
+
+    from dsi.measure.settings import Setting
+
+    names = {field.name for field in fields(Setting)} & options.keys()
+    return Setting(**{name: options[name] for name in names} | fixed)
+
+
+def _numbers(name: str, text: str, least: int) -> list[int]:
+    """Whole numbers separated by commas."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} {text!r}: must be whole numbers separated by commas") from None
+    if min(numbers) < least:
+        raise ValueError(f"{name} {min(numbers)}: must be at least {least}")
+    return numbers
+
+
+def _writable(path: Path) -> Path:
+    """Refuse what could not be written before anything has been computed."""
+    if path.suffix not in (".svg", ".png", ".json"):
+        raise ValueError(f"{path}: the name must end in .svg, .png or .json")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    return path
+
+
+def _save(records: list[Record], path: Path) -> None:
+    if path.suffix == ".json":
+        from dsi.plot.trace import trace
+
+        path.write_text(jsonlib.dumps(trace(records)))
+    else:
+        from dsi.plot.timeline import save
+
+        save(records, path)
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr while the work lasts; nothing of it remains."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _print_results(results: list[Result], json: bool) -> None:
+    if json:
+        documents = [result.json() for result in results]
+        if len(results) == 1:
+            _print_json(**documents[0])
+        else:
+            _print_json(label=results[0].label, results=documents, speedups=_speedups(results))
+        return
+    columns = [_column(result, results) for result in results]
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    _print_table(["", *(result.title for result in results)], rows)
+    first = results[0]
+    print(
+        f"{first.label}: means of {first.repeats} runs of {first.tokens} tokens, ± 95% confidence; "
+        f"SP {first.sp}, acceptance {first.acceptance:g}"
+    )
+
+
+def _column(result: Result, results: list[Result]) -> dict[str, str]:
+    """What the table says of one algorithm, from top to bottom."""
+    speedups = _speedups(results)[result.algorithm]
+    return {
+        "ms": f"{result.mean_ms:.1f} ± {result.ci95_ms:.1f}",
+        "spread (stdev, ms)": f"{result.stdev_ms:.1f}",
+        "tokens per second": f"{result.tokens_per_second:.1f}",
+        **{f"speed over {other.title}": f"{speedups[other.algorithm]:.2f}" for other in results[:-1]},
+        "lookahead": "-" if result.lookahead is None else str(result.lookahead),
+        "patience": str(result.patience) if result.algorithm == "dsi" else "-",
+        "target forwards": f"{result.target_forwards:.1f}",
+        "  of them hidden": f"{result.hidden:.0%}",
+        "  and stale besides": f"{result.stale_forwards:.1f}",
+        "drafts": f"{result.drafted:.1f}",
+        "  of them wasted": f"{result.wasted_drafts:.1f}",
+        **{f"busy: {name}": f"{share:.0%}" for name, share in _busy(result).items()},
+    }
+
+
+def _busy(result: Result) -> dict[str, float]:
+    """Each server's share, or the mean of each role's where there are too many to list."""
+    if len(result.busy) <= SERVERS_LISTED:
+        return result.busy
+    roles: dict[str, list[float]] = {}
+    for name, share in result.busy.items():
+        roles.setdefault(name.partition("-")[0], []).append(share)
+    return {f"{role}s (mean of {len(s)})": sum(s) / len(s) for role, s in roles.items()}
+
+
+def _speedups(results: list[Result]) -> dict[str, dict[str, float]]:
+    """speedups[a][b]: how many times as fast as b is a."""
+    return {a.algorithm: {b.algorithm: b.mean_ms / a.mean_ms for b in results} for a in results}
+
+
+def _print_timelines(records: list[Record], paths: list[Path], json: bool) -> None:
+    if json:
+        runs = [
+            {
+                "algorithm": record.algorithm,
+                "label": record.label,
+                "total_ms": record.total_ms,
+                "tokens": len(record.times_ms),
+                "times_ms": record.times_ms,
+                "blocks": [vars(block) for block in record.blocks],
+            }
+            for record in records
+        ]
+        _print_json(label=records[0].label, runs=runs, files=[str(path) for path in paths])
+        return
+    from rich.console import Console
+
+    from dsi.plot.terminal import draw, legend
+
+    console = Console(highlight=False)
+    longest = max(record.total_ms for record in records)
+    for record in records:
+        console.print(
+            f"{record.title}: {len(record.times_ms)} tokens in {record.total_ms:.1f} ms ({record.label})"
+        )
+        console.print(draw(record, console.width, longest), crop=False)
+        console.print()
+    console.print(legend())
+    for path in paths:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _print_table(heads: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def _print_json(**document: Any) -> None:
+    print(jsonlib.dumps(document))

@@ -1,0 +1,113 @@
+"""What a run looked like: each forward of each server, and what became of it. Pictures read this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dsi.core.context import Context
+from dsi.engine import Engine
+from dsi.fleets.spans import Span
+from dsi.measure.settings import TITLES, Setting
+from dsi.measure.simulate import request
+from dsi.request import Completion
+
+OUTCOMES = ("judged", "stale", "accepted", "rejected", "warmed")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One forward. `outcome`: a target judged the text or went stale; a draft was accepted or rejected."""
+
+    server: str
+    role: str
+    kind: str  # draft, verify or warm
+    outcome: str
+    start_ms: float
+    end_ms: float
+    place: int  # how many tokens had been generated where the forward begins to judge or guess
+    width: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One request on one fleet."""
+
+    algorithm: str
+    label: str
+    servers: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    times_ms: tuple[float, ...]  # when each token became certain
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.algorithm]
+
+    @property
+    def total_ms(self) -> float:
+        return self.times_ms[-1]
+
+
+def record(setting: Setting, algorithm: str, seed: int = 0, waited: bool = False) -> Record:
+    """Run one request and keep what each server did."""
+    log: list[Span] = []
+    fleet = setting.waited(seed, log) if waited else setting.simulated(seed, log)
+    try:
+        [done] = Engine(fleet).run(request(setting, algorithm))
+    finally:
+        fleet.close()
+    return Record(
+        algorithm=algorithm,
+        label="waited" if waited else "simulated",
+        servers=tuple(fleet.busy),
+        blocks=tuple(blocks(log, done)),
+        times_ms=tuple(float(time) * 1000 for time in done.times),
+    )
+
+
+def blocks(log: Iterable[Span], done: Completion) -> list[Block]:
+    """The forwards in order of time, each with its outcome in the light of the final text."""
+    log = sorted((span for span in log if span.end > span.start), key=lambda span: span.start)
+    if not log:
+        return []
+    origin = log[0].context.origin
+    true = {text.key for text in prefixes(origin, done)}
+    return [block(span, true, len(origin)) for span in log]
+
+
+def prefixes(origin: Context, done: Completion) -> list[Context]:
+    texts = [origin]
+    for token in done.tokens:
+        texts.append(texts[-1].then(token))
+    return texts
+
+
+def block(span: Span, true: set[int], prompt: int) -> Block:
+    first = first_place(span)
+    return Block(
+        server=span.server,
+        role=span.role,
+        kind=span.kind,
+        outcome=outcome(span, first, true),
+        start_ms=float(span.start) * 1000,
+        end_ms=float(span.end) * 1000,
+        place=len(first) - prompt,
+        width=span.width,
+    )
+
+
+def first_place(span: Span) -> Context:
+    """The shortest text that the forward was asked about."""
+    text = span.context
+    for _ in range(span.width - 1):
+        text = text.parent or text
+    return text
+
+
+def outcome(span: Span, first: Context, true: set[int]) -> str:
+    if span.kind == "warm":
+        return "warmed"
+    if span.kind == "verify":
+        return "stale" if span.stale or first.key not in true else "judged"
+    accepted = span.token is not None and span.context.then(span.token).key in true
+    return "accepted" if accepted else "rejected"

@@ -1,0 +1,140 @@
+"""Repeat one setting under an algorithm, in virtual time or on real threads, and sum up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from statistics import fmean, stdev
+
+from dsi.core.generation import Tally
+from dsi.engine import Engine
+from dsi.measure.settings import PROMPT, TITLES, Setting
+from dsi.request import Request
+
+Progress = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an algorithm did with a setting. Times are milliseconds, shares between 0 and 1."""
+
+    algorithm: str
+    label: str  # simulated or waited
+    mean_ms: float
+    stdev_ms: float
+    ci95_ms: float  # half the width of the 95% confidence interval of the mean
+    tokens_per_second: float
+    lookahead: int | None
+    patience: int
+    sp: int
+    tokens: int
+    repeats: int
+    acceptance: float
+    target_forwards: float  # answered, per run, as are all counts below
+    hidden: float  # share of the useful ones whose time was hidden
+    stale_forwards: float
+    drafted: float
+    wasted_drafts: float
+    busy: dict[str, float]  # share of the time that each server computed
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.algorithm]
+
+    def json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One run."""
+
+    ms: float
+    tally: Tally
+    busy: dict[str, float]
+
+
+def sample(setting: Setting, algorithm: str, seed: int, waited: bool = False) -> Sample:
+    fleet = setting.waited(seed) if waited else setting.simulated(seed)
+    try:
+        [done] = Engine(fleet).run(request(setting, algorithm))
+    finally:
+        fleet.close()
+    took = float(done.seconds)
+    return Sample(took * 1000, done.tally, {name: float(busy) / took for name, busy in fleet.busy.items()})
+
+
+def request(setting: Setting, algorithm: str) -> Request:
+    return Request(PROMPT, setting.tokens, setting.policy(algorithm))
+
+
+def simulate(
+    setting: Setting,
+    algorithm: str,
+    repeats: int = 30,
+    seed: int = 0,
+    waited: bool = False,
+    progress: Progress = lambda: None,
+) -> Result:
+    """The same seeds give every algorithm the same texts and the same lucky guesses."""
+    if repeats < 1:
+        raise ValueError(f"repeats {repeats}: must be at least 1")
+    samples = []
+    for i in range(repeats):
+        samples.append(sample(setting, algorithm, seed + i, waited))
+        progress()
+    return summary(setting, algorithm, samples, "waited" if waited else "simulated")
+
+
+def best(
+    setting: Setting,
+    algorithm: str,
+    lookaheads: Iterable[int | None],
+    patiences: Iterable[int],
+    repeats: int = 30,
+    seed: int = 0,
+    waited: bool = False,
+    progress: Progress = lambda: None,
+) -> Result:
+    """The fastest of several lookaheads and patiences; an algorithm without them is run once."""
+    tried = [
+        simulate(choice, algorithm, repeats, seed, waited, progress)
+        for choice in choices(setting, algorithm, lookaheads, patiences)
+    ]
+    return min(tried, key=lambda result: result.mean_ms)
+
+
+def choices(
+    setting: Setting, algorithm: str, lookaheads: Iterable[int | None], patiences: Iterable[int]
+) -> list[Setting]:
+    blocks = [None] if algorithm == "nonsi" else list(lookaheads)
+    waits = list(patiences) if algorithm == "dsi" else [0]
+    return [replace(setting, lookahead=block, patience=wait) for block, wait in product(blocks, waits)]
+
+
+def summary(setting: Setting, algorithm: str, samples: list[Sample], label: str) -> Result:
+    times = [run.ms for run in samples]
+    spread = stdev(times) if len(times) > 1 else 0.0
+    tallies = [run.tally for run in samples]
+    useful = sum(tally.useful for tally in tallies)
+    return Result(
+        algorithm=algorithm,
+        label=label,
+        mean_ms=fmean(times),
+        stdev_ms=spread,
+        ci95_ms=1.96 * spread / len(times) ** 0.5,
+        tokens_per_second=1000 * setting.tokens / fmean(times),
+        lookahead=setting.lookahead_for(algorithm),
+        patience=setting.patience,
+        sp=setting.sp,
+        tokens=setting.tokens,
+        repeats=len(samples),
+        acceptance=setting.acceptance,
+        target_forwards=fmean(tally.forwards for tally in tallies),
+        hidden=1 - sum(tally.exposed for tally in tallies) / useful,
+        stale_forwards=fmean(tally.stale for tally in tallies),
+        drafted=fmean(tally.drafted for tally in tallies),
+        wasted_drafts=fmean(tally.wasted for tally in tallies),
+        busy={name: fmean(run.busy[name] for run in samples) for name in samples[0].busy},
+    )

@@ -1,0 +1,54 @@
+"""A run as Chrome trace JSON, which Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dsi.measure.records import Block, Record
+
+COLOURS = {
+    "judged": "thread_state_running",
+    "stale": "grey",
+    "warmed": "thread_state_runnable",
+    "accepted": "good",
+    "rejected": "terrible",
+}
+
+
+def trace(records: Sequence[Record]) -> dict[str, Any]:
+    """Each run is a process, each server a thread; a token made certain is an instant of the process."""
+    return {
+        "traceEvents": [event for pid, record in enumerate(records, 1) for event in _events(pid, record)],
+        "displayTimeUnit": "ms",
+    }
+
+
+def _events(pid: int, record: Record) -> list[dict[str, Any]]:
+    threads = {name: tid for tid, name in enumerate(record.servers, start=1)}
+    named = [_name("process_name", pid, 0, f"{record.title} ({record.label})")]
+    named += [_name("thread_name", pid, tid, name) for name, tid in threads.items()]
+    spans = [_span(pid, threads[block.server], block) for block in record.blocks]
+    return named + spans + [_token(pid, i, time) for i, time in enumerate(record.times_ms, start=1)]
+
+
+def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _span(pid: int, tid: int, block: Block) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": f"{block.kind} {block.place}" + (f"+{block.width}" if block.width > 1 else ""),
+        "cat": block.kind,
+        "pid": pid,
+        "tid": tid,
+        "ts": block.start_ms * 1000,  # microseconds, as the format wants them
+        "dur": (block.end_ms - block.start_ms) * 1000,
+        "cname": COLOURS[block.outcome],
+        "args": {"outcome": block.outcome, "place": block.place, "width": block.width},
+    }
+
+
+def _token(pid: int, number: int, time_ms: float) -> dict[str, Any]:
+    return {"ph": "i", "s": "p", "name": f"token {number}", "pid": pid, "tid": 0, "ts": time_ms * 1000}
