@@ -41,6 +41,13 @@ Horizon = Annotated[float, typer.Option(help="dsi: how far beyond the sure text 
 Pieces = Annotated[
     int, typer.Option(help="A cancelled forward ends after the current one of so many; 0: at once.")
 ]
+Eager = Annotated[
+    bool,
+    typer.Option(
+        help="A target that has answered takes the next waiting job at once, as in a thread pool, or only "
+        "when its answer has been handled and stale jobs are gone."
+    ),
+]
 TargetTtftMs = Annotated[float | None, typer.Option(help="The target's first forward over a prompt.")]
 DrafterTtftMs = Annotated[float | None, typer.Option(help="The drafter's first forward over a prompt.")]
 PerTokenMs = Annotated[float, typer.Option(help="What each further new token adds to a target forward.")]
@@ -103,6 +110,7 @@ def simulate(
     jitter: Jitter = 0.0,
     network_ms: NetworkMs = 0.0,
     contention: Contention = 0.0,
+    eager: Eager = True,
     waited: Waited = False,
     json: Json = False,
 ) -> None:
@@ -143,6 +151,7 @@ def timeline(
     jitter: Jitter = 0.0,
     network_ms: NetworkMs = 0.0,
     contention: Contention = 0.0,
+    eager: Eager = True,
     waited: Waited = False,
     out: Annotated[
         list[Path] | None,

@@ -7,9 +7,14 @@ not share is ever walked. Nothing here knows what the tokens mean.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import reduce
 from itertools import takewhile
 
 Tokens = tuple[int, ...]
+
+
+def _extended(key: int, token: int) -> int:
+    return hash((key, token))
 
 
 class Context:
@@ -30,7 +35,7 @@ class Context:
         self = cls()
         self.prompt = tuple(prompt)
         self.token, self.parent, self.origin = -1, None, self
-        self.length, self.key = len(self.prompt), hash(self.prompt)
+        self.length, self.key = len(self.prompt), reduce(_extended, self.prompt, 0)
         return self
 
     def then(self, token: int) -> Context:
@@ -38,7 +43,7 @@ class Context:
         text = Context()
         text.prompt = ()
         text.token, text.parent, text.origin = token, self, self.origin
-        text.length, text.key = self.length + 1, hash((self.key, token))
+        text.length, text.key = self.length + 1, _extended(self.key, token)
         return text
 
     def __len__(self) -> int:

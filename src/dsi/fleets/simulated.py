@@ -56,7 +56,9 @@ class SimulatedFleet:
     """`pieces`: a cancelled forward frees its server at once (0), or when the current one of so many ends.
 
     `network` is the delay of a message, each way. `contention` is by what share each other busy target
-    slows a target's forward, as it stands when the forward begins. `fails` is asked at each forward of a
+    slows a target's forward, as it stands when the forward begins. An `eager` server that has answered
+    takes the next waiting job at once, as a thread pool does, and not only after its answer has been
+    handled, when that job may have gone stale. `fails` is asked at each forward of a
     job whether that one ends in failure.
     """
 
@@ -67,6 +69,7 @@ class SimulatedFleet:
         pieces: int = 0,
         network: Time = 0,
         contention: float = 0,
+        eager: bool = False,
         fails: Callable[[Job], bool] | None = None,
         log: list[Span] | None = None,
     ) -> None:
@@ -77,7 +80,8 @@ class SimulatedFleet:
         self.servers = {server.name: server for server in servers}
         self.busy: dict[str, Time] = dict.fromkeys(self.servers, 0)
         self._pieces, self._network, self._contention = pieces, network, contention
-        self._fails, self._log = fails, log
+        self._eager, self._fails, self._log = eager, fails, log
+        self._freed: list[str] = []  # servers that have answered, until the answer has been handled
         self._dispatch = Dispatch({server.name: server.role for server in self.servers.values()})
         self._forwards: dict[str, Forward] = {}
         self._agenda: list[tuple[Time, int, str, Forward]] = []
@@ -89,6 +93,7 @@ class SimulatedFleet:
         return self._now
 
     def start(self, job: Job) -> None:
+        self._settle()
         self._begin(self._dispatch.offer(job))
 
     def promote(self, id: int) -> None:
@@ -111,6 +116,7 @@ class SimulatedFleet:
         self._forwards.clear()
 
     def next_event(self) -> Event:
+        self._settle()
         while not self._ready:
             if not self._agenda:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
@@ -127,6 +133,11 @@ class SimulatedFleet:
             forward = self._forwards[name] = Forward(job, events, job.context, meter)
             self._compute(name, forward, self._now + self._network)
         self._ready.extend(self._dispatch.stranded())
+
+    def _settle(self) -> None:
+        """Give the servers that have become free their next jobs."""
+        while self._freed:
+            self._begin(self._dispatch.release(self._freed.pop()))
 
     def _compute(self, name: str, forward: Forward, start: Time) -> bool:
         """Begin the next forward of a job, if it has one."""
@@ -154,7 +165,9 @@ class SimulatedFleet:
             forward.context = forward.context.then(event.token)
         if event is None or not self._compute(name, forward, forward.end):
             del self._forwards[name]
-            self._begin(self._dispatch.release(name))
+            self._freed.append(name)
+            if self._eager or event is None:
+                self._settle()
 
     def _stop(self, name: str) -> None:
         """The server hears of it after the network's delay, and is free where its forward can end."""
@@ -167,10 +180,8 @@ class SimulatedFleet:
 
     def _can_stop(self, forward: Forward, heard: Time) -> Time:
         """When a forward ends that is told at `heard` to stop."""
-        if heard <= forward.start or heard >= forward.end:
-            return forward.end if heard >= forward.end else forward.start
-        if not self._pieces:
-            return heard
+        if not self._pieces or heard >= forward.end:
+            return min(heard, forward.end)
         piece = (forward.end - forward.start) / self._pieces
         return forward.start + (floor((heard - forward.start) / piece) + 1) * piece
 

@@ -118,16 +118,28 @@ class Seat:
 
 
 class ThreadFleet:
-    """`pieces`: a cancelled wait ends at once (0), or when the current one of so many ends."""
+    """`pieces`: a cancelled wait ends at once (0), or when the current one of so many ends.
 
-    def __init__(self, servers: Iterable[Server], *, pieces: int = 0, log: list[Span] | None = None) -> None:
+    An `eager` server that has answered takes the next waiting job at once, as a thread pool does, and
+    not only after its answer has been handled, when that job may have gone stale.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        *,
+        pieces: int = 0,
+        eager: bool = False,
+        log: list[Span] | None = None,
+    ) -> None:
         if pieces < 0:
             raise ValueError(f"pieces {pieces}: must be at least 0")
         timer_lateness()  # before the clock starts
         self._began = time.perf_counter()
         self.outbox: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()
         self.log = log
-        self._pieces = pieces
+        self._pieces, self._eager = pieces, eager
+        self._freed: list[str] = []  # servers that have answered, until the answer has been handled
         self._ready: deque[Event] = deque()
         members = list(servers)
         self.busy = {server.name: 0.0 for server in members}
@@ -138,6 +150,7 @@ class ThreadFleet:
         return time.perf_counter() - self._began
 
     def start(self, job: Job) -> None:
+        self._settle()
         self._begin(self._dispatch.offer(job))
 
     def promote(self, id: int) -> None:
@@ -161,6 +174,7 @@ class ThreadFleet:
             seat.thread.join(JOIN_SECONDS)
 
     def next_event(self) -> Event:
+        self._settle()
         while not self._ready:
             if not self._dispatch.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
@@ -170,8 +184,15 @@ class ThreadFleet:
             if event is not None:
                 self._ready.append(event)
             if free:
-                self._begin(self._dispatch.release(name))
+                self._freed.append(name)
+            if self._eager or event is None:
+                self._settle()
         return self._ready.popleft()
+
+    def _settle(self) -> None:
+        """Give the servers that have become free their next jobs."""
+        while self._freed:
+            self._begin(self._dispatch.release(self._freed.pop()))
 
     def _begin(self, assignments: Assignments) -> None:
         for name, job in assignments:

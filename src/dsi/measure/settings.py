@@ -41,6 +41,7 @@ class Setting:
     jitter: float = 0
     network_ms: Number = 0
     contention: float = 0
+    eager: bool = True  # as the paper's thread pool
 
     def __post_init__(self) -> None:
         check_latencies(self.target_ms, self.drafter_ms)
@@ -108,6 +109,7 @@ class Setting:
             pieces=self.pieces,
             network=seconds(self.network_ms),
             contention=self.contention,
+            eager=self.eager,
             log=log,
         )
 
@@ -116,7 +118,7 @@ class Setting:
             raise ValueError(
                 f"network {self.network_ms} ms, contention {self.contention}: only virtual time has them"
             )
-        return ThreadFleet(self.servers(seed), pieces=self.pieces, log=log)
+        return ThreadFleet(self.servers(seed), pieces=self.pieces, eager=self.eager, log=log)
 
 
 def seconds(ms: Number | None) -> Time:

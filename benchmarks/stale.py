@@ -1,0 +1,99 @@
+"""What stale forwards cost DSI, and what stopping them early and patience give back. Simulated.
+
+Target 27 ms, drafter 1 ms, 100 tokens; SI and DSI each at their best lookahead. Prints DSI's speed over
+SI's for each SP degree, and with `--out DIR` writes stale.json and stale.svg there (docs/how-it-works.md
+shows the picture).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from dsi.measure.settings import Setting
+from dsi.measure.simulate import best
+
+REPEATS = 30
+SPS = (1, 2, 3, 4, 7)
+STOPS = {1: "whole forwards", 8: "stopped between eight pieces", 0: "stopped at once"}
+LOOKAHEADS = (2, 4, 6, 9, 14)
+PATIENCES = {False: (0,), True: (1, 2, 4, 6, 9)}
+Cell = tuple[float, int, int, bool]  # acceptance, SP, pieces, patient
+
+
+def dsi_ms(cell: Cell) -> float:
+    acceptance, sp, pieces, patient = cell
+    setting = Setting(27.0, 1.0, acceptance, sp, tokens=100, pieces=pieces)
+    return best(setting, "dsi", LOOKAHEADS, PATIENCES[patient], repeats=REPEATS).mean_ms
+
+
+def si_ms(acceptance: float) -> float:
+    setting = Setting(27.0, 1.0, acceptance, sp=1, tokens=100)
+    return best(setting, "si", (3, 5, 8, 12, 16), (0,), repeats=REPEATS).mean_ms
+
+
+def measure(acceptances: list[float]) -> dict[Cell, float]:
+    """DSI's speed over SI's in each cell."""
+    cells = list(product(acceptances, SPS, STOPS, (False, True)))
+    with ProcessPoolExecutor() as pool:
+        si = dict(zip(acceptances, pool.map(si_ms, acceptances)))
+        ratios = {}
+        for cell, ms in zip(cells, pool.map(dsi_ms, cells)):
+            ratios[cell] = si[cell[0]] / ms
+            print(f"\r{len(ratios)} of {len(cells)} cells", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return ratios
+
+
+def show(ratios: dict[Cell, float]) -> None:
+    for acceptance in sorted({cell[0] for cell in ratios}):
+        print(f"\nacceptance {acceptance}: DSI's speed over SI's (simulated), SP = {SPS}")
+        for pieces, patient in product(STOPS, (False, True)):
+            row = " ".join(f"{ratios[acceptance, sp, pieces, patient]:5.2f}" for sp in SPS)
+            print(f"  {row}   {STOPS[pieces]}{', with patience' * patient}")
+
+
+def draw(ratios: dict[Cell, float], path: Path) -> None:
+    acceptances = sorted({cell[0] for cell in ratios})
+    picture = Figure(figsize=(4 * len(acceptances) + 1, 4.2), layout="constrained")
+    panels = picture.subplots(1, len(acceptances), sharey=True, squeeze=False)[0]
+    for axes, acceptance in zip(panels, acceptances):
+        for (pieces, label), colour in zip(STOPS.items(), ("#d1495b", "#3b6fb6", "#4c9f70")):
+            for patient, style in ((False, "--"), (True, "-")):
+                values = [ratios[acceptance, sp, pieces, patient] for sp in SPS]
+                name = label + ", with patience" * patient
+                axes.plot(SPS, values, style, marker="o", color=colour, label=name)
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_title(f"acceptance {acceptance}", fontsize=10)
+        axes.set_xlabel("SP degree (target servers)")
+        axes.set_xticks(SPS)
+    panels[0].set_ylabel("DSI's speed over SI's (simulated)")
+    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    with matplotlib.rc_context({"svg.hashsalt": "dsi", "svg.fonttype": "none"}):
+        picture.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.63])
+    parser.add_argument("--out", type=Path, help="folder for stale.json and stale.svg")
+    options = parser.parse_args()
+    ratios = measure(options.acceptance)
+    show(ratios)
+    if options.out:
+        draw(ratios, options.out / "stale.svg")
+        rows = [
+            dict(zip(("acceptance", "sp", "pieces", "patient"), cell), speed=r) for cell, r in ratios.items()
+        ]
+        (options.out / "stale.json").write_text(json.dumps({"label": "simulated", "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""One request as a story of events, told to the core by hand."""
+
+import pytest
+
+from dsi.core.generation import TRIES, WARM_EVERY, Generation, Policy
+from dsi.core.messages import (
+    DRAFTER,
+    Draft,
+    Drafted,
+    Event,
+    Failed,
+    Job,
+    Sampling,
+    Step,
+    Verified,
+    Verify,
+    Warm,
+    Warmed,
+)
+from dsi.core.policies import autoregressive, distributed, speculative
+
+Brief = tuple[str, tuple[int, ...], int]
+
+
+def brief(step: Step) -> list[Brief]:
+    """The jobs of a step as (kind, text, count or width), without those that only warm."""
+    return [summary(job) for job in step.start if not isinstance(job, Warm)]
+
+
+def summary(job: Job) -> Brief:
+    if isinstance(job, Draft):
+        return job.model, tuple(job.context), job.count
+    assert isinstance(job, Verify)
+    return "verify", tuple(job.context), job.width
+
+
+class Story:
+    """A generation, and the ids of its open jobs by what they ask."""
+
+    def __init__(self, policy: Policy, tokens: int = 9, **options: object) -> None:
+        self.g = Generation((7,), tokens, policy, **options)  # type: ignore[arg-type]
+        self.begun = brief(self.g.start())
+
+    def id(self, *wanted: object) -> int:
+        [found] = [
+            job.id for job in self.g.open.values() if not isinstance(job, Warm) and summary(job) == wanted
+        ]
+        return found
+
+    def drafting(self, model: str = DRAFTER) -> int:
+        [found] = [job.id for job in self.g.open.values() if isinstance(job, Draft) and job.model == model]
+        return found
+
+    def says(self, event: Event) -> tuple[tuple[int, ...], list[Brief]]:
+        step = self.g.handle(event)
+        return step.emit, brief(step)
+
+
+def test_non_si_asks_for_one_token_at_a_time() -> None:
+    story = Story(autoregressive(), tokens=2)
+    assert story.begun == [("verify", (7,), 1)]
+    assert story.says(Verified(story.id("verify", (7,), 1), (3,))) == ((3,), [("verify", (7, 3), 1)])
+    assert story.says(Verified(story.id("verify", (7, 3), 1), (4,))) == ((4,), [])
+    assert (story.g.done, story.g.finish_reason, story.g.open) == (True, "length", {})
+
+
+def test_si_takes_turns_and_counts_the_targets_own_token() -> None:
+    story = Story(speculative(2))
+    assert story.begun == [(DRAFTER, (7,), 2)]
+    story.says(Drafted(story.drafting(), 1))
+    assert story.says(Drafted(story.drafting(), 2)) == ((), [("verify", (7, 1, 2), 3)])
+    verdict = Verified(story.id("verify", (7, 1, 2), 3), (1, 2, 3))
+    assert story.says(verdict) == ((1, 2, 3), [(DRAFTER, (7, 1, 2, 3), 2)])
+
+
+def test_si_keeps_what_was_right_and_the_correction() -> None:
+    story = Story(speculative(2))
+    for guess in (1, 2):
+        story.says(Drafted(story.drafting(), guess))
+    verdict = Verified(story.id("verify", (7, 1, 2), 3), (1, 9, 3))
+    assert story.says(verdict) == ((1, 9), [(DRAFTER, (7, 1, 9), 2)])
+    assert (story.g.tally.drafted, story.g.tally.accepted, story.g.tally.exposed) == (2, 1, 1)
+
+
+def test_dsi_never_waits_for_a_verdict() -> None:
+    story = Story(distributed(2))
+    assert story.begun == [("verify", (7,), 1), (DRAFTER, (7,), 8)]
+    assert story.says(Drafted(story.drafting(), 1)) == ((), [])
+    assert story.says(Drafted(story.drafting(), 2)) == ((), [("verify", (7, 1, 2), 2)])
+    assert story.says(Drafted(story.drafting(), 3)) == ((), [])
+    # The second verification answers first: its truth waits until the root arrives.
+    assert story.says(Verified(story.id("verify", (7, 1, 2), 2), (2, 3))) == ((), [])
+    assert story.says(Verified(story.id("verify", (7,), 1), (1,))) == (
+        (1, 2, 3),
+        [("verify", (7, 1, 2, 3), 1)],
+    )
+    assert (story.g.tally.useful, story.g.tally.exposed, story.g.tally.hidden) == (2, 0, 1.0)
+
+
+def test_a_rejection_cancels_everything_below_it() -> None:
+    story = Story(distributed(1))
+    drafting = story.drafting()
+    story.says(Drafted(drafting, 1))
+    story.says(Drafted(drafting, 2))
+    deep = {story.id("verify", (7, 1), 1), story.id("verify", (7, 1, 2), 1), drafting}
+    step = story.g.handle(Verified(story.id("verify", (7,), 1), (9,)))
+    assert step.emit == (9,)
+    assert set(step.cancel) == deep
+    assert brief(step) == [("verify", (7, 9), 1), (DRAFTER, (7, 9), 7)]
+    assert story.g.tally.stale == 2
+
+
+def test_a_late_answer_is_harmless() -> None:
+    story = Story(distributed(1))
+    drafting = story.drafting()
+    story.says(Drafted(drafting, 1))
+    late = story.id("verify", (7, 1), 1)
+    story.says(Verified(story.id("verify", (7,), 1), (9,)))
+    assert story.g.handle(Verified(late, (5,))) == Step()
+    assert story.g.handle(Drafted(drafting, 5)) == Step()
+    assert story.g.handle(Failed(late)) == Step()
+    assert story.g.handle(Verified(10**6, (5,))) == Step()
+
+
+def test_a_guess_that_comes_after_its_truth_is_not_waited_for() -> None:
+    """A drafter slower than the target: the root passes the place it was working on."""
+    story = Story(distributed(1))
+    drafting = story.drafting()
+    step = story.g.handle(Verified(story.id("verify", (7,), 1), (1,)))
+    assert (step.emit, step.cancel) == ((1,), (drafting,))
+    assert brief(step) == [("verify", (7, 1), 1), (DRAFTER, (7, 1), 7)]
+
+
+def test_a_waiting_job_becomes_urgent_when_the_root_reaches_it() -> None:
+    story = Story(distributed(1))
+    story.says(Drafted(story.drafting(), 1))
+    job = story.g.open[story.id("verify", (7, 1), 1)]
+    assert isinstance(job, Verify)
+    assert job.lead == 1
+    step = story.g.handle(Verified(story.id("verify", (7,), 1), (1,)))
+    assert step.promote == (job.id,)
+
+
+@pytest.mark.parametrize(("place", "expected"), [(0, (5,)), (1, (1, 5)), (2, (1, 2, 5))])
+def test_a_stop_token_inside_a_block_ends_the_text(place: int, expected: tuple[int, ...]) -> None:
+    story = Story(speculative(3), stop={5})
+    truth = [1, 2, 3, 4]
+    truth[place] = 5
+    for guess in (1, 2, 3):
+        story.says(Drafted(story.drafting(), guess))
+    assert story.says(Verified(story.id("verify", (7, 1, 2, 3), 4), tuple(truth))) == (expected, [])
+    assert (story.g.done, story.g.finish_reason) == (True, "stop")
+
+
+def test_nothing_is_guessed_after_a_stop_token() -> None:
+    story = Story(distributed(3), stop={5})
+    drafting = story.drafting()
+    step = story.g.handle(Drafted(drafting, 5))
+    assert step.cancel == (drafting,)
+    assert brief(step) == [("verify", (7, 5), 1)]  # no room for a full block: judged at once
+
+
+def test_the_length_limit_inside_a_block_ends_the_text() -> None:
+    story = Story(speculative(5), tokens=3)
+    assert story.begun == [(DRAFTER, (7,), 2)]  # the last token is always the target's
+    for guess in (1, 2):
+        story.says(Drafted(story.drafting(), guess))
+    assert story.says(Verified(story.id("verify", (7, 1, 2), 3), (1, 2, 3))) == ((1, 2, 3), [])
+    assert story.g.finish_reason == "length"
+
+
+def test_a_failed_verification_is_asked_for_again() -> None:
+    story = Story(distributed(2))
+    failed = story.id("verify", (7,), 1)
+    assert story.says(Failed(failed, "its server died")) == ((), [("verify", (7,), 1)])
+    assert story.id("verify", (7,), 1) != failed
+
+
+def test_a_failed_draft_goes_on_from_its_last_guess() -> None:
+    story = Story(distributed(2))
+    story.says(Drafted(story.drafting(), 1))
+    assert story.says(Failed(story.drafting())) == ((), [(DRAFTER, (7, 1), 7)])
+
+
+@pytest.mark.parametrize("policy", [speculative(2), distributed(2, patience=2)])
+def test_a_lost_drafter_is_done_without_until_the_root_moves(policy: Policy) -> None:
+    story = Story(policy)
+    for _ in range(TRIES - 1):
+        assert story.says(Failed(story.drafting()))[1] == [(DRAFTER, (7,), story.begun[0][2])]
+    assert story.says(Failed(story.drafting())) == ((), [("verify", (7,), 1)])
+    emitted, begun = story.says(Verified(story.id("verify", (7,), 1), (3,)))
+    assert emitted == (3,)
+    assert [kind for kind, *_ in begun] == [DRAFTER]
+
+
+def test_an_answer_of_the_wrong_length_is_refused() -> None:
+    story = Story(autoregressive())
+    with pytest.raises(ValueError, match="2 tokens in answer to 1 places"):
+        story.says(Verified(story.id("verify", (7,), 1), (1, 2)))
+
+
+def test_stopping_cancels_every_job() -> None:
+    story = Story(distributed(1))
+    story.says(Drafted(story.drafting(), 1))
+    open_jobs = set(story.g.open)
+    step = story.g.stop()
+    assert (set(step.cancel), step.start, step.emit) == (open_jobs, (), ())
+    assert (story.g.done, story.g.finish_reason, story.g.open) == (True, "cancelled", {})
+
+
+def test_idle_servers_are_reminded_of_the_sure_text() -> None:
+    g = Generation((7,), 100, distributed(1))
+    [first] = [job for job in g.start().start if isinstance(job, Warm)]
+    assert tuple(first.context) == (7,)
+    assert g.handle(Warmed(first.id)) == Step()
+    reminders = []
+    for token in range(WARM_EVERY):
+        [watch] = [job for job in g.open.values() if isinstance(job, Verify)]
+        step = g.handle(Verified(watch.id, (token,)))
+        reminders += [job for job in step.start if isinstance(job, Warm)]
+    assert [(job.id, len(job.context)) for job in reminders] == [(first.id, 1 + WARM_EVERY)]
+
+
+def test_jobs_carry_the_sampling_of_their_request() -> None:
+    sampling = Sampling(temperature=0.7, seed=3)
+    g = Generation((7,), 9, distributed(1), sampling=sampling)
+    assert {job.sampling for job in g.start().start if not isinstance(job, Warm)} == {sampling}
+
+
+def test_a_request_for_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_new_tokens 0"):
+        Generation((7,), 0, autoregressive())
+
+
+def test_what_lies_behind_the_root_is_let_go() -> None:
+    g = Generation((7,), 50, autoregressive())
+    g.start()
+    for token in range(40):
+        [watch] = g.open
+        g.handle(Verified(watch, (token,)))
+    assert (g.root.depth, g.root.parent, len(g.open)) == (40, None, 1)

@@ -1,0 +1,250 @@
+"""What the engine may rely on, whatever a fleet is made of. Every fleet passes this suite."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dsi.core.context import Context, Tokens
+from dsi.core.generation import Policy
+from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
+from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.engine import Engine, Fleet, FleetError
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.spans import Span
+from dsi.fleets.threads import ThreadFleet
+from dsi.fleets.work import Server
+from dsi.models.backend import Ask
+from dsi.models.toy import ToyDrafter, ToyTarget
+from dsi.models.wait import Latency, Wait
+from dsi.request import Request
+
+TARGET = ToyTarget(3)
+TEXT = Context.of((1, 2, 3))
+
+
+def truths(text: Context, width: int) -> Tokens:
+    tokens = list(text)
+    return TARGET.answer(Ask(tokens, len(tokens) + 1 - width))
+
+
+def servers(
+    targets: int = 2, acceptance: float = 0.7, slow: float = 0.004, quick: float = 0.001
+) -> list[Server]:
+    drafter = ToyDrafter(TARGET, acceptance)
+    return [
+        *(Server(f"target-{i}", "target", Wait(TARGET, Latency(slow))) for i in range(1, targets + 1)),
+        Server("drafter", "drafter", Wait(drafter, Latency(quick))),
+    ]
+
+
+class Broken:
+    """A model that fails at every forward."""
+
+    def answer(self, ask: Ask) -> Tokens:
+        raise MemoryError(f"no room for {len(ask.tokens)} tokens")
+
+
+class KillableFleet(Fleet):
+    def kill(self, name: str) -> None: ...
+
+
+Make = Callable[..., KillableFleet]
+
+
+@pytest.fixture(params=[SimulatedFleet, ThreadFleet])
+def make(request: pytest.FixtureRequest) -> Iterator[Make]:
+    made: list[KillableFleet] = []
+
+    def build(crew: list[Server], **options: object) -> KillableFleet:
+        made.append(request.param(crew, **options))
+        return made[-1]
+
+    yield build
+    for fleet in made:
+        fleet.close()
+
+
+def events(fleet: Fleet, count: int) -> list[Event]:
+    return [fleet.next_event() for _ in range(count)]
+
+
+def started(fleet: Fleet, *jobs: Job) -> None:
+    for job in jobs:
+        fleet.start(job)
+
+
+def test_a_draft_streams_its_tokens_in_order(make: Make) -> None:
+    fleet = make(servers(acceptance=1.0))
+    fleet.start(Draft(5, TEXT, 6))
+    expected, text = [], TEXT
+    for _ in range(6):
+        expected.append(Drafted(5, truths(text, 1)[0]))
+        text = text.then(expected[-1].token)
+    assert events(fleet, 6) == expected
+
+
+def test_a_verification_answers_every_place(make: Make) -> None:
+    fleet = make(servers())
+    text = TEXT.then(4).then(5)
+    fleet.start(Verify(1, text, 3))
+    assert fleet.next_event() == Verified(1, truths(text, 3))
+
+
+def test_every_idle_target_is_warmed(make: Make) -> None:
+    fleet = make(servers(targets=3))
+    fleet.start(Warm(1, TEXT))
+    assert events(fleet, 3) == [Warmed(1)] * 3
+
+
+def test_more_jobs_than_servers_are_all_answered(make: Make) -> None:
+    fleet = make(servers(targets=2))
+    started(fleet, *(Verify(id, TEXT, 1) for id in range(7)))
+    assert sorted(event.id for event in events(fleet, 7)) == list(range(7))
+
+
+def test_the_watch_on_a_root_is_answered_before_deeper_jobs(make: Make) -> None:
+    fleet = make(servers(targets=1))
+    started(fleet, Verify(1, TEXT, 1), Verify(2, TEXT, 1, 4), Verify(3, TEXT, 1, 4), Verify(4, TEXT, 1))
+    fleet.promote(3)
+    assert [event.id for event in events(fleet, 4)] == [1, 3, 4, 2]
+
+
+def test_a_cancelled_job_frees_its_server(make: Make) -> None:
+    fleet = make(servers(targets=1, slow=0.5))
+    fleet.start(Verify(1, TEXT, 1))
+    fleet.cancel(1)
+    fleet.start(Verify(2, TEXT, 2))
+    assert of(2, fleet) == [Verified(2, truths(TEXT, 2))]
+    assert fleet.now() < 0.9  # not both of them, one after the other
+
+
+def test_a_cancelled_stream_ends(make: Make) -> None:
+    fleet = make(servers())
+    fleet.start(Draft(1, TEXT, 10**6))
+    fleet.next_event()
+    fleet.cancel(1)
+    fleet.start(Draft(2, TEXT, 3))
+    assert len(of(2, fleet, 3)) == 3
+
+
+def test_a_waiting_job_can_be_cancelled(make: Make) -> None:
+    fleet = make(servers(targets=1))
+    started(fleet, Verify(1, TEXT, 1), Verify(2, TEXT, 1), Verify(3, TEXT, 1))
+    fleet.cancel(2)
+    assert [event.id for event in events(fleet, 2)] == [1, 3]
+
+
+def test_cancelling_what_is_unknown_or_over_is_harmless(make: Make) -> None:
+    fleet = make(servers())
+    fleet.cancel(99)
+    fleet.promote(99)
+    fleet.start(Verify(1, TEXT, 1))
+    fleet.next_event()
+    fleet.cancel(1)
+    fleet.cancel(1)
+    fleet.start(Verify(2, TEXT, 1))
+    assert fleet.next_event().id == 2
+
+
+def test_the_job_of_a_dying_server_fails_and_can_go_elsewhere(make: Make) -> None:
+    fleet = make(servers(targets=2))
+    fleet.start(Verify(1, TEXT, 1))
+    fleet.kill("target-1")
+    assert fleet.next_event() == Failed(1, "server target-1 died")
+    fleet.start(Verify(2, TEXT, 1))
+    assert fleet.next_event() == Verified(2, truths(TEXT, 1))
+
+
+def test_without_any_server_left_jobs_fail_at_once(make: Make) -> None:
+    fleet = make(servers(targets=1))
+    started(fleet, Verify(1, TEXT, 1), Verify(2, TEXT, 1))
+    fleet.kill("target-1")
+    fleet.start(Verify(3, TEXT, 1))
+    assert events(fleet, 3) == [
+        Failed(1, "server target-1 died"),
+        Failed(2, "no target server is left"),
+        Failed(3, "no target server is left"),
+    ]
+
+
+def test_a_model_that_raises_fails_its_job_and_no_more(make: Make) -> None:
+    fleet = make([Server("target-1", "target", Broken()), *servers(targets=0)])
+    fleet.start(Verify(1, TEXT, 1))
+    assert fleet.next_event() == Failed(1, "MemoryError: no room for 3 tokens")
+    fleet.start(Draft(2, TEXT, 1))
+    assert fleet.next_event().id == 2
+
+
+def test_a_fleet_with_nothing_to_do_says_so_instead_of_hanging(make: Make) -> None:
+    fleet = make(servers())
+    with pytest.raises(RuntimeError, match="nothing to do"):
+        fleet.next_event()
+
+
+def test_closing_twice_is_closing_once(make: Make) -> None:
+    fleet = make(servers())
+    started(fleet, Verify(1, TEXT, 1), Draft(2, TEXT, 1000))
+    fleet.close()
+    fleet.close()
+
+
+def test_the_log_has_one_forward_at_a_time_on_each_server(make: Make) -> None:
+    log: list[Span] = []
+    Engine(make(servers(targets=3), log=log)).run(Request((1, 2, 3), 30, distributed(2)))
+    assert {span.kind for span in log} == {"draft", "verify", "warm"}
+    for name in {span.server for span in log}:
+        mine = sorted((span.start, span.end) for span in log if span.server == name)
+        assert all(start <= end for start, end in mine)
+        assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:]))
+
+
+@pytest.mark.parametrize("policy", [autoregressive(), speculative(3), pearl(3), distributed(2)])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=8)])
+@pytest.mark.parametrize("options", [{}, {"pieces": 2}, {"pieces": 1, "eager": True}])
+def test_the_text_is_the_targets_own(
+    make: Make, policy: Policy, sampling: Sampling, options: dict[str, object]
+) -> None:
+    fleet = make(servers(targets=3), **options)
+    [done] = Engine(fleet).run(Request((1, 2, 3), 25, policy, sampling))
+    assert done.tokens == alone(25, sampling)
+
+
+@pytest.mark.parametrize("policy", [speculative(3), distributed(2)])
+def test_the_text_survives_the_loss_of_all_but_one_target(make: Make, policy: Policy) -> None:
+    fleet = make(servers(targets=3))
+    text: list[int] = []
+    deaths = {"target-1": 10, "drafter": 20, "target-2": 30}
+    for tokens in Engine(fleet).stream(Request((1, 2, 3), 40, policy)):
+        text += tokens
+        for name in [name for name, at in deaths.items() if len(text) >= at]:
+            del deaths[name]
+            fleet.kill(name)
+    assert deaths == {}
+    assert tuple(text) == alone(40)
+
+
+def test_losing_the_last_target_is_a_clear_error(make: Make) -> None:
+    fleet = make(servers(targets=1))
+    stream = Engine(fleet).stream(Request((1, 2, 3), 40, distributed(2)))
+    next(stream)
+    fleet.kill("target-1")
+    with pytest.raises(FleetError, match="no target server is left"):
+        list(stream)
+
+
+def alone(count: int, sampling: Sampling = Sampling()) -> Tokens:  # noqa: B008
+    tokens = [1, 2, 3]
+    for _ in range(count):
+        tokens += TARGET.answer(Ask(tokens, len(tokens), sampling=sampling))
+    return tuple(tokens[3:])
+
+
+def of(id: int, fleet: Fleet, count: int = 1) -> list[Event]:
+    """The next events of one job; those of cancelled ones may come between them."""
+    found: list[Event] = []
+    for _ in range(1000):
+        event = fleet.next_event()
+        found += [event] if event.id == id else []
+        if len(found) == count:
+            return found
+    raise AssertionError(f"only {len(found)} of {count} events came for job {id}")

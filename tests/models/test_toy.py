@@ -1,0 +1,68 @@
+"""Little models that can be trusted: exact rates, greedy or not."""
+
+import math
+
+import pytest
+
+from dsi.core.messages import GREEDY, Sampling
+from dsi.models.backend import NEVER, Ask, Speaker
+from dsi.models.toy import ToyDrafter, ToyTarget
+
+WARM = Sampling(temperature=1.5, seed=4)
+PLACES = 6000
+
+
+def text(target: ToyTarget, length: int, sampling: Sampling = GREEDY) -> list[int]:
+    tokens = [1]
+    while len(tokens) < length:
+        tokens += target.answer(Ask(tokens, len(tokens), sampling=sampling))
+    return tokens
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_a_drafter_agrees_at_its_rate(rate: float, sampling: Sampling) -> None:
+    places = PLACES if sampling is GREEDY else PLACES // 4
+    target = ToyTarget(2)
+    tokens = text(target, places, sampling)
+    guesses = ToyDrafter(target, rate, seed=3).answer(Ask(tokens, 1, sampling=sampling))
+    agreed = sum(guess == token for guess, token in zip(guesses, tokens[1:])) / (places - 1)
+    assert agreed == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / places) + 1e-9)
+
+
+def test_errors_are_independent_from_place_to_place() -> None:
+    target = ToyTarget(2)
+    tokens = text(target, PLACES)
+    drafter = ToyDrafter(target, 0.5, seed=3)
+    errs = [drafter.errs(tokens, i) for i in range(PLACES)]
+    in_a_row = sum(a and b for a, b in zip(errs, errs[1:])) / PLACES
+    assert in_a_row == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / PLACES))
+
+
+def test_drafters_err_independently_of_each_other() -> None:
+    target = ToyTarget(2)
+    tokens = text(target, PLACES)
+    one, two = ToyDrafter(target, 0.5, seed=3), ToyDrafter(target, 0.5, seed=4)
+    both = sum(one.errs(tokens, i) and two.errs(tokens, i) for i in range(PLACES)) / PLACES
+    assert both == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / PLACES))
+
+
+@pytest.mark.parametrize("model", [ToyTarget(6), ToyDrafter(ToyTarget(6), 0.5, seed=1)])
+def test_the_short_cut_for_greedy_answers_is_the_largest_score(model: ToyTarget | ToyDrafter) -> None:
+    tokens = text(ToyTarget(6), 300)
+    assert model.answer(Ask(tokens, 0)) == Speaker(model).answer(Ask(tokens, 0))
+    rows = model.forward(tokens, 0, NEVER)
+    assert len(rows) == 301
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_answers_do_not_depend_on_what_was_asked_before(sampling: Sampling) -> None:
+    tokens = text(ToyTarget(6), 40)
+    for model in (ToyTarget(6), ToyDrafter(ToyTarget(6), 0.5)):
+        whole = model.answer(Ask(tokens, 0, sampling=sampling))
+        assert all(model.answer(Ask(tokens[:n], n, sampling=sampling)) == (whole[n],) for n in range(41))
+
+
+def test_an_impossible_rate_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"acceptance 1\.5"):
+        ToyDrafter(ToyTarget(), 1.5)

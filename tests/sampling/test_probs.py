@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsi.core.messages import Sampling
+from dsi.sampling.probs import choose, probabilities
+
+LOGS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
+
+
+def shares(**settings: float) -> list[float]:
+    sampling = Sampling(**{"temperature": 1.0, **settings})  # type: ignore[arg-type]
+    return [round(float(p), 4) for p in probabilities(LOGS, sampling)]
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    assert shares() == [0.5, 0.3, 0.15, 0.05]
+    assert shares(temperature=0.5) == [0.6849, 0.2466, 0.0616, 0.0068]
+    assert shares(temperature=1e6) == [0.25, 0.25, 0.25, 0.25]
+    assert shares(temperature=1e-30) == [1, 0, 0, 0]
+
+
+def test_top_k_keeps_the_k_likeliest() -> None:
+    assert shares(top_k=2) == [0.625, 0.375, 0, 0]
+    assert shares(top_k=4) == shares(top_k=9) == shares()
+
+
+def test_top_p_keeps_the_fewest_that_reach_p() -> None:
+    assert shares(top_p=0.5) == [1, 0, 0, 0]
+    assert shares(top_p=0.51) == shares(top_p=0.8) == [0.625, 0.375, 0, 0]
+    assert shares(top_p=1e-9) == [1, 0, 0, 0]
+
+
+def test_min_p_drops_what_is_far_below_the_likeliest() -> None:
+    assert shares(min_p=0.29) == [0.5263, 0.3158, 0.1579, 0]
+    assert shares(min_p=1) == [1, 0, 0, 0]
+
+
+def test_filters_apply_in_order() -> None:
+    """top-p counts shares of what top-k left: 0.625 alone does not reach 0.63, and did not reach 0.5."""
+    assert shares(top_k=2, top_p=0.63) == [0.625, 0.375, 0, 0]
+    assert shares(top_k=2, top_p=0.62) == [1, 0, 0, 0]
+
+
+def test_ties_stay_together() -> None:
+    flat = np.zeros(4, dtype=np.float32)
+    for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.3), Sampling(1.0, min_p=1.0)):
+        assert probabilities(flat, sampling).tolist() == [0.25] * 4
+
+
+samplings = st.builds(
+    Sampling,
+    temperature=st.floats(0.05, 3),
+    top_k=st.integers(0, 60),
+    top_p=st.floats(0.05, 1),
+    min_p=st.floats(0, 0.5),
+    seed=st.integers(-(2**63), 2**64),
+)
+
+
+@given(samplings, st.integers(0, 10**6), st.integers(0, 2**32))
+def test_numpy_and_torch_choose_the_same_token(sampling: Sampling, position: int, seed: int) -> None:
+    scores = np.random.default_rng(seed).normal(0, 3, 50).astype(np.float32)
+    assert choose(scores, sampling, position) == choose(torch.from_numpy(scores), sampling, position)
+
+
+@given(samplings, st.integers(0, 2**32))
+def test_probabilities_are_a_distribution_over_allowed_tokens(sampling: Sampling, seed: int) -> None:
+    scores = np.random.default_rng(seed).normal(0, 3, 50).astype(np.float32)
+    probs = probabilities(scores, sampling)
+    assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
+    assert probs.argmax() == scores.argmax()
+    assert sampling.top_k == 0 or (probs > 0).sum() <= sampling.top_k
+
+
+def test_greedy_takes_the_highest_score_whatever_the_seed() -> None:
+    assert {choose(LOGS, Sampling(seed=seed), 3) for seed in range(20)} == {0}
+
+
+def test_an_impossible_token_is_never_chosen() -> None:
+    scores = np.array([0.0, -np.inf, 0.0], dtype=np.float32)
+    assert {choose(scores, Sampling(1.0, seed=s), 0) for s in range(200)} == {0, 2}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+    ],
+)
+def test_impossible_settings_are_refused_by_name(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        Sampling(**settings)  # type: ignore[arg-type]
