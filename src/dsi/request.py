@@ -23,7 +23,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished text. Times are seconds since the request was submitted."""
+    """A finished text. Times count from when the request was submitted, by the fleet's clock."""
 
     tokens: Tokens
     finish_reason: str
@@ -31,5 +31,5 @@ class Completion:
     tally: Tally
 
     @property
-    def seconds(self) -> Time:
+    def elapsed(self) -> Time:
         return self.times[-1] if self.times else 0

@@ -1,6 +1,7 @@
 """Little models that can be trusted: exact rates, greedy or not."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_errors_are_independent_from_place_to_place() -> None:
     tokens = text(target, PLACES)
     drafter = ToyDrafter(target, 0.5, seed=3)
     errs = [drafter.errs(tokens, i) for i in range(PLACES)]
-    in_a_row = sum(a and b for a, b in zip(errs, errs[1:])) / PLACES
+    in_a_row = sum(a and b for a, b in pairwise(errs)) / PLACES
     assert in_a_row == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / PLACES))
 
 

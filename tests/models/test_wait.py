@@ -55,7 +55,7 @@ def test_jitter_spreads_evenly_to_either_side() -> None:
 
 def test_an_unwanted_answer_is_not_given() -> None:
     class Gone(Meter):
-        def wait(self, timeout: object) -> bool:
+        def wait(self, timeout: object) -> bool:  # noqa: ARG002
             return True
 
     with pytest.raises(Cancelled):

@@ -84,7 +84,7 @@ class SimulatedFleet:
         self._freed: list[str] = []  # servers that have answered, until the answer has been handled
         self._dispatch = Dispatch({server.name: server.role for server in self.servers.values()})
         self._forwards: dict[str, Forward] = {}
-        self._agenda: list[tuple[Time, int, str, Forward]] = []
+        self._agenda: list[tuple[Time, bool, int, str, Forward]] = []
         self._ready: deque[Event] = deque()
         self._order = count()
         self._now: Time = 0
@@ -120,7 +120,7 @@ class SimulatedFleet:
         while not self._ready:
             if not self._agenda:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
-            when, _, name, forward = heappop(self._agenda)
+            when, _, _, name, forward = heappop(self._agenda)
             if self._forwards.get(name) is forward and when == forward.end + self._network:
                 self._now = when
                 self._finish(name, forward)
@@ -147,8 +147,13 @@ class SimulatedFleet:
         if self._fails is not None and self._fails(forward.job):
             forward.event, forward.events = Failed(forward.job.id, "the forward failed"), iter(())
         forward.start, forward.end = start, start + forward.meter.read() * self._slowdown(name)
-        heappush(self._agenda, (forward.end + self._network, next(self._order), name, forward))
+        self._due(name, forward)
         return True
+
+    def _due(self, name: str, forward: Forward) -> None:
+        """At equal times guesses come first: a verdict finds a guess that is just in time."""
+        late = not isinstance(forward.event, Drafted)
+        heappush(self._agenda, (forward.end + self._network, late, next(self._order), name, forward))
 
     def _slowdown(self, name: str) -> Time:
         if not self._contention or self.servers[name].role != TARGET:
@@ -171,12 +176,12 @@ class SimulatedFleet:
 
     def _stop(self, name: str) -> None:
         """The server hears of it after the network's delay, and is free where its forward can end."""
-        forward = self._forwards[name]
-        if forward.event is None:
-            return
+        forward = self._forwards.get(name)
+        if forward is None or forward.event is None:
+            return  # it has answered, or is already stopping
         heard = self._now + self._network
         forward.event, forward.end = None, self._can_stop(forward, heard)
-        heappush(self._agenda, (forward.end + self._network, next(self._order), name, forward))
+        self._due(name, forward)
 
     def _can_stop(self, forward: Forward, heard: Time) -> Time:
         """When a forward ends that is told at `heard` to stop."""

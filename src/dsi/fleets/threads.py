@@ -13,7 +13,7 @@ from threading import Thread
 
 from dsi.core.context import Context
 from dsi.core.dispatch import Assignments, Dispatch
-from dsi.core.messages import Drafted, Event, Failed, Job
+from dsi.core.messages import Drafted, Event, Job
 from dsi.fleets.spans import Span, span
 from dsi.fleets.work import Server, work
 from dsi.models.backend import Cancelled
@@ -106,8 +106,6 @@ class Seat:
                     last = event
         except Cancelled:
             self.record(job, context, began, self.fleet.now(), None)
-        except Exception as error:  # whatever went wrong in a model, the request can go on elsewhere
-            last = Failed(job.id, f"{type(error).__name__}: {error}")
         self.fleet.outbox.put((self.server.name, last, True))
 
     def record(self, job: Job, context: Context, start: float, end: float, event: Event | None) -> None:

@@ -7,8 +7,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dsi.core.context import Context
-from dsi.core.messages import Draft, Drafted, Event, Job, Verified, Verify, Warm, Warmed
-from dsi.models.backend import NEVER, Ask, Flag, Model
+from dsi.core.messages import (
+    GREEDY,
+    Draft,
+    Drafted,
+    Event,
+    Failed,
+    Job,
+    Verified,
+    Verify,
+    Warm,
+    Warmed,
+)
+from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
 
 PAGES = 32  # requests a server remembers at once; the one it has not seen for longest goes first
 
@@ -61,23 +72,31 @@ class Server:
 
 
 def work(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event]:
-    """The events that answer a job. Between an event and the next, one forward has been computed.
+    """The events that answer a job: between one and the next, one forward has been computed.
 
-    What a forward has read counts as kept only when its event has been taken: a cancelled forward
-    leaves nothing behind.
+    Whatever goes wrong in a model fails the job, which can then go on elsewhere.
     """
     page = server.memory.page(job.context)
-    match job:
-        case Warm():
-            server.model.answer(Ask(page.tokens, len(page.tokens) + 1, page.kept, cancelled=cancelled))
-            yield Warmed(job.id)
-        case Verify():
-            start = len(page.tokens) + 1 - job.width
-            answer = server.model.answer(Ask(page.tokens, start, page.kept, job.sampling, cancelled))
-            yield Verified(job.id, answer)
-        case Draft():
+    try:
+        if isinstance(job, Draft):
             yield from _stream(job, server, page, cancelled)
-            return
+        else:
+            yield from _once(job, server, page, cancelled)
+    except Cancelled:
+        raise
+    except Exception as error:
+        yield Failed(job.id, f"{type(error).__name__}: {error}")
+
+
+# What a forward has read counts as kept only when its event has been taken: a cancelled one leaves nothing.
+
+
+def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> Iterator[Event]:
+    width = job.width if isinstance(job, Verify) else 0
+    sampling = job.sampling if isinstance(job, Verify) else GREEDY
+    ask = Ask(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled)
+    answer = server.model.answer(ask)
+    yield Verified(job.id, answer) if width else Warmed(job.id)
     page.kept = len(page.tokens)
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dsi.core.context import Context
-from dsi.engine import Engine
 from dsi.fleets.spans import Span
-from dsi.measure.settings import TITLES, Setting
-from dsi.measure.simulate import request
+from dsi.measure.settings import TITLES, Outcome, Setting
 from dsi.request import Completion
 
 OUTCOMES = ("judged", "stale", "accepted", "rejected", "warmed")
@@ -51,28 +49,24 @@ class Record:
 def record(setting: Setting, algorithm: str, seed: int = 0, waited: bool = False) -> Record:
     """Run one request and keep what each server did."""
     log: list[Span] = []
-    fleet = setting.waited(seed, log) if waited else setting.simulated(seed, log)
-    try:
-        [done] = Engine(fleet).run(request(setting, algorithm))
-    finally:
-        fleet.close()
+    run = setting.run(algorithm, seed, waited, log)
     return Record(
         algorithm=algorithm,
         label="waited" if waited else "simulated",
-        servers=tuple(fleet.busy),
-        blocks=tuple(blocks(log, done)),
-        times_ms=tuple(float(time) * 1000 for time in done.times),
+        servers=tuple(run.busy),
+        blocks=tuple(blocks(log, run)),
+        times_ms=tuple(float(time) * run.unit for time in run.completion.times),
     )
 
 
-def blocks(log: Iterable[Span], done: Completion) -> list[Block]:
+def blocks(log: Iterable[Span], run: Outcome) -> list[Block]:
     """The forwards in order of time, each with its outcome in the light of the final text."""
     log = sorted((span for span in log if span.end > span.start), key=lambda span: span.start)
     if not log:
         return []
     origin = log[0].context.origin
-    true = {text.key for text in prefixes(origin, done)}
-    return [block(span, true, len(origin)) for span in log]
+    true = {text.key for text in prefixes(origin, run.completion)}
+    return [block(span, true, run.unit) for span in log]
 
 
 def prefixes(origin: Context, done: Completion) -> list[Context]:
@@ -82,16 +76,16 @@ def prefixes(origin: Context, done: Completion) -> list[Context]:
     return texts
 
 
-def block(span: Span, true: set[int], prompt: int) -> Block:
+def block(span: Span, true: set[int], unit: int) -> Block:
     first = first_place(span)
     return Block(
         server=span.server,
         role=span.role,
         kind=span.kind,
         outcome=outcome(span, first, true),
-        start_ms=float(span.start) * 1000,
-        end_ms=float(span.end) * 1000,
-        place=len(first) - prompt,
+        start_ms=float(span.start) * unit,
+        end_ms=float(span.end) * unit,
+        place=len(first) - len(first.origin),
         width=span.width,
     )
 

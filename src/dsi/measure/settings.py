@@ -9,6 +9,7 @@ from math import inf
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.engine import Engine
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
@@ -16,9 +17,11 @@ from dsi.fleets.work import Server
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Time, Wait
 from dsi.planner import Number, best_si_lookahead, check_latencies, minimal_lookahead
+from dsi.request import Completion, Request
 
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI"}
 PROMPT = (1, 2, 3)
+SECOND = 1000  # ms
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,16 @@ class Setting:
         }
         return makers[check_algorithm(algorithm)]()
 
-    def servers(self, seed: int) -> list[Server]:
-        """The targets, then the drafters. Each drafter errs independently of the others."""
+    def servers(self, seed: int, unit: int = 1) -> list[Server]:
+        """The targets, then the drafters, each erring on its own; `unit` is how many ms make one of time."""
         target = ToyTarget(seed)
         aim = Latency(
-            seconds(self.target_ms), seconds(self.target_ttft_ms), seconds(self.per_token_ms), self.jitter
+            scaled(self.target_ms, unit),
+            scaled(self.target_ttft_ms, unit),
+            scaled(self.per_token_ms, unit),
+            self.jitter,
         )
-        fast = Latency(seconds(self.drafter_ms), seconds(self.drafter_ttft_ms), 0, self.jitter)
+        fast = Latency(scaled(self.drafter_ms, unit), scaled(self.drafter_ttft_ms, unit), 0, self.jitter)
         fleet = [
             Server(f"{TARGET}-{i}", TARGET, Wait(target, aim, seed * 1009 + i)) for i in range(1, self.sp + 1)
         ]
@@ -103,11 +109,21 @@ class Setting:
             fleet.append(Server(name, name, Wait(drafter, fast, ~seed - i)))
         return fleet
 
+    def run(self, algorithm: str, seed: int, waited: bool = False, log: list[Span] | None = None) -> Outcome:
+        """One request under one algorithm, in virtual time or on real threads."""
+        fleet = self.waited(seed, log) if waited else self.simulated(seed, log)
+        try:
+            [done] = Engine(fleet).run(Request(PROMPT, self.tokens, self.policy(algorithm)))
+        finally:
+            fleet.close()
+        return Outcome(done, dict(fleet.busy), SECOND if waited else 1)
+
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
+        """Virtual time counts milliseconds, so that whole ones stay exact."""
         return SimulatedFleet(
             self.servers(seed),
             pieces=self.pieces,
-            network=seconds(self.network_ms),
+            network=self.network_ms,
             contention=self.contention,
             eager=self.eager,
             log=log,
@@ -118,12 +134,30 @@ class Setting:
             raise ValueError(
                 f"network {self.network_ms} ms, contention {self.contention}: only virtual time has them"
             )
-        return ThreadFleet(self.servers(seed), pieces=self.pieces, eager=self.eager, log=log)
+        return ThreadFleet(self.servers(seed, SECOND), pieces=self.pieces, eager=self.eager, log=log)
 
 
-def seconds(ms: Number | None) -> Time:
-    """Milliseconds as seconds; a Fraction stays one, and so does nothing at all."""
-    return ms / 1000 if ms else ms
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: multiply its times by `unit` for milliseconds."""
+
+    completion: Completion
+    busy: dict[str, Time]
+    unit: int
+
+    @property
+    def ms(self) -> float:
+        return float(self.completion.elapsed) * self.unit
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the time that each server computed."""
+        return {name: float(time) / float(self.completion.elapsed) for name, time in self.busy.items()}
+
+
+def scaled(ms: Number | None, unit: int) -> Time:
+    """Nothing stays nothing, and whole numbers and Fractions stay exact."""
+    return ms / unit if ms and unit != 1 else ms
 
 
 def check_algorithm(name: str) -> str:

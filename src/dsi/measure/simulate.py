@@ -7,10 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
 
-from dsi.core.generation import Tally
-from dsi.engine import Engine
-from dsi.measure.settings import PROMPT, TITLES, Setting
-from dsi.request import Request
+from dsi.measure.settings import TITLES, Outcome, Setting
 
 Progress = Callable[[], object]
 
@@ -46,29 +43,6 @@ class Result:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One run."""
-
-    ms: float
-    tally: Tally
-    busy: dict[str, float]
-
-
-def sample(setting: Setting, algorithm: str, seed: int, waited: bool = False) -> Sample:
-    fleet = setting.waited(seed) if waited else setting.simulated(seed)
-    try:
-        [done] = Engine(fleet).run(request(setting, algorithm))
-    finally:
-        fleet.close()
-    took = float(done.seconds)
-    return Sample(took * 1000, done.tally, {name: float(busy) / took for name, busy in fleet.busy.items()})
-
-
-def request(setting: Setting, algorithm: str) -> Request:
-    return Request(PROMPT, setting.tokens, setting.policy(algorithm))
-
-
 def simulate(
     setting: Setting,
     algorithm: str,
@@ -80,11 +54,11 @@ def simulate(
     """The same seeds give every algorithm the same texts and the same lucky guesses."""
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: must be at least 1")
-    samples = []
+    runs = []
     for i in range(repeats):
-        samples.append(sample(setting, algorithm, seed + i, waited))
+        runs.append(setting.run(algorithm, seed + i, waited))
         progress()
-    return summary(setting, algorithm, samples, "waited" if waited else "simulated")
+    return summary(setting, algorithm, runs, "waited" if waited else "simulated")
 
 
 def best(
@@ -113,10 +87,10 @@ def choices(
     return [replace(setting, lookahead=block, patience=wait) for block, wait in product(blocks, waits)]
 
 
-def summary(setting: Setting, algorithm: str, samples: list[Sample], label: str) -> Result:
-    times = [run.ms for run in samples]
+def summary(setting: Setting, algorithm: str, runs: list[Outcome], label: str) -> Result:
+    times = [run.ms for run in runs]
     spread = stdev(times) if len(times) > 1 else 0.0
-    tallies = [run.tally for run in samples]
+    tallies = [run.completion.tally for run in runs]
     useful = sum(tally.useful for tally in tallies)
     return Result(
         algorithm=algorithm,
@@ -129,12 +103,12 @@ def summary(setting: Setting, algorithm: str, samples: list[Sample], label: str)
         patience=setting.patience,
         sp=setting.sp,
         tokens=setting.tokens,
-        repeats=len(samples),
+        repeats=len(runs),
         acceptance=setting.acceptance,
         target_forwards=fmean(tally.forwards for tally in tallies),
         hidden=1 - sum(tally.exposed for tally in tallies) / useful,
         stale_forwards=fmean(tally.stale for tally in tallies),
         drafted=fmean(tally.drafted for tally in tallies),
         wasted_drafts=fmean(tally.wasted for tally in tallies),
-        busy={name: fmean(run.busy[name] for run in samples) for name in samples[0].busy},
+        busy={name: fmean(run.shares[name] for run in runs) for name in runs[0].busy},
     )

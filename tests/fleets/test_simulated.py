@@ -1,0 +1,128 @@
+"""Virtual time: exact, and able to model what the paper leaves out."""
+
+from fractions import Fraction
+
+import pytest
+
+from dsi.core.context import Context
+from dsi.core.messages import Draft, Job, Verify
+from dsi.core.policies import autoregressive, distributed
+from dsi.engine import Engine
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.work import Server
+from dsi.models.toy import ToyDrafter, ToyTarget
+from dsi.models.wait import Latency, Time, Wait
+from dsi.request import Request
+
+TEXT = Context.of((1, 2, 3))
+TARGET = ToyTarget(1)
+
+
+def fleet(targets: int = 1, latency: Latency = Latency(8), **options: object) -> SimulatedFleet:  # noqa: B008
+    crew = [Server(f"target-{i}", "target", Wait(TARGET, latency)) for i in range(targets)]
+    crew.append(Server("drafter", "drafter", Wait(ToyDrafter(TARGET, 1.0), Latency(1))))
+    return SimulatedFleet(crew, **options)  # type: ignore[arg-type]
+
+
+def answered_at(at: SimulatedFleet, *jobs: Job) -> dict[int, Time]:
+    """When the last event of each job came."""
+    times: dict[int, Time] = {}
+    for job in jobs:
+        at.start(job)
+    for _ in range(sum(job.count if isinstance(job, Draft) else 1 for job in jobs)):
+        event = at.next_event()
+        times[event.id] = at.now()
+    return times
+
+
+def watch(id: int, context: Context = TEXT, width: int = 1) -> Verify:
+    return Verify(id, context, width)
+
+
+def test_forwards_overlap_on_different_servers_and_queue_on_one() -> None:
+    assert answered_at(fleet(2), watch(1), watch(2), watch(3)) == {1: 8, 2: 8, 3: 16}
+
+
+def test_fractions_stay_fractions() -> None:
+    third = Latency(Fraction(1, 3))
+    times = answered_at(fleet(1, third), *(watch(id) for id in range(3)))
+    assert times == {0: Fraction(1, 3), 1: Fraction(2, 3), 2: 1}
+    assert all(isinstance(time, Fraction) for time in times.values())
+
+
+@pytest.mark.parametrize(("pieces", "free_at"), [(0, 3), (8, 4), (4, 4), (2, 4), (1, 8)])
+def test_a_cancelled_forward_frees_its_server_where_it_can_stop(pieces: int, free_at: int) -> None:
+    at = fleet(1, pieces=pieces)
+    at.start(Draft(9, TEXT, 3))
+    at.start(watch(1))
+    for _ in range(3):
+        at.next_event()
+    assert at.now() == 3
+    at.cancel(1)
+    assert answered_at(at, watch(2)) == {2: free_at + 8}
+    assert at.busy["target-0"] == free_at + 8
+
+
+@pytest.mark.parametrize(("eager", "second_at"), [(True, 24), (False, 16)])
+def test_an_eager_server_begins_what_its_own_answer_makes_stale(eager: bool, second_at: int) -> None:
+    at = fleet(1, pieces=1, eager=eager)
+    at.start(watch(1))
+    at.start(watch(2, TEXT.then(4)))
+    assert at.next_event().id == 1
+    at.cancel(2)  # the answer was another token: what waited is stale
+    assert answered_at(at, watch(3, TEXT.then(5))) == {3: second_at}
+
+
+def test_the_network_delays_each_way_but_does_not_break_a_stream() -> None:
+    at = fleet(1, network=5)
+    assert answered_at(at, watch(1)) == {1: 5 + 8 + 5}
+    assert answered_at(fleet(1, network=5), Draft(1, TEXT, 10)) == {1: 5 + 10 + 5}
+
+
+def test_busy_targets_slow_each_other_down() -> None:
+    at = fleet(3, contention=0.5)
+    assert answered_at(at, watch(1), watch(2), watch(3)) == {1: 8, 2: 12, 3: 16}
+
+
+def test_a_prompt_is_read_once_by_each_server() -> None:
+    slow = Latency(tpot=8, ttft=100)
+    assert answered_at(fleet(1, slow), watch(1), watch(2)) == {1: 100, 2: 108}
+    assert answered_at(fleet(2, slow), watch(1), watch(2)) == {1: 100, 2: 100}
+
+
+def test_while_one_target_answers_the_others_read_the_prompt() -> None:
+    """The second verification begins while the first still reads, and pays for no prompt of its own."""
+    at = fleet(2, Latency(tpot=8, ttft=100))
+    [done] = Engine(at).run(Request((1, 2, 3), 3, distributed(1)))
+    # The first answer takes 100. Reading alone took the other server 92, so its answer comes with it.
+    assert done.times == (100, 100, 108)
+
+
+def test_what_other_servers_verified_is_new_to_this_one() -> None:
+    at = fleet(2, Latency(tpot=8, per_token=1))
+    texts = [TEXT]
+    for token in range(4):
+        texts.append(texts[-1].then(token))
+    answered_at(at, watch(1), watch(2))  # both have read the prompt
+    assert answered_at(at, watch(3, texts[4], width=2)) == {3: 8 + 8 + 3}
+
+
+def test_jitter_is_the_same_for_the_same_seed() -> None:
+    def run() -> tuple[Time, ...]:
+        [done] = Engine(fleet(2, Latency(8.0, jitter=0.3))).run(Request((1, 2, 3), 20, distributed(2)))
+        return done.times
+
+    assert run() == run()
+    assert len(set(run())) > 5
+
+
+def test_forwards_can_be_made_to_fail() -> None:
+    doomed = {2, 3}
+    at = fleet(1, fails=lambda job: job.id in doomed)
+    [done] = Engine(at).run(Request((1, 2, 3), 4, autoregressive()))
+    assert (done.tally.failed, done.elapsed) == (2, 8 * 6)
+
+
+def test_nothing_happens_at_a_negative_time() -> None:
+    with pytest.raises(ValueError, match="network -1"):
+        fleet(1, network=-1)

@@ -1,0 +1,91 @@
+"""What a server remembers between jobs."""
+
+import pytest
+
+from dsi.core.context import Context, Tokens
+from dsi.core.messages import Draft, Drafted, Job, Verify, Warm
+from dsi.fleets.work import PAGES, Memory, Server, work
+from dsi.models.backend import Ask, Cancelled
+
+
+class Notebook:
+    """A model that writes down how much it was asked, and how much of it was new."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Tokens, int, int]] = []  # tokens, places, kept
+        self.cancels = False
+
+    def answer(self, ask: Ask) -> Tokens:
+        if self.cancels:
+            raise Cancelled
+        self.asked.append((tuple(ask.tokens), ask.places, ask.kept))
+        return tuple(len(ask.tokens) + i for i in range(ask.places))
+
+
+def server() -> tuple[Server, Notebook]:
+    model = Notebook()
+    return Server("s", "target", model), model
+
+
+def done(job: Job, at: Server) -> list[object]:
+    return list(work(job, at))
+
+
+def test_a_server_reads_only_what_it_lacks() -> None:
+    at, model = server()
+    text = Context.of((1, 2))
+    done(Warm(0, text), at)
+    done(Verify(1, text.then(3), 1), at)
+    done(Verify(2, text.then(3).then(4).then(5), 2), at)
+    assert [(places, kept) for _, places, kept in model.asked] == [(0, 0), (1, 2), (2, 3)]
+
+
+def test_a_rejected_guess_is_cut_off_the_memory() -> None:
+    at, model = server()
+    text = Context.of((1, 2))
+    done(Verify(1, text.then(3).then(4), 3), at)
+    done(Verify(2, text.then(9), 1), at)
+    assert model.asked[-1] == ((1, 2, 9), 1, 2)
+
+
+def test_a_drafter_keeps_its_own_guesses_and_knows_them_again() -> None:
+    at, model = server()
+    text = Context.of((1, 2))
+    guesses = [event.token for event in done(Draft(1, text, 3), at) if isinstance(event, Drafted)]
+    assert [kept for *_, kept in model.asked] == [0, 2, 3]
+    accepted = text.then(guesses[0]).then(guesses[1])
+    done(Draft(2, accepted.then(77), 1), at)
+    assert model.asked[-1] == ((1, 2, *guesses[:2], 77), 1, 4)
+
+
+def test_a_cancelled_forward_leaves_nothing_behind() -> None:
+    at, model = server()
+    text = Context.of((1, 2))
+    model.cancels = True
+    with pytest.raises(Cancelled):
+        done(Verify(1, text, 1), at)
+    model.cancels = False
+    untaken = work(Verify(2, text, 1), at)
+    next(untaken)
+    del untaken
+    done(Verify(3, text, 1), at)
+    assert model.asked[-1] == ((1, 2), 1, 0)
+
+
+def test_requests_with_the_same_prompt_do_not_disturb_each_other() -> None:
+    at, model = server()
+    one, two = Context.of((1, 2)), Context.of((1, 2))
+    done(Verify(1, one.then(3), 1), at)
+    done(Verify(2, two.then(4), 1), at)
+    done(Verify(3, one.then(3).then(5), 1), at)
+    assert [kept for *_, kept in model.asked] == [0, 0, 3]
+
+
+def test_memory_is_bounded_and_forgets_the_oldest() -> None:
+    memory = Memory()
+    texts = [Context.of((i,)) for i in range(PAGES + 1)]
+    for text in texts:
+        memory.page(text)
+    assert len(memory.pages) == PAGES
+    assert texts[0] not in memory.pages
+    assert texts[-1] in memory.pages
