@@ -239,3 +239,11 @@ def test_what_lies_behind_the_root_is_let_go() -> None:
         [watch] = g.open
         g.handle(Verified(watch, (token,)))
     assert (g.root.depth, g.root.parent, len(g.open)) == (40, None, 1)
+
+
+def test_a_gap_before_places_already_watched_is_closed() -> None:
+    story = Story(distributed(1))
+    story.says(Drafted(story.drafting(), 1))
+    assert story.says(Failed(story.id("verify", (7,), 1))) == ((), [("verify", (7,), 1)])
+    story.says(Verified(story.id("verify", (7, 1), 1), (2,)))
+    assert story.says(Verified(story.id("verify", (7,), 1), (1,)))[0] == (1, 2)

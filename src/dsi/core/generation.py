@@ -157,11 +157,14 @@ class Generation:
             judged.truth, judged.watcher = token, job.id
 
     def _learn_failure(self, job: Job) -> None:
-        """A failed job is one that is no longer open: the plan will ask for it again."""
+        """A verification is asked for again as it was: deeper places may be watched by now, and a gap
+        before them would never close. A draft is the policy's to repeat, and a reminder will come again.
+        """
         self.tally.failed += 1
-        if not isinstance(job, Warm):  # the next reminder will do
+        if isinstance(job, Verify):
+            self.verify(self._close(job.id), job.width)
+        elif isinstance(job, Draft):
             self._close(job.id)
-        if isinstance(job, Draft):
             self._failures[job.model] = self._failures.get(job.model, 0) + 1
 
     def _advance(self) -> Iterator[int]:

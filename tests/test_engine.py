@@ -1,0 +1,87 @@
+import pytest
+
+import dsi
+from dsi.core.context import Tokens
+from dsi.core.messages import Verify
+from dsi.core.policies import autoregressive, distributed
+from dsi.engine import PATIENCE, Engine, FleetError
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.spans import Span
+from dsi.measure.settings import Setting
+from dsi.request import Request
+
+SETTING = Setting(20.0, 2.0, 0.8, sp=3, tokens=30)
+PROMPT = (1, 2, 3)
+
+
+def test_streamed_tokens_are_the_completion_in_parts() -> None:
+    [done] = Engine(SETTING.simulated(1)).run(Request(PROMPT, 30, distributed(3)))
+    parts = list(Engine(SETTING.simulated(1)).stream(Request(PROMPT, 30, distributed(3))))
+    assert tuple(token for part in parts for token in part) == done.tokens
+    assert 1 < len(parts) < 30
+    assert len(done.tokens) == len(done.times) == 30
+    assert (done.finish_reason, done.elapsed) == ("length", done.times[-1])
+    assert sorted(done.times) == list(done.times)
+
+
+def test_a_stream_that_is_not_read_to_its_end_is_cancelled() -> None:
+    fleet = SETTING.simulated(1)
+    engine = Engine(fleet)
+    stream = engine.stream(Request(PROMPT, 1000, distributed(3)))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine._owners == {}
+    with pytest.raises(RuntimeError, match="nothing to do"):
+        list(iter(fleet.next_event, None))
+
+
+def test_a_cancelled_request_keeps_what_it_has() -> None:
+    engine = Engine(SETTING.simulated(1))
+    run = engine.submit(Request(PROMPT, 1000, autoregressive()))
+    while len(run.tokens) < 5:
+        engine.step()
+    with pytest.raises(RuntimeError, match="still running"):
+        run.completion()
+    engine.cancel(run)
+    done = run.completion()
+    assert (len(done.tokens), done.finish_reason) == (5, "cancelled")
+
+
+def test_no_job_outlives_its_request() -> None:
+    engine = Engine(SETTING.simulated(1))
+    engine.run(*(Request(PROMPT, 30, distributed(k)) for k in (1, 2, 3)))
+    assert engine._owners == {}
+
+
+def test_requests_at_once_share_the_fleet_and_change_no_text() -> None:
+    requests = [Request((i, i + 1), 20, distributed(1 + i % 3)) for i in range(6)]
+    together = Engine(SETTING.simulated(4)).run(*requests)
+    apart: list[Tokens] = [Engine(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
+    assert [done.tokens for done in together] == apart
+
+
+def test_no_root_waits_while_deeper_jobs_begin() -> None:
+    """Many requests, one target: every root is watched in turn, and hardly any speculation is."""
+    log: list[Span] = []
+    setting = Setting(20.0, 1.0, 0.9, sp=1, tokens=10)
+    requests = [Request((i,), 10, distributed(2)) for i in range(8)]
+    done = Engine(setting.simulated(4, log)).run(*requests)
+    begun = [span for span in log if span.kind == "verify"]
+    assert len({span.context.origin for span in begun[:8]}) == 8
+    slowest, fastest = max(d.elapsed for d in done), min(d.elapsed for d in done)
+    assert slowest < 2.5 * fastest
+
+
+def test_a_request_whose_jobs_always_fail_ends_in_a_clear_error() -> None:
+    fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: isinstance(job, Verify))
+    with pytest.raises(
+        FleetError, match=f"{PATIENCE + 1} jobs of one request failed in a row, the last: the forward failed"
+    ):
+        Engine(fleet).run(Request(PROMPT, 30, distributed(2)))
+
+
+def test_the_public_names_are_there() -> None:
+    assert all(getattr(dsi, name) is not None for name in dsi.__all__)
+    assert set(dsi.__all__) < set(dir(dsi))
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = dsi.nothing_such

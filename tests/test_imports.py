@@ -1,0 +1,91 @@
+"""Who may import whom, and what importing the core brings along."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "dsi"
+
+# Each part of the project, and the other parts it may use.
+MAY_USE = {
+    "core": set[str](),
+    "planner": set(),
+    "sampling": {"core"},
+    "models": {"core", "sampling"},
+    "request": {"core", "models"},
+    "fleets": {"core", "models", "sampling"},
+    "engine": {"core", "models", "request"},
+    "measure": {"core", "engine", "fleets", "models", "planner", "request"},
+    "plot": {"measure"},
+    "paper": {"measure", "planner", "plot"},
+    "cli": {"measure", "paper", "planner", "plot"},
+    "__main__": {"cli"},
+    "__init__": set(),
+}
+CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing", "socket")
+# Modules of the world that only some parts may touch.
+KEEPERS = {
+    "numpy": {"models", "sampling"},
+    "torch": set[str](),
+    "matplotlib": {"plot"},
+    "rich": {"cli", "plot"},
+    "typer": {"cli"},
+    **{name: {"fleets", "engine", "measure"} for name in CLOCKS_AND_THREADS},
+}
+
+
+def imports() -> Iterator[tuple[str, str, str]]:
+    """Every (part, file, imported module) of the project."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        part = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            yield from ((part, str(path.relative_to(SOURCE)), name) for name in names)
+
+
+def test_each_part_uses_only_what_it_may() -> None:
+    strays = [
+        (file, name)
+        for part, file, name in imports()
+        if name.startswith("dsi.") and name.split(".")[1] not in MAY_USE[part] | {part}
+    ]
+    assert strays == []
+
+
+def test_the_world_is_touched_only_where_it_should_be() -> None:
+    strays = [
+        (file, name) for part, file, name in imports() if part not in KEEPERS.get(name.split(".")[0], {part})
+    ]
+    assert strays == []
+
+
+def test_every_part_is_named_in_the_rules() -> None:
+    assert {part for part, *_ in imports()} <= set(MAY_USE)
+
+
+def loaded(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
+
+
+CORE = "import dsi.core.context, dsi.core.dispatch, dsi.core.generation, dsi.core.policies"
+
+
+@pytest.mark.parametrize(
+    "heavy", ["threading", "asyncio", "numpy", "torch", "multiprocessing", "queue", "socket"]
+)
+def test_the_core_is_pure(heavy: str) -> None:
+    assert heavy not in loaded(CORE)
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert not {"numpy", "torch", "matplotlib", "rich"} & loaded("import dsi.cli")

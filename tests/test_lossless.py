@@ -1,0 +1,194 @@
+"""Same seed, same tokens, whatever the algorithm, the servers, their timing or their failures."""
+
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsi.core.context import Tokens
+from dsi.core.generation import Policy
+from dsi.core.messages import DRAFTER, TARGET, Event, Failed, Job, Sampling, Warmed
+from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.engine import Engine
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.work import Server, work
+from dsi.models.backend import Ask
+from dsi.models.toy import ToyDrafter, ToyTarget
+from dsi.models.wait import Latency, Wait
+from dsi.request import Request
+
+NAMES = (DRAFTER, "second", "third")
+
+lookaheads = st.integers(1, 12)
+drafters = st.integers(1, 3).map(lambda count: NAMES[:count])
+policies = st.one_of(
+    st.just(autoregressive()),
+    lookaheads.map(speculative),
+    lookaheads.map(pearl),
+    st.builds(distributed, lookaheads, drafters, st.integers(0, 6), st.sampled_from([1, 3, 8, 1e9])),
+)
+samplings = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 2.0]),
+    top_k=st.sampled_from([0, 5]),
+    top_p=st.sampled_from([1.0, 0.9]),
+    seed=st.integers(0, 2**40),
+)
+requests = st.builds(
+    Request,
+    prompt=st.lists(st.integers(0, 63), max_size=5).map(tuple),
+    max_new_tokens=st.integers(1, 30),
+    policy=policies,
+    sampling=samplings,
+    stop=st.sampled_from([frozenset[int](), frozenset({0, 2, 4, 6, 8, 10})]),
+)
+
+
+def alone(target: ToyTarget, request: Request) -> Tokens:
+    """The target by itself, token by token, in four lines that share nothing with the core."""
+    tokens = list(request.prompt)
+    while len(tokens) < len(request.prompt) + request.max_new_tokens:
+        tokens += target.answer(Ask(tokens, len(tokens), sampling=request.sampling))
+        if tokens[-1] in request.stop:
+            break
+    return tuple(tokens[len(request.prompt) :])
+
+
+class ShuffledFleet:
+    """Answers in any order, fails at random, and goes on answering jobs that were cancelled."""
+
+    def __init__(self, models: dict[str, ToyTarget | ToyDrafter], dice: Random, failures: float) -> None:
+        self.servers = {role: Server(role, role, model) for role, model in models.items()}
+        self.dice, self.failures = dice, failures
+        self.streams: dict[int, list[Iterator[Event]]] = {}
+        self.said: list[Event] = []
+
+    def start(self, job: Job) -> None:
+        role = getattr(job, "model", TARGET)
+        # A memory of its own for each job: this fleet has as many servers as it has jobs.
+        server = Server(role, role, self.servers[role].model)
+        self.streams.setdefault(job.id, []).append(work(job, server))
+
+    def cancel(self, id: int) -> None:
+        if self.dice.random() < 0.5:
+            self.streams.pop(id, None)
+
+    def promote(self, id: int) -> None: ...
+
+    def close(self) -> None: ...
+
+    def now(self) -> int:
+        return len(self.said)
+
+    def next_event(self) -> Event:
+        if self.said and self.dice.random() < 0.1:
+            return self.dice.choice(self.said)  # once more, long after
+        id = self.dice.choice(sorted(self.streams))
+        if self.dice.random() < self.failures:
+            del self.streams[id]
+            return Failed(id, "shuffled")
+        event = next(self.streams[id][-1], None)
+        if event is None:
+            del self.streams[id]
+            return Warmed(id)
+        if type(event) is not Warmed:
+            self.said = [*self.said[-50:], event]
+        return event
+
+
+@given(
+    st.lists(requests, min_size=1, max_size=3),
+    st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=3, max_size=3),
+    st.integers(0, 10**6),
+    st.sampled_from([0.0, 0.02, 0.2]),
+)
+@settings(max_examples=300)
+def test_any_order_of_answers_and_any_failures(
+    asked: list[Request], rates: list[float], seed: int, failures: float
+) -> None:
+    target = ToyTarget(seed)
+    models: dict[str, ToyTarget | ToyDrafter] = {TARGET: target}
+    models |= {name: ToyDrafter(target, rate, seed + i) for i, (name, rate) in enumerate(zip(NAMES, rates))}
+    fleet = ShuffledFleet(models, Random(seed), failures)
+    done = Engine(fleet).run(*asked)
+    assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
+
+
+latencies = st.floats(0.01, 3)
+
+
+@given(
+    st.lists(requests, min_size=1, max_size=3),
+    st.integers(1, 8),
+    st.lists(st.tuples(latencies, st.floats(0, 1)), min_size=3, max_size=3),
+    latencies,
+    st.sampled_from([0, 1, 4]),
+    st.sampled_from([0.0, 0.9]),
+    st.sampled_from([0.0, 0.5]),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=300)
+def test_any_latencies_and_any_number_of_servers(
+    asked: list[Request],
+    targets: int,
+    crew: list[tuple[float, float]],
+    slow: float,
+    pieces: int,
+    jitter: float,
+    network: float,
+    eager: bool,
+    seed: int,
+) -> None:
+    target = ToyTarget(seed)
+    dice = Random(seed)
+    aim = Latency(slow, slow * 3, slow / 10, jitter)
+    servers = [Server(f"target-{i}", TARGET, Wait(target, aim, seed + i)) for i in range(targets)]
+    for i, (name, (latency, rate)) in enumerate(zip(NAMES, crew)):
+        drafter = ToyDrafter(target, rate, seed + i)
+        servers.append(Server(name, name, Wait(drafter, Latency(latency, jitter=jitter), ~i)))
+    fleet = SimulatedFleet(
+        servers,
+        pieces=pieces,
+        network=network,
+        contention=0.1,
+        eager=eager,
+        fails=lambda job: dice.random() < 0.05,  # noqa: ARG005
+    )
+    done = Engine(fleet).run(*asked)
+    assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
+    assert {server.role for server in servers if fleet.busy[server.name]} <= {TARGET, *NAMES}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("targets", range(1, 9))
+def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float) -> None:
+    target = ToyTarget(5)
+    sampling = Sampling(temperature, seed=9)
+    texts = set()
+    policies: list[Policy] = [
+        autoregressive(),
+        speculative(4),
+        pearl(4),
+        distributed(2),
+        distributed(3, patience=3),
+    ]
+    for policy in policies:
+        servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(targets)]
+        servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.7), Latency(1.0))))
+        [done] = Engine(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
+        texts.add(done.tokens)
+    assert texts == {alone(target, Request((1, 2), 40, autoregressive(), sampling))}
+
+
+def test_a_wrong_truth_would_be_noticed() -> None:
+    """The check can fail: a target that errs on one server gives another text."""
+    target = ToyTarget(5)
+    servers = [Server("good", TARGET, Wait(target, Latency(7.0)))]
+    servers.append(Server("bad", TARGET, Wait(ToyDrafter(target, 0.9), Latency(7.0))))
+    servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.9, 4), Latency(1.0))))
+    request = Request((1, 2), 60, distributed(2))
+    [done] = Engine(SimulatedFleet(servers)).run(request)
+    assert done.tokens != alone(target, request)
