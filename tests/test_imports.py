@@ -34,7 +34,7 @@ KEEPERS = {
     "matplotlib": {"plot"},
     "rich": {"cli", "plot"},
     "typer": {"cli"},
-    **{name: {"fleets", "engine", "measure"} for name in CLOCKS_AND_THREADS},
+    **{name: {"cli", "fleets", "engine", "measure"} for name in CLOCKS_AND_THREADS},
 }
 
 

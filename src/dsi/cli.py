@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsi.measure.simulate import Result
 
 SERVERS_LISTED = 12
+SILENCE_SECONDS = 2.0
 
 app = typer.Typer(
     help="Distributed speculative inference: lossless decoding that never takes turns.",
@@ -283,13 +284,33 @@ def _save(records: list[Record], path: Path) -> None:
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr while the work lasts; nothing of it remains."""
+    """On stderr while the work lasts: a bar on a terminal, elsewhere a line now and then."""
     from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_progress(what, total)
+        return
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+def _plain_progress(what: str, total: int) -> Callable[[], None]:
+    from time import monotonic
+
+    done, told = 0, monotonic()
+
+    def advance() -> None:
+        nonlocal done, told
+        done += 1
+        if monotonic() - told > SILENCE_SECONDS:
+            told = monotonic()
+            print(f"dsi: {done} of {total} {what}", file=sys.stderr)
+
+    return advance
 
 
 def _print_results(results: list[Result], json: bool) -> None:

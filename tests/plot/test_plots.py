@@ -1,0 +1,71 @@
+"""Pictures read records and run nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dsi.measure.records import Record, record
+from dsi.measure.settings import Setting
+from dsi.plot.terminal import draw, legend
+from dsi.plot.timeline import figure, save
+from dsi.plot.trace import trace
+
+SETTING = Setting(20.0, 2.0, 0.7, sp=4, tokens=20, target_ttft_ms=40.0)
+
+
+@pytest.fixture(scope="module")
+def records() -> list[Record]:
+    return [record(SETTING, name, seed=4) for name in ("nonsi", "si", "dsi")]
+
+
+def test_the_terminal_shows_every_server_that_worked(records: list[Record]) -> None:
+    lines = draw(records[2], 80).plain.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "target-1",
+        "target-2",
+        "target-3",
+        "target-4",
+        "drafter",
+        "text",
+    ]
+    assert max(len(line) for line in lines) <= 80
+    assert {"█", "░", "·"} <= set("".join(lines[:4]))
+    assert {"▄", "×"} <= set(lines[4])
+    assert sum(int(digit) for digit in lines[5] if digit.isdigit()) == 20
+
+
+def test_several_runs_share_one_scale(records: list[Record]) -> None:
+    longest = records[0].total_ms
+    lengths = [len(draw(r, 100, longest).plain.splitlines()[-1].rstrip()) for r in records]
+    assert sorted(lengths, reverse=True) == lengths
+    assert "drafter, rejected" in legend().plain
+
+
+def test_the_trace_is_what_perfetto_reads(records: list[Record]) -> None:
+    document = json.loads(json.dumps(trace(records)))
+    events = document["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == sum(len(r.blocks) for r in records)
+    assert all(event["dur"] > 0 and event["ts"] >= 0 for event in spans)
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"DSI (simulated)", "target-1", "drafter"} <= names
+    assert sum(event["ph"] == "i" for event in events) == 60
+
+
+def test_the_figure_has_a_panel_for_each_run(records: list[Record]) -> None:
+    picture = figure(records)
+    assert [axes.get_title(loc="left").split(":")[0] for axes in picture.axes] == ["non-SI", "SI", "DSI"]
+    assert picture.axes[-1].get_xlabel() == "time (ms, simulated)"
+    assert [label.get_text() for label in picture.axes[2].get_yticklabels()][-2:] == ["drafter", "text"]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
+def test_pictures_are_written_and_the_same_each_time(
+    records: list[Record], tmp_path: Path, name: str, begins: bytes
+) -> None:
+    save(records, tmp_path / name)
+    first = (tmp_path / name).read_bytes()
+    save(records, tmp_path / name)
+    assert first.startswith(begins)
+    assert (tmp_path / name).read_bytes() == first

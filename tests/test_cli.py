@@ -1,0 +1,140 @@
+"""The commands as a user meets them: in a process of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def dsi(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dsi", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def document(*arguments: str) -> dict[str, Any]:
+    done = dsi(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+QUICK = ("--tokens", "20", "--repeats", "2")
+
+
+def test_simulate_one_algorithm() -> None:
+    found = document("simulate", "--algorithm", "dsi", *QUICK)
+    assert (found["algorithm"], found["label"], found["tokens"]) == ("dsi", "simulated", 20)
+    assert found["mean_ms"] > 0
+    assert set(found["busy"]) == {*(f"target-{i}" for i in range(1, 8)), "drafter"}
+
+
+def test_simulate_several_gives_one_table_with_ratios() -> None:
+    found = document("simulate", "--algorithm", "nonsi,si,pearl,dsi", *QUICK)
+    means = {result["algorithm"]: result["mean_ms"] for result in found["results"]}
+    assert list(means) == ["nonsi", "si", "pearl", "dsi"]
+    assert found["speedups"]["dsi"]["si"] == pytest.approx(means["si"] / means["dsi"])
+    table = dsi("simulate", "--algorithm", "nonsi,dsi", *QUICK).stdout
+    assert "speed over non-SI" in table
+    assert "simulated: means of 2 runs" in table
+
+
+def test_simulate_takes_the_best_of_lists() -> None:
+    found = document("simulate", "--algorithm", "dsi", "--lookahead", "1,3,9", "--patience", "0,2", *QUICK)
+    assert (found["lookahead"] in (1, 3, 9), found["patience"] in (0, 2)) == (True, True)
+
+
+def test_simulate_waited() -> None:
+    found = document(
+        "simulate", "--algorithm", "si", "--waited", "--target-ms", "5", "--drafter-ms", "1", *QUICK
+    )
+    assert found["label"] == "waited"
+
+
+def test_every_option_of_the_fleet_is_taken() -> None:
+    options = {
+        "drafters": "2",
+        "pieces": "4",
+        "target-ttft-ms": "60",
+        "drafter-ttft-ms": "6",
+        "per-token-ms": "0.1",
+        "jitter": "0.1",
+        "network-ms": "1",
+        "contention": "0.05",
+        "horizon": "20",
+    }
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    plain = document("simulate", "--algorithm", "dsi", *QUICK)
+    assert (
+        document("simulate", "--algorithm", "dsi", *flags, "--no-eager", *QUICK)["mean_ms"] > plain["mean_ms"]
+    )
+
+
+def test_plan() -> None:
+    command = ("plan", "--target-ms", "20", "--drafter-ms", "1", "--gpus", "7", "--target-gpus", "2")
+    found = document(*command)
+    assert (found["sp"], found["lookahead"], found["gpus_used"]) == (3, 7, 7)
+    assert "ceil(20 / (7 * 1)) = 3 <= 3" in dsi(*command).stdout
+
+
+def test_table1() -> None:
+    found = document("paper", "table1")
+    assert (found["equal"], len(found["cells"])) == (24, 24)
+    assert "24 of 24 cells equal" in dsi("paper", "table1").stdout
+
+
+def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.svg", "a.png", "a.json")]
+    outs = [part for file in files for part in ("--out", str(file))]
+    done = dsi("timeline", "--algorithm", "si,dsi", "--tokens", "8", *outs)
+    assert done.returncode == 0
+    assert "DSI: 8 tokens in" in done.stdout
+    assert all(file.stat().st_size > 500 for file in files)
+    assert "traceEvents" in json.loads(files[2].read_text())
+    found = document("timeline", "--algorithm", "dsi", "--tokens", "8")
+    assert (found["label"], len(found["runs"][0]["times_ms"])) == ("simulated", 8)
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("simulate --algorithm medusa", "algorithm 'medusa': must be one of nonsi, si, pearl, dsi"),
+        ("simulate --target-ms 0", "target latency 0.0 ms: must be above 0"),
+        ("simulate --drafter-ms -3", "drafter latency -3.0 ms: must be above 0"),
+        ("simulate --acceptance 1.5", "acceptance 1.5: must be between 0 and 1"),
+        ("simulate --lookahead 0", "lookahead 0: must be at least 1"),
+        ("simulate --lookahead two", "lookahead 'two': must be whole numbers separated by commas"),
+        ("simulate --sp 0", "SP degree 0: must be at least 1"),
+        ("simulate --tokens 0", "tokens 0: must be at least 1"),
+        ("simulate --repeats 0", "repeats 0: must be at least 1"),
+        ("simulate --waited --network-ms 3", "network 3.0 ms, contention 0.0: only virtual time has them"),
+        ("timeline --algorithm none", "algorithm 'none': must be one of nonsi, si, pearl, dsi"),
+        ("timeline --out figure.gif", "figure.gif: the name must end in .svg, .png or .json"),
+        ("timeline --out nowhere/a.svg", "nowhere/a.svg: there is no folder nowhere"),
+        ("plan --target-ms 20 --drafter-ms 1 --gpus 1", "1 GPUs: one target (1) and one drafter (1) need 2"),
+        ("plan --target-ms 20 --drafter-ms 0 --gpus 4", "drafter latency 0.0 ms: must be above 0"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_status_2(command: str, sentence: str) -> None:
+    done = dsi(*command.split())
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dsi: {sentence}\n")
+
+
+@pytest.mark.parametrize("command", ["", "simulate", "timeline", "plan", "paper", "paper table1"])
+def test_help_has_an_example(command: str) -> None:
+    done = dsi(*command.split(), "--help")
+    assert done.returncode == 0
+    assert command == "paper" or "Example: dsi" in done.stdout
+
+
+def test_long_work_says_how_far_it_is() -> None:
+    done = dsi("simulate", "--algorithm", "dsi", "--tokens", "200", "--repeats", "250", "--json")
+    assert "of 250 runs" in done.stderr
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_version() -> None:
+    assert dsi("--version").stdout == "dsi 0.1.0\n"
