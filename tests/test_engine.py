@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 import dsi
 from dsi.core.context import Tokens
+from dsi.core.dispatch import REMEMBERED
 from dsi.core.messages import Verify
 from dsi.core.policies import autoregressive, distributed
 from dsi.engine import PATIENCE, Engine, FleetError
@@ -58,6 +61,12 @@ def test_requests_at_once_share_the_fleet_and_change_no_text() -> None:
     together = Engine(SETTING.simulated(4)).run(*requests)
     apart: list[Tokens] = [Engine(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
     assert [done.tokens for done in together] == apart
+
+
+def test_more_requests_than_a_server_can_remember_all_end() -> None:
+    requests = [Request((i,), 12, distributed(2)) for i in range(REMEMBERED + 8)]
+    done = Engine(replace(SETTING, target_ttft_ms=50.0).simulated(4)).run(*requests)
+    assert {len(completion.tokens) for completion in done} == {12}
 
 
 def test_no_root_waits_while_deeper_jobs_begin() -> None:

@@ -7,7 +7,7 @@ request comes first. A server with nothing else to do catches up with the sure t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from dsi.core.context import Context
 from dsi.core.messages import TARGET, Draft, Failed, Job, Verify, Warm
@@ -27,6 +27,7 @@ class Dispatch:
         self.roles: dict[str, str] = {}  # the living servers
         self.working: dict[str, Job] = {}  # what each busy one is doing
         self._stranded: list[Failed] = []  # jobs that lost their server, or never had one
+        self._idle: dict[str, dict[str, None]] = {}  # servers of each role that wait for a job, in order
         self._queues: dict[str, tuple[OrderedDict[int, Job], OrderedDict[int, Job]]] = {}  # urgent, deep
         self._standing: dict[int, Warm] = {}  # the newest sure text of each request
         self._read: dict[str, dict[Context, int]] = {}  # tokens of each request a server has seen
@@ -38,6 +39,7 @@ class Dispatch:
             raise ValueError(f"server {server!r} is already there")
         self.roles[server] = role
         self._read[server] = {}
+        self._idle.setdefault(role, {})
         self._queues.setdefault(role, (OrderedDict(), OrderedDict()))
         return self._fill(server)
 
@@ -45,6 +47,7 @@ class Dispatch:
         """The server is gone: its job, and all jobs only it could have done, are stranded."""
         role = self.roles.pop(server)
         del self._read[server]
+        self._idle[role].pop(server, None)
         if job := self.working.pop(server, None):
             self._stranded.append(Failed(job.id, f"server {server} died"))
         if role not in self.roles.values():
@@ -65,13 +68,13 @@ class Dispatch:
         role = role_of(job)
         if isinstance(job, Warm):
             self._standing[job.id] = job
-            return [a for server in self._idle(role) for a in self._fill(server)]
-        if role not in self.roles.values():
+            return [a for server in list(self._idle.get(role, ())) for a in self._fill(server)]
+        idle = self._idle.get(role)
+        if not idle and role not in self.roles.values():
             self._strand(job)
             return []
         deep = isinstance(job, Verify) and job.lead > 0
         self._queues[role][deep][job.id] = job
-        idle = self._idle(role)
         return self._fill(self._best(idle, job)) if idle else []
 
     def promote(self, id: int) -> None:
@@ -93,17 +96,18 @@ class Dispatch:
         self.working.pop(server, None)
         return self._fill(server) if server in self.roles else []
 
-    def _idle(self, role: str) -> list[str]:
-        return [s for s, r in self.roles.items() if r == role and s not in self.working]
-
-    def _best(self, idle: list[str], job: Job) -> str:
+    def _best(self, idle: Iterable[str], job: Job) -> str:
         origin = job.context.origin
         return max(idle, key=lambda server: self._read[server].get(origin, -1))
 
     def _fill(self, server: str) -> Assignments:
+        """Put an idle server to work, if there is any for it."""
+        idle = self._idle[self.roles[server]]
         job = self._next(server)
         if job is None:
+            idle[server] = None
             return []
+        idle.pop(server, None)
         self.working[server] = job
         self._note(server, job)
         return [(server, job)]
@@ -122,6 +126,9 @@ class Dispatch:
         return self._behind(server) if self.roles[server] == TARGET else None
 
     def _behind(self, server: str) -> Warm | None:
+        """A text to catch up with; none when there are more than a server can remember."""
+        if len(self._standing) > REMEMBERED:
+            return None
         read = self._read[server]
         for warm in self._standing.values():
             seen = read.get(warm.context.origin)

@@ -40,11 +40,12 @@ class Latency:
             )
 
     def forward(self, ask: Ask) -> Time:
-        answer = self.tpot if ask.places else 0
+        places = ask.places
+        answer = self.tpot if places else 0
         if ask.kept == 0:
             return answer + (0 if self.ttft is None else self.ttft - self.tpot)
-        new = max(len(ask.tokens) - ask.kept, ask.places)
-        return answer + self.per_token * (new - bool(ask.places))
+        new = max(len(ask.tokens) - ask.kept, places)
+        return answer + self.per_token * (new - bool(places))
 
 
 @dataclass
