@@ -1,8 +1,7 @@
 """What stale forwards cost DSI, and what stopping them early and patience give back. Simulated.
 
 Target 27 ms, drafter 1 ms, 100 tokens; SI and DSI each at their best lookahead. Prints DSI's speed over
-SI's for each SP degree, and with `--out DIR` writes stale.json and stale.svg there (docs/how-it-works.md
-shows the picture).
+SI's for each SP degree; `--svg FILE` draws it (docs/how-it-works.md shows the picture).
 """
 
 from __future__ import annotations
@@ -22,15 +21,22 @@ from dsi.measure.simulate import best
 
 REPEATS = 30
 SPS = (1, 2, 3, 4, 7)
-STOPS = {1: "whole forwards", 8: "stopped between eight pieces", 0: "stopped at once"}
+# (pieces, eager): what becomes of a cancelled forward, and when a target that answered takes its next job.
+STOPS = {
+    (1, True): "whole forwards",
+    (1, False): "whole forwards, answers handled first",
+    (8, True): "stopped between eight pieces",
+    (0, True): "stopped at once",
+}
+COLOURS = ("#d1495b", "#e08a3c", "#3b6fb6", "#4c9f70")
 LOOKAHEADS = (2, 4, 6, 9, 14)
 PATIENCES = {False: (0,), True: (1, 2, 4, 6, 9)}
-Cell = tuple[float, int, int, bool]  # acceptance, SP, pieces, patient
+Cell = tuple[float, int, tuple[int, bool], bool]  # acceptance, SP, how forwards stop, patient
 
 
 def dsi_ms(cell: Cell) -> float:
-    acceptance, sp, pieces, patient = cell
-    setting = Setting(27.0, 1.0, acceptance, sp, tokens=100, pieces=pieces)
+    acceptance, sp, (pieces, eager), patient = cell
+    setting = Setting(27.0, 1.0, acceptance, sp, tokens=100, pieces=pieces, eager=eager)
     return best(setting, "dsi", LOOKAHEADS, PATIENCES[patient], repeats=REPEATS).mean_ms
 
 
@@ -55,9 +61,9 @@ def measure(acceptances: list[float]) -> dict[Cell, float]:
 def show(ratios: dict[Cell, float]) -> None:
     for acceptance in sorted({cell[0] for cell in ratios}):
         print(f"\nacceptance {acceptance}: DSI's speed over SI's (simulated), SP = {SPS}")
-        for pieces, patient in product(STOPS, (False, True)):
-            row = " ".join(f"{ratios[acceptance, sp, pieces, patient]:5.2f}" for sp in SPS)
-            print(f"  {row}   {STOPS[pieces]}{', with patience' * patient}")
+        for stop, patient in product(STOPS, (False, True)):
+            row = " ".join(f"{ratios[acceptance, sp, stop, patient]:5.2f}" for sp in SPS)
+            print(f"  {row}   {STOPS[stop]}{', with patience' * patient}")
 
 
 def draw(ratios: dict[Cell, float], path: Path) -> None:
@@ -65,9 +71,9 @@ def draw(ratios: dict[Cell, float], path: Path) -> None:
     picture = Figure(figsize=(4 * len(acceptances) + 1, 4.2), layout="constrained")
     panels = picture.subplots(1, len(acceptances), sharey=True, squeeze=False)[0]
     for axes, acceptance in zip(panels, acceptances):
-        for (pieces, label), colour in zip(STOPS.items(), ("#d1495b", "#3b6fb6", "#4c9f70")):
+        for (stop, label), colour in zip(STOPS.items(), COLOURS):
             for patient, style in ((False, "--"), (True, "-")):
-                values = [ratios[acceptance, sp, pieces, patient] for sp in SPS]
+                values = [ratios[acceptance, sp, stop, patient] for sp in SPS]
                 name = label + ", with patience" * patient
                 axes.plot(SPS, values, style, marker="o", color=colour, label=name)
         axes.axhline(1, color="black", linewidth=0.8)
@@ -75,7 +81,7 @@ def draw(ratios: dict[Cell, float], path: Path) -> None:
         axes.set_xlabel("SP degree (target servers)")
         axes.set_xticks(SPS)
     panels[0].set_ylabel("DSI's speed over SI's (simulated)")
-    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     with matplotlib.rc_context({"svg.hashsalt": "dsi", "svg.fonttype": "none"}):
         picture.savefig(path, metadata={"Date": None})
 
@@ -83,16 +89,20 @@ def draw(ratios: dict[Cell, float], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--acceptance", type=float, nargs="+", default=[0.63])
-    parser.add_argument("--out", type=Path, help="folder for stale.json and stale.svg")
+    parser.add_argument("--svg", type=Path, help="also draw it")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ratios = measure(options.acceptance)
-    show(ratios)
-    if options.out:
-        draw(ratios, options.out / "stale.svg")
+    if options.svg:
+        draw(ratios, options.svg)
+    if options.json:
         rows = [
-            dict(zip(("acceptance", "sp", "pieces", "patient"), cell), speed=r) for cell, r in ratios.items()
+            {"acceptance": p, "sp": sp, "pieces": pieces, "eager": eager, "patient": patient, "speed": ratio}
+            for (p, sp, (pieces, eager), patient), ratio in ratios.items()
         ]
-        (options.out / "stale.json").write_text(json.dumps({"label": "simulated", "rows": rows}, indent=1))
+        print(json.dumps({"label": "simulated", "rows": rows}))
+    else:
+        show(ratios)
 
 
 if __name__ == "__main__":

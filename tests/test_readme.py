@@ -1,0 +1,68 @@
+"""What the documents say is what happens."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MAKE = ROOT / "Makefile"
+
+
+def blocks(language: str) -> Iterator[str]:
+    for page in PAGES:
+        yield from re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Each `$ dsi ...` of the documents, and the lines shown below it."""
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, *shown = part.splitlines()
+            if command.startswith("dsi "):
+                yield command, shown
+
+
+@pytest.mark.parametrize(("command", "shown"), list(commands()))
+def test_a_command_prints_what_is_shown(command: str, shown: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    printed = [line.rstrip() for line in done.stdout.splitlines()]
+    for line in (line.rstrip() for line in shown if line.strip() != "..."):
+        assert line in printed
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len({command.split()[1] for command, _ in commands()}) == 4
+
+
+@pytest.mark.parametrize("code", list(blocks("python")))
+def test_the_python_runs(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_every_file_that_is_linked_or_named_is_there() -> None:
+    for page in PAGES:
+        text = page.read_text()
+        linked = [name for name in re.findall(r"\]\(([^)#]+)", text) if "://" not in name]
+        assert [name for name in linked if not (page.parent / name).exists()] == []
+        named = re.findall(r"\b(?:src|tests|benchmarks)/[\w/.]+\w", text)
+        assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_every_make_target_that_is_named_is_there() -> None:
+    targets = set(re.findall(r"^(\w+):", MAKE.read_text(), re.MULTILINE))
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"\bmake (setup|demo|test|bench|\w+)\b[`) ]", page.read_text())
+    }
+    assert {"setup", "demo", "test", "bench"} <= targets
+    assert named <= targets
