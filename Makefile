@@ -14,7 +14,7 @@ setup: .venv/installed
 
 demo: setup
 	$(BIN)/dsi simulate --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 50 --repeats 100
-	$(BIN)/dsi timeline --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 16
+	$(BIN)/dsi timeline --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 20 --seed 3
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The commands as a user meets them: in a process of their own."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("simulate --acceptance 1.5", "acceptance 1.5: must be between 0 and 1"),
         ("simulate --lookahead 0", "lookahead 0: must be at least 1"),
         ("simulate --lookahead two", "lookahead 'two': must be whole numbers separated by commas"),
-        ("simulate --sp 0", "SP degree 0: must be at least 1"),
+        ("simulate --sp 0", "SP degree 0: must be between 1 and 1000"),
         ("simulate --tokens 0", "tokens 0: must be at least 1"),
         ("simulate --repeats 0", "repeats 0: must be at least 1"),
         ("simulate --waited --network-ms 3", "network 3.0 ms, contention 0.0: only virtual time has them"),
@@ -115,12 +116,34 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("timeline --out figure.gif", "figure.gif: the name must end in .svg, .png or .json"),
         ("timeline --out nowhere/a.svg", "nowhere/a.svg: there is no folder nowhere"),
         ("plan --target-ms 20 --drafter-ms 1 --gpus 1", "1 GPUs: one target (1) and one drafter (1) need 2"),
+        (
+            "timeline --lookahead 2,5",
+            "lookahead '2,5': a timeline shows one run, so must be one number or auto",
+        ),
+        ("timeline --out .", ".: the name must end in .svg, .png or .json"),
+        ("simulate --network-ms inf", "network delay in ms inf: must be between 0 and 1e+09"),
         ("plan --target-ms 20 --drafter-ms 0 --gpus 4", "drafter latency 0.0 ms: must be above 0"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_status_2(command: str, sentence: str) -> None:
     done = dsi(*command.split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dsi: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    "command", ["simulate --sp many", "simulate --nonsense", "plan --gpus 3", "dance", "paper table9"]
+)
+def test_what_cannot_be_parsed_is_one_sentence_too(command: str) -> None:
+    done = dsi(*command.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dsi: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_narrow_terminal_is_drawn_in() -> None:
+    environment = {**os.environ, "COLUMNS": "10"}
+    command = [sys.executable, "-m", "dsi", "timeline", "--tokens", "4", "--algorithm", "dsi"]
+    assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("command", ["", "simulate", "timeline", "plan", "paper", "paper table1"])

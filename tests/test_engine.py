@@ -1,4 +1,5 @@
 from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 
@@ -7,7 +8,7 @@ from dsi.core.context import Tokens
 from dsi.core.dispatch import REMEMBERED
 from dsi.core.messages import Verify
 from dsi.core.policies import autoregressive, distributed
-from dsi.engine import PATIENCE, Engine, FleetError
+from dsi.engine import FAILURES, Engine, FleetError
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.measure.settings import Setting
@@ -84,7 +85,8 @@ def test_no_root_waits_while_deeper_jobs_begin() -> None:
 def test_a_request_whose_jobs_always_fail_ends_in_a_clear_error() -> None:
     fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: isinstance(job, Verify))
     with pytest.raises(
-        FleetError, match=f"{PATIENCE + 1} jobs of one request failed in a row, the last: the forward failed"
+        FleetError,
+        match=f"{FAILURES + 1} verifications of one request failed in a row, the last: the forward failed",
     ):
         Engine(fleet).run(Request(PROMPT, 30, distributed(2)))
 
@@ -94,3 +96,34 @@ def test_the_public_names_are_there() -> None:
     assert set(dsi.__all__) < set(dir(dsi))
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = dsi.nothing_such
+
+
+def test_streams_at_once_lose_nothing() -> None:
+    engine = Engine(SETTING.simulated(4))
+    requests = [Request((i,), 30, distributed(2)) for i in range(2)]
+    streams = [engine.stream(request) for request in requests]
+    texts: list[list[int]] = [[], []]
+    for parts in zip_longest(*streams, fillvalue=()):
+        for text, part in zip(texts, parts):
+            text += part
+    apart = [Engine(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
+    assert [tuple(text) for text in texts] == apart
+
+
+def test_one_request_that_fails_leaves_the_others_alone() -> None:
+    doomed = Request((1,), 30, distributed(2))
+    fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: job.context.origin.prompt == (1,))
+    engine = Engine(fleet)
+    bad, good = engine.submit(doomed), engine.submit(Request((2,), 30, distributed(2)))
+    while not (bad.done and good.done):
+        engine.step()
+    assert len(good.completion().tokens) == 30
+    with pytest.raises(FleetError, match="failed in a row"):
+        bad.completion()
+    assert engine._owners == {}
+
+
+def test_many_lost_drafters_do_not_end_a_request() -> None:
+    names = tuple(f"lost-{i}" for i in range(20))
+    [done] = Engine(SETTING.simulated(0)).run(Request(PROMPT, 10, distributed(2, (*names, "drafter"))))
+    assert len(done.tokens) == 10

@@ -22,7 +22,7 @@ MAY_USE = {
     "measure": {"core", "engine", "fleets", "models", "planner", "request"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot"},
-    "cli": {"measure", "paper", "planner", "plot"},
+    "cli": {"engine", "measure", "paper", "planner", "plot"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -27,7 +27,7 @@ policies = st.one_of(
     st.just(autoregressive()),
     lookaheads.map(speculative),
     lookaheads.map(pearl),
-    st.builds(distributed, lookaheads, drafters, st.integers(0, 6), st.sampled_from([1, 3, 8, 1e9])),
+    st.builds(distributed, lookaheads, drafters, st.integers(0, 6), st.sampled_from([1, 1.5, 3, 8, 1e9])),
 )
 samplings = st.builds(
     Sampling,
@@ -104,7 +104,7 @@ class ShuffledFleet:
     st.integers(0, 10**6),
     st.sampled_from([0.0, 0.02, 0.2]),
 )
-@settings(max_examples=300)
+@settings(max_examples=500)
 def test_any_order_of_answers_and_any_failures(
     asked: list[Request], rates: list[float], seed: int, failures: float
 ) -> None:
@@ -130,7 +130,7 @@ latencies = st.floats(0.01, 3)
     st.booleans(),
     st.integers(0, 10**6),
 )
-@settings(max_examples=300)
+@settings(max_examples=500)
 def test_any_latencies_and_any_number_of_servers(
     asked: list[Request],
     targets: int,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -64,10 +64,32 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of
 def main() -> None:
     """A user's mistake is one sentence and exit status 2, never a traceback."""
     try:
-        app()
+        code = app(standalone_mode=False)
+    except typer.Exit as ended:
+        sys.exit(ended.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
     except (ValueError, OSError) as error:
-        print(f"dsi: {error}", file=sys.stderr)
-        sys.exit(2)
+        _refuse(str(error))
+    except Exception as error:
+        _refuse(_sentence(error))
+    sys.exit(code)
+
+
+def _sentence(error: Exception) -> str:
+    """What the options' parser says, or a fleet that cannot go on; anything else is ours to mend."""
+    from dsi.engine import FleetError
+
+    if isinstance(error, FleetError):
+        return str(error)
+    if not hasattr(error, "format_message"):
+        raise error
+    return str(error.format_message())
+
+
+def _refuse(sentence: str) -> NoReturn:
+    print("dsi: " + " ".join(sentence.split()), file=sys.stderr)
+    sys.exit(2)
 
 
 @app.callback(invoke_without_command=True)
@@ -167,8 +189,7 @@ def timeline(
 
     names = _algorithms(algorithm)
     paths = [_writable(path) for path in out or []]
-    block = None if lookahead == "auto" else _numbers("lookahead", lookahead, 1)[0]
-    setting = _setting(locals(), lookahead=block)
+    setting = _setting(locals(), lookahead=_one_lookahead(lookahead))
     with _progress("algorithms", len(names)) as advance:
         records = []
         for name in names:
@@ -262,10 +283,21 @@ def _numbers(name: str, text: str, least: int) -> list[int]:
     return numbers
 
 
+def _one_lookahead(text: str) -> int | None:
+    if text == "auto":
+        return None
+    numbers = _numbers("lookahead", text, 1)
+    if len(numbers) > 1:
+        raise ValueError(f"lookahead {text!r}: a timeline shows one run, so must be one number or auto")
+    return numbers[0]
+
+
 def _writable(path: Path) -> Path:
     """Refuse what could not be written before anything has been computed."""
     if path.suffix not in (".svg", ".png", ".json"):
         raise ValueError(f"{path}: the name must end in .svg, .png or .json")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
     return path
@@ -342,8 +374,8 @@ def _column(result: Result, results: list[Result]) -> dict[str, str]:
         "lookahead": "-" if result.lookahead is None else str(result.lookahead),
         "patience": str(result.patience) if result.algorithm == "dsi" else "-",
         "target forwards": f"{result.target_forwards:.1f}",
-        "  of them hidden": f"{result.hidden:.0%}",
-        "  and stale besides": f"{result.stale_forwards:.1f}",
+        "  their time hidden": f"{result.hidden:.0%}",
+        "  begun and given up": f"{result.stale_forwards:.1f}",
         "drafts": f"{result.drafted:.1f}",
         "  of them wasted": f"{result.wasted_drafts:.1f}",
         **{f"busy: {name}": f"{share:.0%}" for name, share in _busy(result).items()},
@@ -408,4 +440,4 @@ def _print_table(heads: list[str], rows: list[list[str]]) -> None:
 
 
 def _print_json(**document: Any) -> None:
-    print(jsonlib.dumps(document))
+    print(jsonlib.dumps(document, allow_nan=False))

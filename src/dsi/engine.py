@@ -8,11 +8,11 @@ from typing import Protocol
 
 from dsi.core.context import Tokens
 from dsi.core.generation import Generation
-from dsi.core.messages import Event, Failed, Job, Step
+from dsi.core.messages import Event, Failed, Job, Step, Verify
 from dsi.models.wait import Time
 from dsi.request import Completion, Request
 
-PATIENCE = 32  # failures in a row, without a token between them, that a request survives
+FAILURES = 32  # of verifications in a row, without a token between them, that a request survives
 
 
 class Fleet(Protocol):
@@ -39,12 +39,15 @@ class Run:
         self.tokens: list[int] = []
         self.times: list[Time] = []
         self.failures = 0
+        self.error: FleetError | None = None
 
     @property
     def done(self) -> bool:
         return self.generation.done
 
     def completion(self) -> Completion:
+        if self.error is not None:
+            raise self.error
         reason = self.generation.finish_reason
         if reason is None:
             raise RuntimeError("the request is still running")
@@ -80,22 +83,26 @@ class Engine:
         run = self._owners.get(event.id)
         if run is None:
             return None
-        if isinstance(event, Failed):
+        if isinstance(event, Failed) and isinstance(run.generation.open.get(event.id), Verify):
             self._count_failure(run, event)
         step = run.generation.handle(event)
         if event.id not in run.generation.open:
-            del self._owners[event.id]
+            self._owners.pop(event.id, None)
         self._follow(run, step)
         return run, step.emit
 
     def stream(self, request: Request) -> Iterator[Tokens]:
         """The tokens of one request, as they become certain."""
-        run = self.submit(request)
+        run, seen = self.submit(request), 0
         try:
             while not run.done:
-                stepped = self.step()
-                if stepped is not None and stepped[0] is run and stepped[1]:
-                    yield stepped[1]
+                self.step()  # which may be another request's
+                if len(run.tokens) > seen:
+                    seen, fresh = len(run.tokens), run.tokens[seen:]
+                    yield tuple(fresh)
+            if len(run.tokens) > seen:
+                yield tuple(run.tokens[seen:])
+            run.completion()
         finally:
             if not run.done:
                 self.cancel(run)
@@ -123,6 +130,7 @@ class Engine:
 
     def _count_failure(self, run: Run, event: Failed) -> None:
         run.failures += 1
-        if run.failures > PATIENCE:
+        if run.failures > FAILURES:
+            reason = f"{run.failures} verifications of one request failed in a row, the last: {event.reason}"
+            run.error = FleetError(reason)
             self.cancel(run)
-            raise FleetError(f"{run.failures} jobs of one request failed in a row, the last: {event.reason}")

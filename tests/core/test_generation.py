@@ -94,7 +94,7 @@ def test_dsi_never_waits_for_a_verdict() -> None:
         (1, 2, 3),
         [("verify", (7, 1, 2, 3), 1)],
     )
-    assert (story.g.tally.useful, story.g.tally.exposed, story.g.tally.hidden) == (2, 0, 1.0)
+    assert (story.g.tally.useful, story.g.tally.exposed, story.g.tally.accepted) == (2, 0, 3)
 
 
 def test_a_rejection_cancels_everything_below_it() -> None:
@@ -107,7 +107,7 @@ def test_a_rejection_cancels_everything_below_it() -> None:
     assert step.emit == (9,)
     assert set(step.cancel) == deep
     assert brief(step) == [("verify", (7, 9), 1), (DRAFTER, (7, 9), 7)]
-    assert story.g.tally.stale == 2
+    assert story.g.tally.abandoned == 2
 
 
 def test_a_late_answer_is_harmless() -> None:

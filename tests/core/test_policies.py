@@ -116,6 +116,8 @@ def test_when_no_branch_survives_all_begin_at_the_root() -> None:
         lambda: distributed(0),
         lambda: distributed(1, patience=-1),
         lambda: distributed(1, horizon=0),
+        lambda: distributed(1, drafters=()),
+        lambda: Generation((7,), 9, lambda g: g.draft(g.root, 0)).start(),
     ],
 )
 def test_impossible_numbers_are_refused(refused: object) -> None:

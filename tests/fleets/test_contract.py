@@ -187,6 +187,23 @@ def test_closing_twice_is_closing_once(make: Make) -> None:
     started(fleet, Verify(1, TEXT, 1), Draft(2, TEXT, 1000))
     fleet.close()
     fleet.close()
+    fleet.cancel(1)
+    assert {type(event) for event in events(fleet, 2)} == {Failed}
+    with pytest.raises(RuntimeError, match="nothing to do"):
+        fleet.next_event()
+
+
+def test_killing_what_is_not_there_is_refused(make: Make) -> None:
+    with pytest.raises(ValueError, match="no server 'nobody'"):
+        make(servers()).kill("nobody")
+
+
+def test_a_new_root_is_answered_before_what_waited_for_the_same_server(make: Make) -> None:
+    fleet = make(servers(targets=1))
+    started(fleet, Verify(1, TEXT, 1), Verify(2, TEXT, 1, 4))
+    assert fleet.next_event().id == 1
+    fleet.start(Verify(3, TEXT, 1))
+    assert [event.id for event in events(fleet, 2)] == [3, 2]
 
 
 def test_the_log_has_one_forward_at_a_time_on_each_server(make: Make) -> None:

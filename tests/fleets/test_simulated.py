@@ -10,6 +10,7 @@ from dsi.core.policies import autoregressive, distributed
 from dsi.engine import Engine
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.work import Server
+from dsi.measure.settings import Setting
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Time, Wait
 from dsi.request import Request
@@ -77,6 +78,22 @@ def test_the_network_delays_each_way_but_does_not_break_a_stream() -> None:
     at = fleet(1, network=5)
     assert answered_at(at, watch(1)) == {1: 5 + 8 + 5}
     assert answered_at(fleet(1, network=5), Draft(1, TEXT, 10)) == {1: 5 + 10 + 5}
+
+
+def test_a_stream_goes_on_until_it_hears_that_nobody_wants_it() -> None:
+    at = fleet(1, network=5)
+    at.start(Draft(1, TEXT, 100))
+    at.next_event()
+    assert at.now() == 11
+    at.cancel(1)
+    answered_at(at, Draft(2, TEXT, 1))
+    assert at.busy["drafter"] == 11 + 1  # from 5 to 16, when it heard; then one more
+
+
+def test_catching_up_is_not_fooled_by_work_that_was_given_up() -> None:
+    """Every guess is wrong and reading costs: the root's watch must go to a server that has read it."""
+    setting = Setting(20.0, 2.0, 0.0, sp=5, tokens=20, lookahead=2, per_token_ms=1.0, eager=False)
+    assert setting.run("dsi", seed=0).ms <= setting.run("nonsi", seed=0).ms
 
 
 def test_busy_targets_slow_each_other_down() -> None:

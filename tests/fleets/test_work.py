@@ -3,8 +3,8 @@
 import pytest
 
 from dsi.core.context import Context, Tokens
-from dsi.core.messages import Draft, Drafted, Job, Verify, Warm
-from dsi.fleets.work import PAGES, Memory, Server, work
+from dsi.core.messages import Draft, Drafted, Failed, Job, Verify, Warm
+from dsi.fleets.work import Memory, Server, by_name, work
 from dsi.models.backend import Ask, Cancelled
 
 
@@ -12,7 +12,7 @@ class Notebook:
     """A model that writes down how much it was asked, and how much of it was new."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Tokens, int, int]] = []  # tokens, places, kept
+        self.asked: list[tuple[Tokens, int, int | None]] = []  # tokens, places, kept
         self.cancels = False
 
     def answer(self, ask: Ask) -> Tokens:
@@ -37,7 +37,7 @@ def test_a_server_reads_only_what_it_lacks() -> None:
     done(Warm(0, text), at)
     done(Verify(1, text.then(3), 1), at)
     done(Verify(2, text.then(3).then(4).then(5), 2), at)
-    assert [(places, kept) for _, places, kept in model.asked] == [(0, 0), (1, 2), (2, 3)]
+    assert [(places, kept) for _, places, kept in model.asked] == [(0, None), (1, 2), (2, 3)]
 
 
 def test_a_rejected_guess_is_cut_off_the_memory() -> None:
@@ -52,7 +52,7 @@ def test_a_drafter_keeps_its_own_guesses_and_knows_them_again() -> None:
     at, model = server()
     text = Context.of((1, 2))
     guesses = [event.token for event in done(Draft(1, text, 3), at) if isinstance(event, Drafted)]
-    assert [kept for *_, kept in model.asked] == [0, 2, 3]
+    assert [kept for *_, kept in model.asked] == [None, 2, 3]
     accepted = text.then(guesses[0]).then(guesses[1])
     done(Draft(2, accepted.then(77), 1), at)
     assert model.asked[-1] == ((1, 2, *guesses[:2], 77), 1, 4)
@@ -69,7 +69,7 @@ def test_a_cancelled_forward_leaves_nothing_behind() -> None:
     next(untaken)
     del untaken
     done(Verify(3, text, 1), at)
-    assert model.asked[-1] == ((1, 2), 1, 0)
+    assert model.asked[-1] == ((1, 2), 1, None)
 
 
 def test_requests_with_the_same_prompt_do_not_disturb_each_other() -> None:
@@ -78,14 +78,36 @@ def test_requests_with_the_same_prompt_do_not_disturb_each_other() -> None:
     done(Verify(1, one.then(3), 1), at)
     done(Verify(2, two.then(4), 1), at)
     done(Verify(3, one.then(3).then(5), 1), at)
-    assert [kept for *_, kept in model.asked] == [0, 0, 3]
+    assert [kept for *_, kept in model.asked] == [None, None, 3]
 
 
 def test_memory_is_bounded_and_forgets_the_oldest() -> None:
-    memory = Memory()
-    texts = [Context.of((i,)) for i in range(PAGES + 1)]
+    memory = Memory(capacity=3)
+    texts = [Context.of((i,)) for i in range(4)]
     for text in texts:
         memory.page(text)
-    assert len(memory.pages) == PAGES
+    assert len(memory.pages) == 3
     assert texts[0] not in memory.pages
     assert texts[-1] in memory.pages
+
+
+def test_an_empty_prompt_is_read_once_too() -> None:
+    at, model = server()
+    text = Context.of(())
+    done(Verify(1, text, 1), at)
+    done(Verify(2, text.then(5), 1), at)
+    assert [kept for *_, kept in model.asked] == [None, 0]
+
+
+def test_an_answer_of_the_wrong_length_fails_the_job() -> None:
+    class Short:
+        def answer(self, ask: Ask) -> Tokens:  # noqa: ARG002
+            return (1,)
+
+    [event] = done(Verify(1, Context.of((1, 2)), 2), Server("s", "target", Short()))
+    assert event == Failed(1, "ValueError: 1 tokens in answer to 2 places")
+
+
+def test_two_servers_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two servers are called 's'"):
+        by_name([server()[0], server()[0]])

@@ -40,10 +40,11 @@ def test_errors_are_independent_from_place_to_place() -> None:
     assert in_a_row == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / PLACES))
 
 
-def test_drafters_err_independently_of_each_other() -> None:
+@pytest.mark.parametrize("seed", [-2, -1, 0, 3])
+def test_drafters_err_independently_of_each_other(seed: int) -> None:
     target = ToyTarget(2)
     tokens = text(target, PLACES)
-    one, two = ToyDrafter(target, 0.5, seed=3), ToyDrafter(target, 0.5, seed=4)
+    one, two = ToyDrafter(target, 0.5, seed), ToyDrafter(target, 0.5, seed + 1)
     both = sum(one.errs(tokens, i) and two.errs(tokens, i) for i in range(PLACES)) / PLACES
     assert both == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / PLACES))
 
@@ -67,3 +68,7 @@ def test_answers_do_not_depend_on_what_was_asked_before(sampling: Sampling) -> N
 def test_an_impossible_rate_is_refused() -> None:
     with pytest.raises(ValueError, match=r"acceptance 1\.5"):
         ToyDrafter(ToyTarget(), 1.5)
+
+
+def test_targets_of_different_seeds_write_different_texts() -> None:
+    assert len({tuple(text(ToyTarget(seed), 30)) for seed in range(-5, 5)}) == 10

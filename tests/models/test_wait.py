@@ -13,22 +13,25 @@ LATENCY = Latency(tpot=10, ttft=50, per_token=1)
 @pytest.mark.parametrize(
     ("length", "start", "kept", "expected"),
     [
-        (8, 8, 0, 50),  # new to the server: the prompt's time
-        (8, 9, 0, 40),  # only reading it: what the prompt adds to a forward
+        (8, 8, None, 50),  # new to the server: the prompt's time
+        (8, 9, None, 40),  # only reading it: what the prompt adds to a forward
         (9, 9, 8, 10),  # one new token
         (9, 5, 8, 14),  # one new token, but five places to judge
         (12, 12, 8, 13),  # three tokens that other servers verified, and one more
         (12, 13, 8, 4),  # catching up with them, nothing asked
         (8, 9, 8, 0),  # nothing new and nothing asked
+        (1, 1, 0, 10),  # an empty prompt, read before
     ],
 )
-def test_a_forward_takes_as_long_as_what_is_new(length: int, start: int, kept: int, expected: int) -> None:
+def test_a_forward_takes_as_long_as_what_is_new(
+    length: int, start: int, kept: int | None, expected: int
+) -> None:
     assert LATENCY.forward(Ask([0] * length, start, kept)) == expected
 
 
 def test_without_a_ttft_the_first_forward_is_like_any_other() -> None:
-    assert Latency(tpot=10).forward(Ask([0] * 8, 8, 0)) == 10
-    assert Latency(tpot=10).forward(Ask([0] * 8, 9, 0)) == 0
+    assert Latency(tpot=10).forward(Ask([0] * 8, 8)) == 10
+    assert Latency(tpot=10).forward(Ask([0] * 8, 9)) == 0
 
 
 def test_fractions_stay_exact() -> None:

@@ -19,7 +19,7 @@ def test_temperature_sharpens_and_flattens() -> None:
     assert shares() == [0.5, 0.3, 0.15, 0.05]
     assert shares(temperature=0.5) == [0.6849, 0.2466, 0.0616, 0.0068]
     assert shares(temperature=1e6) == [0.25, 0.25, 0.25, 0.25]
-    assert shares(temperature=1e-30) == [1, 0, 0, 0]
+    assert shares(temperature=1e-30) == shares(temperature=1e-60) == [1, 0, 0, 0]
 
 
 def test_top_k_keeps_the_k_likeliest() -> None:

@@ -7,7 +7,7 @@ request comes first. A server with nothing else to do catches up with the sure t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from dsi.core.context import Context
 from dsi.core.messages import TARGET, Draft, Failed, Job, Verify, Warm
@@ -23,33 +23,38 @@ def role_of(job: Job) -> str:
 
 
 class Dispatch:
+    """Tell it of jobs and servers with the other methods; `assign` says what is to begin now."""
+
     def __init__(self, roles: Mapping[str, str]) -> None:
         self.roles: dict[str, str] = {}  # the living servers
         self.working: dict[str, Job] = {}  # what each busy one is doing
-        self._stranded: list[Failed] = []  # jobs that lost their server, or never had one
         self._idle: dict[str, dict[str, None]] = {}  # servers of each role that wait for a job, in order
         self._queues: dict[str, tuple[OrderedDict[int, Job], OrderedDict[int, Job]]] = {}  # urgent, deep
         self._standing: dict[int, Warm] = {}  # the newest sure text of each request
         self._read: dict[str, dict[Context, int]] = {}  # tokens of each request a server has seen
+        self._stopping: set[str] = set()  # servers whose job was withdrawn
+        self._stranded: list[Failed] = []  # jobs that lost their server, or never had one
         for server, role in roles.items():
             self.add(server, role)
 
-    def add(self, server: str, role: str) -> Assignments:
+    def add(self, server: str, role: str) -> None:
         if server in self.roles:
             raise ValueError(f"server {server!r} is already there")
         self.roles[server] = role
         self._read[server] = {}
-        self._idle.setdefault(role, {})
+        self._idle.setdefault(role, {})[server] = None
         self._queues.setdefault(role, (OrderedDict(), OrderedDict()))
-        return self._fill(server)
 
     def remove(self, server: str) -> None:
         """The server is gone: its job, and all jobs only it could have done, are stranded."""
+        if server not in self.roles:
+            raise ValueError(f"there is no server {server!r}")
         role = self.roles.pop(server)
         del self._read[server]
         self._idle[role].pop(server, None)
-        if job := self.working.pop(server, None):
+        if (job := self.working.pop(server, None)) and server not in self._stopping:
             self._stranded.append(Failed(job.id, f"server {server} died"))
+        self._stopping.discard(server)
         if role not in self.roles.values():
             for queue in self._queues[role]:
                 for job in queue.values():
@@ -64,18 +69,15 @@ class Dispatch:
     def _strand(self, job: Job) -> None:
         self._stranded.append(Failed(job.id, f"no {role_of(job)} server is left"))
 
-    def offer(self, job: Job) -> Assignments:
+    def offer(self, job: Job) -> None:
         role = role_of(job)
         if isinstance(job, Warm):
             self._standing[job.id] = job
-            return [a for server in list(self._idle.get(role, ())) for a in self._fill(server)]
-        idle = self._idle.get(role)
-        if not idle and role not in self.roles.values():
+        elif role not in self.roles.values():
             self._strand(job)
-            return []
-        deep = isinstance(job, Verify) and job.lead > 0
-        self._queues[role][deep][job.id] = job
-        return self._fill(self._best(idle, job)) if idle else []
+        else:
+            deep = isinstance(job, Verify) and job.lead > 0
+            self._queues[role][deep][job.id] = job
 
     def promote(self, id: int) -> None:
         """This job has become the watch on a root: if it still waits, it goes before the deeper ones."""
@@ -89,28 +91,41 @@ class Dispatch:
             for queue in queues:
                 queue.pop(id, None)
         self._standing.pop(id, None)
-        return [server for server, job in self.working.items() if job.id == id]
+        at_it = [server for server, job in self.working.items() if job.id == id]
+        self._stopping.update(at_it)
+        return at_it
 
-    def release(self, server: str) -> Assignments:
-        """The server has ended its job."""
-        self.working.pop(server, None)
-        return self._fill(server) if server in self.roles else []
+    def release(self, server: str) -> None:
+        """The server has ended its job. What was withdrawn it has not read."""
+        if server not in self.roles:
+            return
+        job = self.working.pop(server)
+        if server not in self._stopping:
+            self._note(server, job)
+        self._stopping.discard(server)
+        self._idle[self.roles[server]][server] = None
 
-    def _best(self, idle: Iterable[str], job: Job) -> str:
+    def assign(self) -> Assignments:
+        """Give waiting jobs to idle servers, and to the targets that are left what they have not read."""
+        begun: Assignments = []
+        for role, queues in self._queues.items():
+            idle = self._idle[role]
+            for queue in queues:
+                while queue and idle:
+                    job = queue.popitem(last=False)[1]
+                    begun.append((self._best(idle, job), job))
+                    self._engage(*begun[-1])
+        if self._standing:
+            begun += self._catch_up()
+        return begun
+
+    def _best(self, idle: dict[str, None], job: Job) -> str:
         origin = job.context.origin
         return max(idle, key=lambda server: self._read[server].get(origin, -1))
 
-    def _fill(self, server: str) -> Assignments:
-        """Put an idle server to work, if there is any for it."""
-        idle = self._idle[self.roles[server]]
-        job = self._next(server)
-        if job is None:
-            idle[server] = None
-            return []
-        idle.pop(server, None)
+    def _engage(self, server: str, job: Job) -> None:
+        del self._idle[self.roles[server]][server]
         self.working[server] = job
-        self._note(server, job)
-        return [(server, job)]
 
     def _note(self, server: str, job: Job) -> None:
         read = self._read[server]
@@ -119,11 +134,13 @@ class Dispatch:
         if len(read) > REMEMBERED:
             del read[next(iter(read))]
 
-    def _next(self, server: str) -> Job | None:
-        for queue in self._queues[self.roles[server]]:
-            if queue:
-                return queue.popitem(last=False)[1]
-        return self._behind(server) if self.roles[server] == TARGET else None
+    def _catch_up(self) -> Assignments:
+        begun: Assignments = []
+        for server in list(self._idle.get(TARGET, ())):
+            if warm := self._behind(server):
+                self._engage(server, warm)
+                begun.append((server, warm))
+        return begun
 
     def _behind(self, server: str) -> Warm | None:
         """A text to catch up with; none when there are more than a server can remember."""

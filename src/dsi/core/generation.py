@@ -43,14 +43,9 @@ class Tally:
     accepted: int = 0  # tokens of the text that had been guessed before they were known
     forwards: int = 0  # verifications answered in time
     useful: int = 0  # of those, the ones that judged a place of the final text
-    exposed: int = 0  # of those, the ones that found a token nobody had guessed: only these cost time
-    stale: int = 0  # verifications abandoned
+    exposed: int = 0  # of those, the ones that found a token nobody had guessed
+    abandoned: int = 0  # verifications no longer wanted, begun or not
     failed: int = 0  # jobs that failed, of any kind
-
-    @property
-    def hidden(self) -> float:
-        """The share of useful target forwards whose time was hidden behind drafting."""
-        return (self.useful - self.exposed) / self.useful if self.useful else 0.0
 
     @property
     def wasted(self) -> int:
@@ -189,7 +184,7 @@ class Generation:
     def _abandon(self, ids: list[int]) -> None:
         """A job is worth finishing only while its place is still possible."""
         for id in ids:
-            self.tally.stale += isinstance(self.open[id], Verify)
+            self.tally.abandoned += isinstance(self.open[id], Verify)
             self._close(id)
         self._cancelled += ids
 
@@ -245,6 +240,8 @@ class Generation:
     # ...and what it may ask for.
 
     def draft(self, node: Node, count: int, model: str = DRAFTER) -> None:
+        if count < 1:
+            raise ValueError(f"a draft of {count} tokens: must be at least 1")
         self._drafting[model] = self._drafting.get(model, 0) + 1
         self._want(Draft(next(self._ids), node.context, count, model, self.sampling), node)
 

@@ -67,19 +67,20 @@ def distributed(
     _at_least("lookahead", lookahead, 1)
     _at_least("patience", patience, 0)
     _at_least("horizon", horizon, 1)
+    _at_least("number of drafters", len(drafters), 1)
 
     def policy(g: Generation) -> None:
         for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
             tip = g.tip(model, drafters)
             lead = tip.depth - g.root.depth
-            room = min(g.room(tip, model), horizon - lead)
+            room = int(min(g.room(tip, model), horizon - lead))
             unwatched = g.unwatched(tip)
             root_is_watched = unwatched <= lead
             full = unwatched >= lookahead if root_is_watched else lead >= patience
             if unwatched and (full or room <= 0):
                 g.verify(tip, unwatched)
             if room > 0 and not g.drafting(model):
-                g.draft(tip, int(room), model)
+                g.draft(tip, room, model)
         g.remind()  # any target may be next to watch this text
 
     return policy

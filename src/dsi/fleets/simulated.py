@@ -14,10 +14,10 @@ from itertools import count
 from math import floor
 
 from dsi.core.context import Context
-from dsi.core.dispatch import Assignments, Dispatch
-from dsi.core.messages import TARGET, Drafted, Event, Failed, Job
+from dsi.core.dispatch import Dispatch
+from dsi.core.messages import TARGET, Draft, Drafted, Event, Failed, Job
 from dsi.fleets.spans import Span, span
-from dsi.fleets.work import Server, work
+from dsi.fleets.work import Server, by_name, work
 from dsi.models.wait import Time
 
 
@@ -77,11 +77,10 @@ class SimulatedFleet:
             raise ValueError(
                 f"pieces {pieces}, network {network}, contention {contention}: must be at least 0"
             )
-        self.servers = {server.name: server for server in servers}
+        self.servers = by_name(servers)
         self.busy: dict[str, Time] = dict.fromkeys(self.servers, 0)
         self._pieces, self._network, self._contention = pieces, network, contention
         self._eager, self._fails, self._log = eager, fails, log
-        self._freed: list[str] = []  # servers that have answered, until the answer has been handled
         self._dispatch = Dispatch({server.name: server.role for server in self.servers.values()})
         self._forwards: dict[str, Forward] = {}
         self._agenda: list[tuple[Time, bool, int, str, Forward]] = []
@@ -93,8 +92,8 @@ class SimulatedFleet:
         return self._now
 
     def start(self, job: Job) -> None:
-        self._settle()
-        self._begin(self._dispatch.offer(job))
+        self._dispatch.offer(job)
+        self._begin()
 
     def promote(self, id: int) -> None:
         self._dispatch.promote(id)
@@ -105,18 +104,19 @@ class SimulatedFleet:
 
     def kill(self, name: str) -> None:
         """The server dies now, whatever it was doing."""
+        self._dispatch.remove(name)
         if forward := self._forwards.pop(name, None):
             forward.event = None
             self._record(name, forward, max(self._now, forward.start))
-        self._dispatch.remove(name)
         self._ready.extend(self._dispatch.stranded())
 
     def close(self) -> None:
-        self._agenda.clear()
-        self._forwards.clear()
+        """Every server is gone: what is still open fails."""
+        for name in list(self._dispatch.roles):
+            self.kill(name)
 
     def next_event(self) -> Event:
-        self._settle()
+        self._begin()
         while not self._ready:
             if not self._agenda:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
@@ -126,18 +126,15 @@ class SimulatedFleet:
                 self._finish(name, forward)
         return self._ready.popleft()
 
-    def _begin(self, assignments: Assignments) -> None:
-        for name, job in assignments:
+    def _begin(self) -> None:
+        """Start what can be started: servers that have answered take part once the answer is handled."""
+        for name, job in self._dispatch.assign():
             meter = Meter()
-            events = work(job, self.servers[name], meter)
-            forward = self._forwards[name] = Forward(job, events, job.context, meter)
+            forward = self._forwards[name] = Forward(
+                job, work(job, self.servers[name], meter), job.context, meter
+            )
             self._compute(name, forward, self._now + self._network)
         self._ready.extend(self._dispatch.stranded())
-
-    def _settle(self) -> None:
-        """Give the servers that have become free their next jobs."""
-        while self._freed:
-            self._begin(self._dispatch.release(self._freed.pop()))
 
     def _compute(self, name: str, forward: Forward, start: Time) -> bool:
         """Begin the next forward of a job, if it has one."""
@@ -170,9 +167,9 @@ class SimulatedFleet:
             forward.context = forward.context.then(event.token)
         if event is None or not self._compute(name, forward, forward.end):
             del self._forwards[name]
-            self._freed.append(name)
+            self._dispatch.release(name)
             if self._eager or event is None:
-                self._settle()
+                self._begin()
 
     def _stop(self, name: str) -> None:
         """The server hears of it after the network's delay, and is free where its forward can end."""
@@ -185,10 +182,13 @@ class SimulatedFleet:
 
     def _can_stop(self, forward: Forward, heard: Time) -> Time:
         """When a forward ends that is told at `heard` to stop."""
-        if not self._pieces or heard >= forward.end:
-            return min(heard, forward.end)
+        if heard >= forward.end:  # the answer is on its way; a stream goes on until it hears
+            return heard if isinstance(forward.job, Draft) else forward.end
+        if not self._pieces:
+            return heard
         piece = (forward.end - forward.start) / self._pieces
-        return forward.start + (floor((heard - forward.start) / piece) + 1) * piece
+        done = floor((heard - forward.start) / piece) + 1
+        return min(forward.end, forward.start + done * piece)
 
     def _record(self, name: str, forward: Forward, end: Time) -> None:
         self.busy[name] = self.busy[name] + (end - forward.start)

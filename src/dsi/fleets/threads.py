@@ -7,15 +7,14 @@ from collections import deque
 from collections.abc import Iterable
 from functools import cache
 from queue import SimpleQueue
-from statistics import median
 from threading import Event as Signal
 from threading import Thread
 
 from dsi.core.context import Context
-from dsi.core.dispatch import Assignments, Dispatch
+from dsi.core.dispatch import Dispatch
 from dsi.core.messages import Drafted, Event, Job
 from dsi.fleets.spans import Span, span
-from dsi.fleets.work import Server, work
+from dsi.fleets.work import Server, by_name, work
 from dsi.models.backend import Cancelled
 
 JOIN_SECONDS = 5.0
@@ -26,7 +25,8 @@ def timer_lateness() -> tuple[float, float]:
     """How late this machine's timer rings: a constant and a share of the wait, measured once.
 
     A wait stands for a forward, so the timer's own error is taken off each. What threads cost one
-    another stays in: it is what a waited run is for.
+    another stays in: it is what a waited run is for. The least lateness seen counts, so that a busy
+    moment does not make every later wait too short.
     """
     short, long = _lateness(0.002), _lateness(0.02)
     share = max(0.0, (long - short) / 0.018)
@@ -35,11 +35,11 @@ def timer_lateness() -> tuple[float, float]:
 
 def _lateness(seconds: float) -> float:
     signal, waits = Signal(), []
-    for _ in range(5):
+    for _ in range(6):
         began = time.perf_counter()
         signal.wait(seconds)
         waits.append(time.perf_counter() - began - seconds)
-    return median(waits)
+    return max(0.0, min(waits))
 
 
 def on_time(seconds: float) -> float:
@@ -96,7 +96,7 @@ class Seat:
         try:
             for event in work(job, self.server, wish):
                 ended = self.fleet.now()
-                self.record(job, context, began, ended, event)
+                self.record(job, context, began, ended, None if wish.is_set() else event)
                 if wish.is_set():
                     break
                 if isinstance(event, Drafted):
@@ -137,19 +137,18 @@ class ThreadFleet:
         self.outbox: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()
         self.log = log
         self._pieces, self._eager = pieces, eager
-        self._freed: list[str] = []  # servers that have answered, until the answer has been handled
         self._ready: deque[Event] = deque()
-        members = list(servers)
-        self.busy = {server.name: 0.0 for server in members}
-        self._dispatch = Dispatch({server.name: server.role for server in members})
-        self._seats = {server.name: Seat(server, self) for server in members}
+        members = by_name(servers)
+        self.busy = dict.fromkeys(members, 0.0)
+        self._dispatch = Dispatch({name: server.role for name, server in members.items()})
+        self._seats = {name: Seat(server, self) for name, server in members.items()}
 
     def now(self) -> float:
         return time.perf_counter() - self._began
 
     def start(self, job: Job) -> None:
-        self._settle()
-        self._begin(self._dispatch.offer(job))
+        self._dispatch.offer(job)
+        self._begin()
 
     def promote(self, id: int) -> None:
         self._dispatch.promote(id)
@@ -160,19 +159,20 @@ class ThreadFleet:
 
     def kill(self, name: str) -> None:
         """The server dies now, whatever it was doing."""
-        self._seats.pop(name).dismiss()
         self._dispatch.remove(name)
+        self._seats.pop(name).dismiss()
         self._ready.extend(self._dispatch.stranded())
 
     def close(self) -> None:
-        seats, self._seats = self._seats, {}
-        for seat in seats.values():
-            seat.dismiss()
-        for seat in seats.values():
+        """Every server is gone: what is still open fails, and no thread is left."""
+        seats = list(self._seats.values())
+        for name in list(self._seats):
+            self.kill(name)
+        for seat in seats:
             seat.thread.join(JOIN_SECONDS)
 
     def next_event(self) -> Event:
-        self._settle()
+        self._begin()
         while not self._ready:
             if not self._dispatch.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
@@ -182,17 +182,13 @@ class ThreadFleet:
             if event is not None:
                 self._ready.append(event)
             if free:
-                self._freed.append(name)
+                self._dispatch.release(name)
             if self._eager or event is None:
-                self._settle()
+                self._begin()
         return self._ready.popleft()
 
-    def _settle(self) -> None:
-        """Give the servers that have become free their next jobs."""
-        while self._freed:
-            self._begin(self._dispatch.release(self._freed.pop()))
-
-    def _begin(self, assignments: Assignments) -> None:
-        for name, job in assignments:
+    def _begin(self) -> None:
+        """Start what can be started: servers that have answered take part once the answer is handled."""
+        for name, job in self._dispatch.assign():
             self._seats[name].begin(job, Wish(self._pieces))
         self._ready.extend(self._dispatch.stranded())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from dsi.core.context import Context
@@ -21,8 +21,6 @@ from dsi.core.messages import (
 )
 from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
 
-PAGES = 32  # requests a server remembers at once; the one it has not seen for longest goes first
-
 
 @dataclass
 class Page:
@@ -30,14 +28,15 @@ class Page:
 
     context: Context
     tokens: list[int]  # the context, spelled out
-    kept: int = 0  # how many of them have gone through the model
+    kept: int | None = None  # how many of them have gone through the model; None: it is new here
 
     def turn_to(self, context: Context) -> None:
         """Keep what this text shares with the last one; read only the difference."""
         shared = self.context.shared(context)
         del self.tokens[shared:]
         self.tokens += context.since(shared)
-        self.context, self.kept = context, min(self.kept, shared)
+        self.context = context
+        self.kept = None if self.kept is None else min(self.kept, shared)
 
     def append(self, token: int) -> None:
         self.context = self.context.then(token)
@@ -46,8 +45,9 @@ class Page:
 
 @dataclass
 class Memory:
-    """What a server has read of each request, the last one at the end."""
+    """What a server has read of each request, the last one at the end; beyond `capacity` it forgets."""
 
+    capacity: int = 32
     pages: OrderedDict[Context, Page] = field(default_factory=OrderedDict)
 
     def page(self, context: Context) -> Page:
@@ -55,7 +55,7 @@ class Memory:
         page = self.pages.get(origin) or Page(origin, list(origin))
         self.pages[origin] = page
         self.pages.move_to_end(origin)
-        if len(self.pages) > PAGES:
+        if len(self.pages) > self.capacity:
             self.pages.popitem(last=False)
         page.turn_to(context)
         return page
@@ -69,6 +69,14 @@ class Server:
     role: str
     model: Model
     memory: Memory = field(default_factory=Memory)
+
+
+def by_name(servers: Iterable[Server]) -> dict[str, Server]:
+    found: dict[str, Server] = {}
+    for server in servers:
+        if found.setdefault(server.name, server) is not server:
+            raise ValueError(f"two servers are called {server.name!r}")
+    return found
 
 
 def work(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event]:
@@ -96,6 +104,8 @@ def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> It
     sampling = job.sampling if isinstance(job, Verify) else GREEDY
     ask = Ask(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled)
     answer = server.model.answer(ask)
+    if len(answer) != width:
+        raise ValueError(f"{len(answer)} tokens in answer to {width} places")
     yield Verified(job.id, answer) if width else Warmed(job.id)
     page.kept = len(page.tokens)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from dsi.core.context import Context
 from dsi.fleets.spans import Span
 from dsi.measure.settings import TITLES, Outcome, Setting
+from dsi.models.wait import Time
 from dsi.request import Completion
-
-OUTCOMES = ("judged", "stale", "accepted", "rejected", "warmed")
 
 
 @dataclass(frozen=True)
@@ -48,25 +47,41 @@ class Record:
 
 def record(setting: Setting, algorithm: str, seed: int = 0, waited: bool = False) -> Record:
     """Run one request and keep what each server did."""
-    log: list[Span] = []
-    run = setting.run(algorithm, seed, waited, log)
+    run = setting.run(algorithm, seed, waited)
     return Record(
         algorithm=algorithm,
         label="waited" if waited else "simulated",
         servers=tuple(run.busy),
-        blocks=tuple(blocks(log, run)),
+        blocks=tuple(blocks(run)),
         times_ms=tuple(float(time) * run.unit for time in run.completion.times),
     )
 
 
-def blocks(log: Iterable[Span], run: Outcome) -> list[Block]:
+def blocks(run: Outcome, kinds: Collection[str] = ("draft", "verify", "warm")) -> list[Block]:
     """The forwards in order of time, each with its outcome in the light of the final text."""
-    log = sorted((span for span in log if span.end > span.start), key=lambda span: span.start)
+    log = sorted((span for span in run.log if span.kind in kinds and span.end > span.start), key=_start)
     if not log:
         return []
-    origin = log[0].context.origin
-    true = {text.key for text in prefixes(origin, run.completion)}
+    true = {text.key for text in prefixes(log[0].context.origin, run.completion)}
     return [block(span, true, run.unit) for span in log]
+
+
+def _start(span: Span) -> Time:
+    return span.start
+
+
+def hidden(verifications: Iterable[Block]) -> float:
+    """The share of the useful target forwards' time that nobody waited for.
+
+    What is waited for is the part of a forward after the one before it had answered.
+    """
+    answered = waited = computed = 0.0
+    for forward in sorted(verifications, key=lambda block: block.end_ms):
+        if forward.outcome == "judged":
+            waited += forward.end_ms - max(forward.start_ms, answered)
+            computed += forward.end_ms - forward.start_ms
+            answered = forward.end_ms
+    return 1 - waited / computed if computed else 0.0
 
 
 def prefixes(origin: Context, done: Completion) -> list[Context]:
@@ -94,7 +109,7 @@ def first_place(span: Span) -> Context:
     """The shortest text that the forward was asked about."""
     text = span.context
     for _ in range(span.width - 1):
-        text = text.parent or text
+        text = text if text.parent is None else text.parent
     return text
 
 

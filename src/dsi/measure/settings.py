@@ -22,6 +22,8 @@ from dsi.request import Completion, Request
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI"}
 PROMPT = (1, 2, 3)
 SECOND = 1000  # ms
+LEAST_MS, MOST_MS = 1e-6, 1e9  # what a latency can be in earnest
+MOST_SERVERS = 1000
 
 
 @dataclass(frozen=True)
@@ -48,26 +50,27 @@ class Setting:
 
     def __post_init__(self) -> None:
         check_latencies(self.target_ms, self.drafter_ms)
-        if not 0 <= self.acceptance <= 1:
-            raise ValueError(f"acceptance {self.acceptance}: must be between 0 and 1")
-        for name, value, least in (
-            ("SP degree", self.sp, 1),
-            ("tokens", self.tokens, 1),
-            ("lookahead", 1 if self.lookahead is None else self.lookahead, 1),
-            ("drafters", self.drafters, 1),
-            ("patience", self.patience, 0),
-            ("horizon", self.horizon, 1),
-            ("pieces", self.pieces, 0),
-            ("target time to first token in ms", self.target_ttft_ms or self.target_ms, self.target_ms),
-            ("drafter time to first token in ms", self.drafter_ttft_ms or self.drafter_ms, self.drafter_ms),
-            ("extra ms per token", self.per_token_ms, 0),
-            ("network delay in ms", self.network_ms, 0),
-            ("contention", self.contention, 0),
+        for name, value, least, most in (
+            ("acceptance", self.acceptance, 0, 1),
+            ("SP degree", self.sp, 1, MOST_SERVERS),
+            ("tokens", self.tokens, 1, inf),
+            ("lookahead", self.lookahead, 1, inf),
+            ("drafters", self.drafters, 1, MOST_SERVERS),
+            ("patience", self.patience, 0, inf),
+            ("horizon", self.horizon, 1, inf),
+            ("pieces", self.pieces, 0, inf),
+            ("target latency in ms", self.target_ms, LEAST_MS, MOST_MS),
+            ("drafter latency in ms", self.drafter_ms, LEAST_MS, MOST_MS),
+            ("target time to first token in ms", self.target_ttft_ms, self.target_ms, MOST_MS),
+            ("drafter time to first token in ms", self.drafter_ttft_ms, self.drafter_ms, MOST_MS),
+            ("extra ms per token", self.per_token_ms, 0, MOST_MS),
+            ("network delay in ms", self.network_ms, 0, MOST_MS),
+            ("contention", self.contention, 0, MOST_MS),
+            ("jitter", self.jitter, 0, 0.99),
         ):
-            if not least <= value:
-                raise ValueError(f"{name} {value}: must be at least {least}")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"jitter {self.jitter}: must be at least 0 and below 1")
+            if value is not None and not least <= value <= most:
+                bounds = f"at least {least}" if most == inf else f"between {least:g} and {most:g}"
+                raise ValueError(f"{name} {value}: must be {bounds}")
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -109,14 +112,15 @@ class Setting:
             fleet.append(Server(name, name, Wait(drafter, fast, ~seed - i)))
         return fleet
 
-    def run(self, algorithm: str, seed: int, waited: bool = False, log: list[Span] | None = None) -> Outcome:
+    def run(self, algorithm: str, seed: int, waited: bool = False) -> Outcome:
         """One request under one algorithm, in virtual time or on real threads."""
+        log: list[Span] = []
         fleet = self.waited(seed, log) if waited else self.simulated(seed, log)
         try:
             [done] = Engine(fleet).run(Request(PROMPT, self.tokens, self.policy(algorithm)))
         finally:
             fleet.close()
-        return Outcome(done, dict(fleet.busy), SECOND if waited else 1)
+        return Outcome(done, dict(fleet.busy), log, SECOND if waited else 1)
 
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
         """Virtual time counts milliseconds, so that whole ones stay exact."""
@@ -143,6 +147,7 @@ class Outcome:
 
     completion: Completion
     busy: dict[str, Time]
+    log: list[Span]
     unit: int
 
     @property

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
 
+from dsi.core.generation import Tally
+from dsi.measure.records import blocks, hidden
 from dsi.measure.settings import TITLES, Outcome, Setting
 
 Progress = Callable[[], object]
@@ -28,9 +30,9 @@ class Result:
     tokens: int
     repeats: int
     acceptance: float
-    target_forwards: float  # answered, per run, as are all counts below
-    hidden: float  # share of the useful ones whose time was hidden
-    stale_forwards: float
+    target_forwards: float  # computed to their end, per run, as are all counts below
+    hidden: float  # share of the useful ones' time that nobody waited for
+    stale_forwards: float  # begun and given up
     drafted: float
     wasted_drafts: float
     busy: dict[str, float]  # share of the time that each server computed
@@ -41,6 +43,25 @@ class Result:
 
     def json(self) -> dict[str, object]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What counts of one run."""
+
+    ms: float
+    tally: Tally
+    shares: dict[str, float]
+    forwards: int
+    hidden: float
+    stale: int
+
+
+def sample(run: Outcome) -> Sample:
+    verifications = blocks(run, ("verify",))
+    begun = [span for span in run.log if span.kind == "verify" and span.end > span.start]
+    stale = sum(span.stale for span in begun)
+    return Sample(run.ms, run.completion.tally, run.shares, len(begun) - stale, hidden(verifications), stale)
 
 
 def simulate(
@@ -56,7 +77,7 @@ def simulate(
         raise ValueError(f"repeats {repeats}: must be at least 1")
     runs = []
     for i in range(repeats):
-        runs.append(setting.run(algorithm, seed + i, waited))
+        runs.append(sample(setting.run(algorithm, seed + i, waited)))
         progress()
     return summary(setting, algorithm, runs, "waited" if waited else "simulated")
 
@@ -87,11 +108,10 @@ def choices(
     return [replace(setting, lookahead=block, patience=wait) for block, wait in product(blocks, waits)]
 
 
-def summary(setting: Setting, algorithm: str, runs: list[Outcome], label: str) -> Result:
+def summary(setting: Setting, algorithm: str, runs: list[Sample], label: str) -> Result:
     times = [run.ms for run in runs]
     spread = stdev(times) if len(times) > 1 else 0.0
-    tallies = [run.completion.tally for run in runs]
-    useful = sum(tally.useful for tally in tallies)
+    tallies = [run.tally for run in runs]
     return Result(
         algorithm=algorithm,
         label=label,
@@ -105,10 +125,10 @@ def summary(setting: Setting, algorithm: str, runs: list[Outcome], label: str) -
         tokens=setting.tokens,
         repeats=len(runs),
         acceptance=setting.acceptance,
-        target_forwards=fmean(tally.forwards for tally in tallies),
-        hidden=1 - sum(tally.exposed for tally in tallies) / useful,
-        stale_forwards=fmean(tally.stale for tally in tallies),
+        target_forwards=fmean(run.forwards for run in runs),
+        hidden=fmean(run.hidden for run in runs),
+        stale_forwards=fmean(run.stale for run in runs),
         drafted=fmean(tally.drafted for tally in tallies),
         wasted_drafts=fmean(tally.wasted for tally in tallies),
-        busy={name: fmean(run.shares[name] for run in runs) for name in runs[0].busy},
+        busy={name: fmean(run.shares[name] for run in runs) for name in runs[0].shares},
     )

@@ -49,7 +49,7 @@ class Ask:
 
     tokens: Sequence[int]
     start: int
-    kept: int = 0  # how many of these the server has read before; 0: the request is new to it
+    kept: int | None = None  # how many of these the server has read before; None: the request is new to it
     sampling: Sampling = GREEDY
     cancelled: Flag = NEVER
 

@@ -14,23 +14,19 @@ import numpy as np
 
 from dsi.core.context import Tokens
 from dsi.models.backend import Ask, Flag
-from dsi.sampling.noise import Array
+from dsi.sampling.noise import WORD, Array, scramble
 from dsi.sampling.rules import match
 
 VOCABULARY = 64
 HALF = VOCABULARY // 2
-WORD = (1 << 64) - 1
+TRUTH, ERROR = 0, 1  # what a hash is about
 
 
-def mixed(*parts: int) -> int:
-    """A hash of small numbers; Python's own is equal on every machine for integers."""
-    x = (hash(parts) & WORD) * 0x9E3779B97F4A7C15 & WORD
-    return (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9 & WORD
-
-
-def place(seed: int, tokens: Sequence[int], i: int) -> int:
-    """A number for what comes after tokens[:i]."""
-    return mixed(seed, i, tokens[i - 1] if i > 0 else -1, tokens[i - 2] if i > 1 else -1)
+def place(about: int, seed: int, tokens: Sequence[int], i: int) -> int:
+    """64 bits for what comes after tokens[:i]. Python's hash of small numbers is equal on every machine."""
+    last = tokens[i - 1] if i > 0 else VOCABULARY
+    before = tokens[i - 2] if i > 1 else VOCABULARY
+    return scramble(hash((about, seed < 0, abs(seed), i, last, before)) & WORD)
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class ToyTarget:
         return np.stack([self.scores(tokens, i) for i in range(start, len(tokens) + 1)])
 
     def truth(self, tokens: Sequence[int], i: int) -> int:
-        return (place(self.seed, tokens, i) >> 40) % HALF * 2
+        return (place(TRUTH, self.seed, tokens, i) >> 40) % HALF * 2
 
     def scores(self, tokens: Sequence[int], i: int) -> Array:
         """Even tokens by distance from the true one; odd tokens are impossible."""
@@ -76,4 +72,4 @@ class ToyDrafter:
         return np.stack([np.roll(row, self.errs(tokens, start + i)) for i, row in enumerate(rows)])
 
     def errs(self, tokens: Sequence[int], i: int) -> bool:
-        return (place(~self.seed, tokens, i) >> 11) * 2.0**-53 >= self.acceptance
+        return (place(ERROR, self.seed, tokens, i) >> 11) * 2.0**-53 >= self.acceptance

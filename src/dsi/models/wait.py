@@ -42,7 +42,7 @@ class Latency:
     def forward(self, ask: Ask) -> Time:
         places = ask.places
         answer = self.tpot if places else 0
-        if ask.kept == 0:
+        if ask.kept is None:
             return answer + (0 if self.ttft is None else self.ttft - self.tpot)
         new = max(len(ask.tokens) - ask.kept, places)
         return answer + self.per_token * (new - bool(places))

@@ -22,7 +22,7 @@ def draw(record: Record, width: int, total_ms: float | None = None) -> Text:
     """The servers' lines and the text's; `total_ms` is what the whole width stands for."""
     names = [name for name in record.servers if any(block.server == name for block in record.blocks)]
     margin = max(len(name) for name in (*names, "text")) + 1
-    scale = (width - margin - 2) / (total_ms or record.total_ms)
+    scale = max(1, width - margin - 2) / (total_ms or record.total_ms)
     text = Text(no_wrap=True)
     for name in names:
         text.append(f"{name:>{margin - 1}} ")

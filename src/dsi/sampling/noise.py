@@ -26,14 +26,14 @@ def namespace(array: Array) -> Any:
 
 def key(seed: int, position: int) -> int:
     """One 64-bit number for all the tokens that could stand at this position."""
-    return _scramble(_scramble(seed & WORD) ^ (position * GOLDEN & WORD))
+    return scramble(scramble(seed & WORD) ^ (position * GOLDEN & WORD))
 
 
 def exponential(key: int, tokens: Array) -> Array:
     """A draw from Exp(1), float64, for each token id of an int64 array."""
     bits = _scramble_all(tokens * _signed(GOLDEN) + _signed(key))
     # 52 bits and a half: strictly between 0 and 1, and exact.
-    return _minus_log(_double(_shift(bits, 12)) * 2.0**-52 + 2.0**-53)
+    return _minus_log(double(_shift(bits, 12)) * 2.0**-52 + 2.0**-53)
 
 
 def _minus_log(u: Array) -> Array:
@@ -47,16 +47,17 @@ def _minus_log(u: Array) -> Array:
     series = square * 0.0
     for power in range(21, 0, -2):
         series = series * square + 1.0 / power
-    return -(_double(exponent) * LN2 + 2.0 * s * series)
+    return -(double(exponent) * LN2 + 2.0 * s * series)
 
 
-def _double(x: Array) -> Array:
+def double(x: Array) -> Array:
     """Spelled out: a product with a Python float is a float32 in torch."""
     xp = namespace(x)
     return xp.asarray(x, dtype=xp.float64)
 
 
-def _scramble(x: int) -> int:
+def scramble(x: int) -> int:
+    """A 64-bit number, well mixed."""
     x = (x + GOLDEN) & WORD
     x = (x ^ (x >> 30)) * FIRST & WORD
     x = (x ^ (x >> 27)) * SECOND & WORD

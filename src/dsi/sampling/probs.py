@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dsi.core.messages import Sampling
-from dsi.sampling.noise import Array, exponential, key, namespace
+from dsi.sampling.noise import Array, double, exponential, key, namespace
 
 
 def probabilities(scores: Array, sampling: Sampling) -> Array:
     """A row of scores as probabilities: temperature, then top-k, top-p and min-p, each renormalised."""
-    scores = (scores - scores.max()) / sampling.temperature  # after the maximum: no overflow when near 0
+    scores = double(scores - scores.max()) / sampling.temperature  # no overflow, however cold
     probs = _normalised(namespace(scores).exp(scores))
     if 0 < sampling.top_k < len(probs):
         probs = _at_least(_descending(probs)[sampling.top_k - 1], probs)
