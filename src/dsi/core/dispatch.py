@@ -33,6 +33,8 @@ class Dispatch:
         self._standing: dict[int, Warm] = {}  # the newest sure text of each request
         self._read: dict[str, dict[Context, int]] = {}  # tokens of each request a server has seen
         self._stopping: set[str] = set()  # servers whose job was withdrawn
+        self._changed = False  # whether there may be something to assign
+        self._resting: dict[str, None] = {}  # servers that may be idle and behind the sure text
         self._stranded: list[Failed] = []  # jobs that lost their server, or never had one
         for server, role in roles.items():
             self.add(server, role)
@@ -42,7 +44,8 @@ class Dispatch:
             raise ValueError(f"server {server!r} is already there")
         self.roles[server] = role
         self._read[server] = {}
-        self._idle.setdefault(role, {})[server] = None
+        self._idle.setdefault(role, {})[server] = self._resting[server] = None
+        self._changed = True
         self._queues.setdefault(role, (OrderedDict(), OrderedDict()))
 
     def remove(self, server: str) -> None:
@@ -70,9 +73,11 @@ class Dispatch:
         self._stranded.append(Failed(job.id, f"no {role_of(job)} server is left"))
 
     def offer(self, job: Job) -> None:
+        self._changed = True
         role = role_of(job)
         if isinstance(job, Warm):
             self._standing[job.id] = job
+            self._resting.update(self._idle.get(role, {}))
         elif role not in self.roles.values():
             self._strand(job)
         else:
@@ -103,11 +108,15 @@ class Dispatch:
         if server not in self._stopping:
             self._note(server, job)
         self._stopping.discard(server)
-        self._idle[self.roles[server]][server] = None
+        self._idle[self.roles[server]][server] = self._resting[server] = None
+        self._changed = True
 
     def assign(self) -> Assignments:
         """Give waiting jobs to idle servers, and to the targets that are left what they have not read."""
         begun: Assignments = []
+        if not self._changed:
+            return begun
+        self._changed = False
         for role, queues in self._queues.items():
             idle = self._idle[role]
             for queue in queues:
@@ -115,9 +124,7 @@ class Dispatch:
                     job = queue.popitem(last=False)[1]
                     begun.append((self._best(idle, job), job))
                     self._engage(*begun[-1])
-        if self._standing:
-            begun += self._catch_up()
-        return begun
+        return begun + self._catch_up()
 
     def _best(self, idle: dict[str, None], job: Job) -> str:
         origin = job.context.origin
@@ -136,8 +143,9 @@ class Dispatch:
 
     def _catch_up(self) -> Assignments:
         begun: Assignments = []
-        for server in list(self._idle.get(TARGET, ())):
-            if warm := self._behind(server):
+        resting, self._resting = self._resting, {}
+        for server in resting:
+            if server in self._idle.get(TARGET, ()) and (warm := self._behind(server)):
                 self._engage(server, warm)
                 begun.append((server, warm))
         return begun
