@@ -30,7 +30,8 @@ CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing"
 # Modules of the world that only some parts may touch.
 KEEPERS = {
     "numpy": {"models", "sampling"},
-    "torch": set[str](),
+    "torch": {"models"},
+    "transformers": {"models"},
     "matplotlib": {"plot"},
     "rich": {"cli", "plot"},
     "typer": {"cli"},

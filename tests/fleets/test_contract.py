@@ -10,6 +10,7 @@ from dsi.core.generation import Policy
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.engine import Engine, Fleet, FleetError
+from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
@@ -52,7 +53,13 @@ class KillableFleet(Fleet):
 Make = Callable[..., KillableFleet]
 
 
-@pytest.fixture(params=[SimulatedFleet, ThreadFleet])
+def lasting(crew: list[Server], **options: object) -> ProcessFleet:
+    """Processes that stay dead when they die, as the other fleets' servers do."""
+    options.pop("pieces", None), options.pop("eager", None)  # real forwards stop where they can
+    return ProcessFleet(crew, restart=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=[SimulatedFleet, ThreadFleet, lasting], ids=["simulated", "threads", "processes"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[KillableFleet] = []
 

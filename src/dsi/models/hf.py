@@ -1,0 +1,167 @@
+"""Any causal language model of transformers as a backend, with a cache that can be cut back.
+
+A verification keeps what the text has in common with what the cache holds, and computes the rest. A
+forward looks at its flag before every layer, so that one that nobody wants any longer stops there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
+
+from dsi.models.backend import NEVER, Cancelled, Flag
+
+SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
+
+
+class Shelf(DynamicLayer):  # type: ignore[misc]
+    """One layer's keys and values in a buffer with room to spare: cutting it back is a number."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        end = self.length + key_states.shape[-2]
+        if not self.is_initialized or end > self.keys.shape[-2]:
+            self._grow(key_states, value_states, end + SPARE)
+        self.keys[..., self.length : end, :] = key_states
+        self.values[..., self.length : end, :] = value_states
+        self.length = end
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def _grow(self, key_states: Tensor, value_states: Tensor, room: int) -> None:
+        held = (self.keys, self.values) if self.is_initialized else None
+        self.lazy_initialization(key_states, value_states)
+        self.keys, self.values = (
+            new.new_empty((*new.shape[:-2], max(room, 2 * self.length), new.shape[-1]))
+            for new in (key_states, value_states)
+        )
+        if held is not None:
+            self.keys[..., : self.length, :] = held[0][..., : self.length, :]
+            self.values[..., : self.length, :] = held[1][..., : self.length, :]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
+@dataclass
+class Slot:
+    """The cache of one text."""
+
+    cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=Shelf))
+    tokens: list[int] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        del self.tokens[length:]
+        for shelf in self.cache.layers:
+            shelf.length = min(shelf.length, length)
+
+
+class Transformer:
+    """A transformers model on one device. `slots` is how many texts it keeps caches of."""
+
+    def __init__(self, model: Any, slots: int = 4) -> None:
+        self.model = model.eval()
+        self.context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+        self._slots: list[Slot] = []
+        self._capacity = slots
+        self._flag: Flag = NEVER
+        for layer in _layers(model):
+            layer.register_forward_pre_hook(self._look)
+
+    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag = NEVER) -> Any:
+        if start < 1:
+            raise ValueError("an empty text: a transformers model needs at least one token to begin with")
+        if self.context and len(tokens) > self.context:
+            raise ValueError(f"a text of {len(tokens)} tokens: the model's context is {self.context}")
+        self._flag = cancelled
+        slot, kept = self._slot(tokens, start)
+        slot.cut(kept)
+        fresh = list(tokens[kept:])
+        if not fresh:
+            return torch.empty((0, 0))
+        logits = self._compute(slot, fresh, len(tokens) + 1 - start)
+        slot.tokens += fresh
+        return logits
+
+    def _compute(self, slot: Slot, fresh: list[int], places: int) -> Any:
+        """One forward over the new tokens; if it is cancelled, what some layers have added is cut off."""
+        length = len(slot.tokens)
+        ids = torch.tensor([fresh], device=self.model.device)
+        try:
+            with torch.inference_mode():
+                logits = self.model(
+                    input_ids=ids, past_key_values=slot.cache, use_cache=True, logits_to_keep=max(places, 1)
+                ).logits[0]
+        except BaseException:
+            slot.cut(length)
+            raise
+        if {shelf.length for shelf in slot.cache.layers} != {length + len(fresh)}:
+            kind = self.model.config.model_type
+            raise ValueError(f"a {kind} model keeps a state that cannot be cut back to an earlier token")
+        return logits[logits.shape[0] - places :].float()
+
+    def _slot(self, tokens: Sequence[int], start: int) -> tuple[Slot, int]:
+        """The cache with most of this text, and how much of it helps: a place asked about is read anew."""
+        shared = [(common(slot.tokens, tokens), slot) for slot in self._slots]
+        best, slot = max(shared, key=lambda pair: pair[0], default=(0, Slot()))
+        if best == 0 or (best < len(slot.tokens) // 2 and len(self._slots) < self._capacity):
+            slot, best = Slot(), 0
+            self._slots = [*self._slots[-(self._capacity - 1) :], slot] if self._capacity > 1 else [slot]
+        else:
+            self._slots.remove(slot)
+            self._slots.append(slot)
+        return slot, min(best, start - 1)
+
+    def _look(self, *_: Any) -> None:
+        if self._flag.is_set():
+            raise Cancelled
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike, by halving: comparing slices is fast."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if list(a[low:middle]) == list(b[low:middle]):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _layers(model: Any) -> nn.ModuleList:
+    """The decoder's layers: the one list of modules that is as long as the model is deep."""
+    deep = model.config.num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == deep:
+            return module
+    return nn.ModuleList()
+
+
+def load(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
+    """The model of a local folder or of the hub."""
+    path = Path(folder)
+    if not path.is_dir() and (path.is_absolute() or str(folder).startswith(".") or path.exists()):
+        raise ValueError(f"{folder}: there is no such model folder")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, dtype))
+    except Exception as error:
+        raise ValueError(f"{folder}: cannot be loaded ({_first_line(error)})") from error
+    return model.to(device)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__

@@ -1,0 +1,134 @@
+"""Real processes: what only they have."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from dsi.core.context import Context
+from dsi.core.messages import Failed, Verified, Verify
+from dsi.core.policies import autoregressive, distributed
+from dsi.engine import Engine
+from dsi.fleets.processes import RESTARTS, ProcessFleet
+from dsi.fleets.work import Server
+from dsi.measure.settings import Setting
+from dsi.models.backend import Ask
+from dsi.request import Request
+
+SETTING = Setting(4.0, 1.0, 0.7, sp=2, tokens=40)
+REQUEST = Request((1, 2, 3), 40, distributed(2))
+
+
+def fleet() -> ProcessFleet:
+    return ProcessFleet(SETTING.servers(3, unit=1000))
+
+
+def alone() -> tuple[int, ...]:
+    [done] = Engine(SETTING.simulated(3)).run(Request((1, 2, 3), 40, autoregressive()))
+    return done.tokens
+
+
+def pids(of: ProcessFleet) -> list[int]:
+    return [seat.process.pid or 0 for seat in of._seats.values()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
+
+
+def test_a_process_that_dies_is_noticed_and_started_again() -> None:
+    at = fleet()
+    text: list[int] = []
+    killed = False
+    for tokens in Engine(at).stream(REQUEST):
+        text += tokens
+        if len(text) > 10 and not killed:
+            killed = True
+            before = pids(at)
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+    assert tuple(text) == alone()
+    assert not set(pids(at)) & set(before)
+    assert set(at.deaths) == {"target-1", "target-2", "drafter"}
+    at.close()
+
+
+def test_a_server_that_keeps_dying_is_given_up() -> None:
+    class Deadly:
+        def answer(self, ask: Ask) -> tuple[int, ...]:  # noqa: ARG002
+            os._exit(1)
+
+    at = ProcessFleet([Server("target-1", "target", Deadly())])
+    text = Context.of((1,))
+    reasons = []
+    for id in range(RESTARTS + 2):
+        at.start(Verify(id, text, 1))
+        event = at.next_event()
+        assert isinstance(event, Failed)
+        reasons.append(event.reason)
+    assert reasons == ["server target-1 died"] * (RESTARTS + 1) + ["no target server is left"]
+    at.close()
+
+
+def test_closing_leaves_no_process_behind() -> None:
+    at = fleet()
+    Engine(at).submit(REQUEST)
+    running = pids(at)
+    at.close()
+    assert all(gone(pid) for pid in running)
+
+
+SCRIPT = """
+    import os, sys, time
+    sys.path.insert(0, {here!r})
+    from test_processes import REQUEST, fleet, pids
+    from dsi.engine import Engine
+    at = fleet()
+    Engine(at).submit(REQUEST)
+    print(*pids(at), flush=True)
+    {ending}
+"""
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "sys.exit(0)",
+        "raise ValueError('a crash')",
+        "os.kill(os.getpid(), 9)",
+        "os.kill(os.getpid(), 2); time.sleep(60)",
+    ],
+)
+def test_no_process_outlives_its_parent(ending: str) -> None:
+    """An exit, a crash, a kill and a Ctrl-C."""
+    code = textwrap.dedent(SCRIPT).format(here=str(Path(__file__).parent), ending=ending)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    orphans = [int(pid) for pid in done.stdout.split()]
+    assert len(orphans) == 3
+    deadline = time.monotonic() + 5
+    while not all(gone(pid) for pid in orphans) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert all(gone(pid) for pid in orphans)
+
+
+def test_a_server_stays_on_its_cores() -> None:
+    class Where:
+        def answer(self, ask: Ask) -> tuple[int, ...]:  # noqa: ARG002
+            return (min(os.sched_getaffinity(0)) * 100 + len(os.sched_getaffinity(0)),)
+
+    core = max(os.sched_getaffinity(0))
+    at = ProcessFleet([Server("target-1", "target", Where())], cores={"target-1": [core]})
+    at.start(Verify(1, Context.of((1,)), 1))
+    assert at.next_event() == Verified(1, (core * 100 + 1,))
+    at.close()

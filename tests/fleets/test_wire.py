@@ -1,0 +1,52 @@
+"""What travels is the difference, and what arrives is the whole."""
+
+import pickle
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsi.core.context import Context
+from dsi.core.messages import Draft, Job, Sampling, Verify, Warm
+from dsi.fleets.wire import TEXTS, Receiver, Sender
+
+tails = st.lists(st.integers(0, 3), max_size=6)
+
+
+@given(
+    st.lists(tails, min_size=1, max_size=3),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), tails), max_size=12),
+)
+def test_every_job_arrives_as_it_was(
+    prompts: list[list[int]], steps: list[tuple[int, int, list[int]]]
+) -> None:
+    sender, receiver = Sender(), Receiver()
+    texts = [[Context.of(prompt)] for prompt in prompts]
+    for id, (request, base, tail) in enumerate(steps):
+        known = texts[request % len(texts)]
+        text = known[base % len(known)]
+        for token in tail:
+            text = text.then(token)
+        known.append(text)
+        job: Job = (Warm(id, text), Draft(id, text, 3), Verify(id, text, 2, 1, Sampling(0.5)))[id % 3]
+        arrived = receiver.unpack(pickle.loads(pickle.dumps(sender.pack(job))))
+        assert (type(arrived), arrived.id, list(arrived.context)) == (type(job), id, list(text))
+        assert len(arrived.context.origin) == len(text.origin)
+        if isinstance(job, Verify) and isinstance(arrived, Verify):
+            assert (arrived.width, arrived.lead, arrived.sampling) == (2, 1, Sampling(0.5))
+
+
+def test_only_the_difference_travels() -> None:
+    sender = Sender()
+    text = Context.of(range(1000))
+    assert len(sender.pack(Warm(1, text))[4]) == 1000
+    longer = text.then(5).then(6)
+    assert sender.pack(Verify(2, longer, 1))[3:5] == (1000, [5, 6])
+    assert sender.pack(Verify(3, text.then(5).then(7), 1))[3:5] == (1001, [7])
+
+
+def test_both_ends_forget_alike() -> None:
+    sender, receiver = Sender(), Receiver()
+    texts = [Context.of((i,)) for i in range(TEXTS + 3)]
+    for _ in range(2):
+        for id, text in enumerate(texts):
+            assert list(receiver.unpack(sender.pack(Warm(id, text))).context) == list(text)

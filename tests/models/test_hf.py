@@ -1,0 +1,205 @@
+"""Real forwards with a cache that is cut back, on small models of several architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsi.core.messages import Sampling
+from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.engine import Engine
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.work import Server
+from dsi.models.backend import Ask, Cancelled, Never, Speaker
+from dsi.models.hf import Transformer, common, load
+from dsi.models.wait import Latency, Wait
+from dsi.request import Request
+
+SMALL = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
+BIG = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0}
+GPT = {"vocab_size": 97, "n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 128}
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**BIG)),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**BIG, num_key_value_heads=2)),
+    "gpt_bigcode": lambda: hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**GPT)),
+    "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**BIG)),
+    "mistral with a window": lambda: hf.MistralForCausalLM(
+        hf.MistralConfig(**BIG, num_key_value_heads=2, sliding_window=6)
+    ),
+}
+PROMPT = (5, 17, 3, 88, 41)
+
+
+def make(name: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return MAKERS[name]().float().eval()
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def model(request: pytest.FixtureRequest) -> Any:
+    return make(request.param)
+
+
+def generated(model: Any, count: int) -> tuple[int, ...]:
+    """What transformers' own greedy generation writes."""
+    prompt = torch.tensor([PROMPT])
+    text = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=count,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(text[0, len(PROMPT) :].tolist())
+
+
+def noisy(model: Any, amount: float) -> Any:
+    """A drafter that agrees often: the same weights with a little noise."""
+    import copy
+
+    twin = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight += amount * weight.std() * torch.randn_like(weight) if weight.numel() > 1 else 0
+    return twin
+
+
+def fleet(target: Any, drafter: Any, sp: int) -> SimulatedFleet:
+    """Real forwards at virtual latencies: the order of answers is certain, the tokens are real."""
+    servers = [
+        Server(f"target-{i}", "target", Wait(Speaker(Transformer(target)), Latency(7.0))) for i in range(sp)
+    ]
+    servers.append(Server("drafter", "drafter", Wait(Speaker(Transformer(drafter)), Latency(1.0))))
+    return SimulatedFleet(servers)
+
+
+@pytest.mark.parametrize("sp", [1, 3])
+def test_every_algorithm_writes_what_transformers_writes(model: Any, sp: int) -> None:
+    expected = generated(model, 40)
+    drafter = noisy(model, 0.1)
+    for policy in (autoregressive(), speculative(4), pearl(4), distributed(2), distributed(3, patience=2)):
+        [done] = Engine(fleet(model, drafter, sp)).run(Request(PROMPT, 40, policy))
+        assert done.tokens == expected
+
+
+def test_a_seed_gives_one_text_at_any_temperature(model: Any) -> None:
+    drafter = noisy(model, 0.1)
+    sampling = Sampling(temperature=1.0, top_p=0.95, seed=4)
+    texts = {
+        Engine(fleet(model, drafter, sp)).run(Request(PROMPT, 30, policy, sampling))[0].tokens
+        for sp in (1, 2, 3)
+        for policy in (autoregressive(), speculative(4), pearl(4), distributed(2))
+    }
+    assert len(texts) == 1
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return make("llama")
+
+
+asks = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 12)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(asks, st.integers(1, 3))
+@settings(max_examples=40)
+def test_it_answers_as_if_it_had_no_memory(llama: Any, asks: list[tuple[list[int], int]], slots: int) -> None:
+    backend = Transformer(llama, slots)
+    for tokens, back in asks:
+        start = max(1, len(tokens) - back)
+        rows = backend.forward(tokens, start)
+        fresh = llama(torch.tensor([tokens])).logits[0, start - 1 :]
+        assert torch.allclose(rows, fresh, atol=1e-5)
+
+
+def test_only_what_is_new_is_computed(llama: Any) -> None:
+    counted: list[int] = []
+    handle = llama.model.embed_tokens.register_forward_hook(
+        lambda _, ids, __: counted.append(ids[0].shape[1])
+    )
+    backend = Transformer(llama)
+    for tokens, start in (
+        (PROMPT, 5),
+        ((*PROMPT, 1), 6),
+        ((*PROMPT, 1, 2, 3), 7),
+        ((*PROMPT, 9), 6),
+        ((*PROMPT, 9), 5),
+    ):
+        backend.forward(tokens, start)
+    handle.remove()
+    assert counted == [5, 1, 2, 1, 2]  # the last asks for a row whose token must be read again
+
+
+class After(Never):
+    """Wanted until it has been looked at so often."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def is_set(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2])
+def test_a_cancelled_forward_stops_between_layers_and_leaves_no_trace(llama: Any, looks: int) -> None:
+    backend = Transformer(llama)
+    backend.forward(PROMPT, 5)
+    with pytest.raises(Cancelled):
+        backend.forward((*PROMPT, 1, 2, 3), 6, After(looks))
+    rows = backend.forward((*PROMPT, 1, 2), 6)
+    assert torch.allclose(rows, llama(torch.tensor([[*PROMPT, 1, 2]])).logits[0, 5:], atol=1e-5)
+
+
+def test_reading_alone_gives_no_rows(llama: Any) -> None:
+    backend = Transformer(llama)
+    assert backend.forward(PROMPT, 6).shape[0] == 0
+    assert Speaker(backend).answer(Ask(PROMPT, 6)) == ()
+    assert len(Speaker(backend).answer(Ask(PROMPT, 4))) == 2
+
+
+def test_what_it_cannot_do_is_one_sentence(llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="an empty text"):
+        Transformer(llama).forward((), 0)
+    with pytest.raises(ValueError, match="a text of 129 tokens: the model's context is 128"):
+        Transformer(llama).forward([1] * 129, 129)
+    with pytest.raises(ValueError, match="there is no such model folder"):
+        load(tmp_path / "nothing")
+    llama.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load(tmp_path)
+
+
+def test_a_recurrent_model_is_refused_by_name() -> None:
+    config = hf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(ValueError, match="mamba"):
+        Transformer(hf.MambaForCausalLM(config)).forward(PROMPT, 5)
+
+
+def test_a_saved_model_comes_back(llama: Any, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path)
+    rows = Transformer(load(tmp_path)).forward(PROMPT, 1)
+    assert torch.equal(rows, Transformer(llama).forward(PROMPT, 1))
+
+
+@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
+def test_common_beginnings(a: list[int], b: list[int]) -> None:
+    n = common(a, b)
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]
