@@ -13,7 +13,7 @@ from statistics import median
 from time import process_time
 
 from dsi.core.messages import Event, Step
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.measure.settings import PROMPT, Setting
 from dsi.request import Request
 
@@ -24,7 +24,7 @@ MOST_MICROSECONDS, MOST_GROWTH = 25.0, 1.25
 def run(tokens: int, seed: int) -> tuple[float, float]:
     """Microseconds per event, of the loop and of the core."""
     setting = Setting(20.0, 2.0, 0.8, sp=7, tokens=tokens)
-    engine = Engine(setting.simulated(seed))
+    engine = Loop(setting.simulated(seed))
     began = process_time()
     live = engine.submit(Request(PROMPT, tokens, setting.policy("dsi")))
     events = 0
@@ -36,7 +36,7 @@ def run(tokens: int, seed: int) -> tuple[float, float]:
 
 def core(setting: Setting, seed: int) -> float:
     """The same run again, with a stopwatch around the state machine."""
-    engine = Engine(setting.simulated(seed))
+    engine = Loop(setting.simulated(seed))
     live = engine.submit(Request(PROMPT, setting.tokens, setting.policy("dsi")))
     handle, spent, events = live.generation.handle, 0.0, 0
 

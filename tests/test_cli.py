@@ -74,6 +74,50 @@ def test_every_option_of_the_fleet_is_taken() -> None:
     )
 
 
+def test_generate_writes_text_alone_on_stdout() -> None:
+    done = dsi("generate", "Once upon a time", "--max-new-tokens", "12")
+    assert done.returncode == 0
+    assert done.stdout.startswith(", there was a little")
+    assert done.stderr.startswith("dsi: 12 tokens in ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_generate_reads_a_pipe_or_a_file_and_gives_figures(tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Tom and his dog")
+    command = [sys.executable, "-m", "dsi", "generate", "--max-new-tokens", "8", "--json"]
+    piped = subprocess.run(command, input="Tom and his dog", capture_output=True, text=True, check=True)
+    found = json.loads(piped.stdout.splitlines()[-1])
+    filed = document("generate", "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "8")
+    assert (found["text"], found["tokens"], found["label"]) == (filed["text"], 8, "measured")
+
+
+def test_chat_answers_each_line() -> None:
+    command = [sys.executable, "-m", "dsi", "chat", "--max-new-tokens", "8"]
+    done = subprocess.run(
+        command, input="Once upon a time\nThe cat was\n", capture_output=True, text=True, check=True
+    )
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_compare_checks_that_all_texts_are_equal(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("Once upon a time\n\nTom and his dog\n")
+    quick = (
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--repeats",
+        "1",
+        "--max-new-tokens",
+        "12",
+        "--si-lookaheads",
+        "3,5",
+    )
+    found = document("compare", *quick, "--temperature", "0.7")
+    assert [row["algorithm"] for row in found["results"]] == ["nonsi", "si", "pearl", "dsi"]
+    assert found["results"][1]["lookahead"] in (3, 5)
+    assert all(len(row["rates"]) == 2 and row["tokens_per_second"] > 0 for row in found["results"])
+    assert "all equal" in dsi("compare", *quick).stdout
+
+
 def test_plan() -> None:
     command = ("plan", "--target-ms", "20", "--drafter-ms", "1", "--gpus", "7", "--target-gpus", "2")
     found = document(*command)
@@ -121,6 +165,14 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
             "lookahead '2,5': a timeline shows one run, so must be one number or auto",
         ),
         ("timeline --out .", ".: the name must end in .svg, .png or .json"),
+        ("generate hi --target nowhere/at/all/", "nowhere/at/all/: there is no such model folder"),
+        ("generate hi --algorithm magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi"),
+        ("generate hi --sp 0", "SP degree 0: must be at least 1"),
+        ("generate hi --lookahead none", "lookahead 'none': must be a whole number or auto"),
+        ("generate hi --dtype int4", "dtype 'int4': must be float32 or bfloat16"),
+        ("generate hi --threads 0", "threads 0: must be at least 1"),
+        ("generate --file nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
+        ("compare --repeats 0", "repeats 0: must be at least 1"),
         ("simulate --network-ms inf", "network delay in ms inf: must be between 0 and 1e+09"),
         ("plan --target-ms 20 --drafter-ms 0 --gpus 4", "drafter latency 0.0 ms: must be above 0"),
     ],
@@ -146,7 +198,9 @@ def test_a_narrow_terminal_is_drawn_in() -> None:
     assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("command", ["", "simulate", "timeline", "plan", "paper", "paper table1"])
+@pytest.mark.parametrize(
+    "command", ["", "generate", "chat", "compare", "simulate", "timeline", "plan", "paper", "paper table1"]
+)
 def test_help_has_an_example(command: str) -> None:
     done = dsi(*command.split(), "--help")
     assert done.returncode == 0

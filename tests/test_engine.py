@@ -8,7 +8,7 @@ from dsi.core.context import Tokens
 from dsi.core.dispatch import REMEMBERED
 from dsi.core.messages import Verify
 from dsi.core.policies import autoregressive, distributed
-from dsi.engine import FAILURES, Engine, FleetError
+from dsi.engine import FAILURES, FleetError, Loop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.measure.settings import Setting
@@ -19,8 +19,8 @@ PROMPT = (1, 2, 3)
 
 
 def test_streamed_tokens_are_the_completion_in_parts() -> None:
-    [done] = Engine(SETTING.simulated(1)).run(Request(PROMPT, 30, distributed(3)))
-    parts = list(Engine(SETTING.simulated(1)).stream(Request(PROMPT, 30, distributed(3))))
+    [done] = Loop(SETTING.simulated(1)).run(Request(PROMPT, 30, distributed(3)))
+    parts = list(Loop(SETTING.simulated(1)).tokens(Request(PROMPT, 30, distributed(3))))
     assert tuple(token for part in parts for token in part) == done.tokens
     assert 1 < len(parts) < 30
     assert len(done.tokens) == len(done.times) == 30
@@ -30,8 +30,8 @@ def test_streamed_tokens_are_the_completion_in_parts() -> None:
 
 def test_a_stream_that_is_not_read_to_its_end_is_cancelled() -> None:
     fleet = SETTING.simulated(1)
-    engine = Engine(fleet)
-    stream = engine.stream(Request(PROMPT, 1000, distributed(3)))
+    engine = Loop(fleet)
+    stream = engine.tokens(Request(PROMPT, 1000, distributed(3)))
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert engine._owners == {}
@@ -40,7 +40,7 @@ def test_a_stream_that_is_not_read_to_its_end_is_cancelled() -> None:
 
 
 def test_a_cancelled_request_keeps_what_it_has() -> None:
-    engine = Engine(SETTING.simulated(1))
+    engine = Loop(SETTING.simulated(1))
     run = engine.submit(Request(PROMPT, 1000, autoregressive()))
     while len(run.tokens) < 5:
         engine.step()
@@ -52,21 +52,21 @@ def test_a_cancelled_request_keeps_what_it_has() -> None:
 
 
 def test_no_job_outlives_its_request() -> None:
-    engine = Engine(SETTING.simulated(1))
+    engine = Loop(SETTING.simulated(1))
     engine.run(*(Request(PROMPT, 30, distributed(k)) for k in (1, 2, 3)))
     assert engine._owners == {}
 
 
 def test_requests_at_once_share_the_fleet_and_change_no_text() -> None:
     requests = [Request((i, i + 1), 20, distributed(1 + i % 3)) for i in range(6)]
-    together = Engine(SETTING.simulated(4)).run(*requests)
-    apart: list[Tokens] = [Engine(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
+    together = Loop(SETTING.simulated(4)).run(*requests)
+    apart: list[Tokens] = [Loop(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
     assert [done.tokens for done in together] == apart
 
 
 def test_more_requests_than_a_server_can_remember_all_end() -> None:
     requests = [Request((i,), 12, distributed(2)) for i in range(REMEMBERED + 8)]
-    done = Engine(replace(SETTING, target_ttft_ms=50.0).simulated(4)).run(*requests)
+    done = Loop(replace(SETTING, target_ttft_ms=50.0).simulated(4)).run(*requests)
     assert {len(completion.tokens) for completion in done} == {12}
 
 
@@ -75,7 +75,7 @@ def test_no_root_waits_while_deeper_jobs_begin() -> None:
     log: list[Span] = []
     setting = Setting(20.0, 1.0, 0.9, sp=1, tokens=10)
     requests = [Request((i,), 10, distributed(2)) for i in range(8)]
-    done = Engine(setting.simulated(4, log)).run(*requests)
+    done = Loop(setting.simulated(4, log)).run(*requests)
     begun = [span for span in log if span.kind == "verify"]
     assert len({span.context.origin for span in begun[:8]}) == 8
     slowest, fastest = max(d.elapsed for d in done), min(d.elapsed for d in done)
@@ -88,7 +88,7 @@ def test_a_request_whose_jobs_always_fail_ends_in_a_clear_error() -> None:
         FleetError,
         match=f"{FAILURES + 1} verifications of one request failed in a row, the last: the forward failed",
     ):
-        Engine(fleet).run(Request(PROMPT, 30, distributed(2)))
+        Loop(fleet).run(Request(PROMPT, 30, distributed(2)))
 
 
 def test_the_public_names_are_there() -> None:
@@ -99,21 +99,21 @@ def test_the_public_names_are_there() -> None:
 
 
 def test_streams_at_once_lose_nothing() -> None:
-    engine = Engine(SETTING.simulated(4))
+    engine = Loop(SETTING.simulated(4))
     requests = [Request((i,), 30, distributed(2)) for i in range(2)]
-    streams = [engine.stream(request) for request in requests]
+    streams = [engine.tokens(request) for request in requests]
     texts: list[list[int]] = [[], []]
     for parts in zip_longest(*streams, fillvalue=()):
         for text, part in zip(texts, parts):
             text += part
-    apart = [Engine(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
+    apart = [Loop(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
     assert [tuple(text) for text in texts] == apart
 
 
 def test_one_request_that_fails_leaves_the_others_alone() -> None:
     doomed = Request((1,), 30, distributed(2))
     fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: job.context.origin.prompt == (1,))
-    engine = Engine(fleet)
+    engine = Loop(fleet)
     bad, good = engine.submit(doomed), engine.submit(Request((2,), 30, distributed(2)))
     while not (bad.done and good.done):
         engine.step()
@@ -125,5 +125,5 @@ def test_one_request_that_fails_leaves_the_others_alone() -> None:
 
 def test_many_lost_drafters_do_not_end_a_request() -> None:
     names = tuple(f"lost-{i}" for i in range(20))
-    [done] = Engine(SETTING.simulated(0)).run(Request(PROMPT, 10, distributed(2, (*names, "drafter"))))
+    [done] = Loop(SETTING.simulated(0)).run(Request(PROMPT, 10, distributed(2, (*names, "drafter"))))
     assert len(done.tokens) == 10

@@ -19,10 +19,12 @@ MAY_USE = {
     "request": {"core", "models"},
     "fleets": {"core", "models", "sampling"},
     "engine": {"core", "models", "request"},
+    "loading": {"core", "fleets", "models", "planner"},
+    "speech": {"core", "engine", "loading", "models", "request"},
     "measure": {"core", "engine", "fleets", "models", "planner", "request"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot"},
-    "cli": {"engine", "measure", "paper", "planner", "plot"},
+    "cli": {"engine", "measure", "speech", "paper", "planner", "plot"},
     "__main__": {"cli"},
     "__init__": set(),
 }
@@ -30,12 +32,12 @@ CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing"
 # Modules of the world that only some parts may touch.
 KEEPERS = {
     "numpy": {"models", "sampling"},
-    "torch": {"models"},
-    "transformers": {"models"},
+    "torch": {"loading", "models"},
+    "transformers": {"loading", "models"},
     "matplotlib": {"plot"},
     "rich": {"cli", "plot"},
     "typer": {"cli"},
-    **{name: {"cli", "fleets", "engine", "measure"} for name in CLOCKS_AND_THREADS},
+    **{name: {"cli", "fleets", "engine", "loading", "measure"} for name in CLOCKS_AND_THREADS},
 }
 
 

@@ -11,7 +11,7 @@ from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Event, Failed, Job, Sampling, Warmed
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.work import Server, work
 from dsi.models.backend import Ask
@@ -112,7 +112,7 @@ def test_any_order_of_answers_and_any_failures(
     models: dict[str, ToyTarget | ToyDrafter] = {TARGET: target}
     models |= {name: ToyDrafter(target, rate, seed + i) for i, (name, rate) in enumerate(zip(NAMES, rates))}
     fleet = ShuffledFleet(models, Random(seed), failures)
-    done = Engine(fleet).run(*asked)
+    done = Loop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
 
 
@@ -157,7 +157,7 @@ def test_any_latencies_and_any_number_of_servers(
         eager=eager,
         fails=lambda job: dice.random() < 0.05,  # noqa: ARG005
     )
-    done = Engine(fleet).run(*asked)
+    done = Loop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
     assert {server.role for server in servers if fleet.busy[server.name]} <= {TARGET, *NAMES}
 
@@ -178,7 +178,7 @@ def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float)
     for policy in policies:
         servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(targets)]
         servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.7), Latency(1.0))))
-        [done] = Engine(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
+        [done] = Loop(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
         texts.add(done.tokens)
     assert texts == {alone(target, Request((1, 2), 40, autoregressive(), sampling))}
 
@@ -190,5 +190,5 @@ def test_a_wrong_truth_would_be_noticed() -> None:
     servers.append(Server("bad", TARGET, Wait(ToyDrafter(target, 0.9), Latency(7.0))))
     servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.9, 4), Latency(1.0))))
     request = Request((1, 2), 60, distributed(2))
-    [done] = Engine(SimulatedFleet(servers)).run(request)
+    [done] = Loop(SimulatedFleet(servers)).run(request)
     assert done.tokens != alone(target, request)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
 from dsi.core.policies import autoregressive, distributed, speculative
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.fleets.spans import Span
 from dsi.measure.settings import Setting
 from dsi.models.wait import Time
@@ -24,7 +24,7 @@ HUNDREDTHS = st.integers(1, 100).map(lambda n: Fraction(n, 100))
 
 
 def took(setting: Setting, policy: Policy, seed: int) -> Time:
-    [done] = Engine(setting.simulated(seed)).run(Request((1, 2, 3), setting.tokens, policy))
+    [done] = Loop(setting.simulated(seed)).run(Request((1, 2, 3), setting.tokens, policy))
     return done.elapsed
 
 
@@ -123,7 +123,7 @@ def test_eq_1_says_how_many_targets_are_ever_busy(
     """One more at most: the watch on a fresh root, or on what remains at the end, is no full block."""
     log: list[Span] = []
     setting = Setting(Fraction(1), drafter, acceptance, sp=110, tokens=30)
-    Engine(setting.simulated(seed, log)).run(Request((1, 2, 3), 30, distributed(lookahead)))
+    Loop(setting.simulated(seed, log)).run(Request((1, 2, 3), 30, distributed(lookahead)))
     spans = [span for span in log if span.kind == "verify" and span.end > span.start]
     peak = max(sum(other.start <= span.start < other.end for other in spans) for span in spans)
     assert peak <= ceil(1 / (lookahead * drafter)) + 1

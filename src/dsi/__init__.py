@@ -7,9 +7,10 @@ __version__ = "0.1.0"
 # Loaded when first asked for: `import dsi.core` needs none of the rest, and `dsi --help` none at all.
 _HOMES = {
     "Completion": "dsi.request",
-    "Engine": "dsi.engine",
+    "Engine": "dsi.speech",
     "FleetError": "dsi.engine",
     "Latency": "dsi.models.wait",
+    "Loop": "dsi.engine",
     "Request": "dsi.request",
     "Sampling": "dsi.core.messages",
     "Server": "dsi.fleets.work",

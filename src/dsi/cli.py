@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from dsi.measure.compare import Row
     from dsi.measure.records import Record
     from dsi.measure.settings import Setting
     from dsi.measure.simulate import Result
+    from dsi.request import Completion
+    from dsi.speech import Engine
 
 SERVERS_LISTED = 12
 SILENCE_SECONDS = 2.0
@@ -56,6 +59,20 @@ Jitter = Annotated[float, typer.Option(help="Forwards vary by this share to eith
 NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (virtual time only).")]
 Contention = Annotated[
     float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
+]
+Target = Annotated[str, typer.Option(help="A model folder, a name on the hub, or builtin.")]
+Drafter = Annotated[str, typer.Option(help="A smaller model of the same vocabulary, likewise.")]
+OneAlgorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; the text is the same.")]
+AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
+AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that together reach p.")]
+MinP = Annotated[float, typer.Option(help="Only tokens at least this share as likely as the likeliest.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads of each server; without it, one for each of its cores.")
 ]
 Waited = Annotated[bool, typer.Option("--waited", help="Real threads that wait instead of computing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
@@ -200,6 +217,127 @@ def timeline(
     _print_timelines(records, paths, json)
 
 
+@app.command(epilog='Example: dsi generate "Once upon a time" --max-new-tokens 200')
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; without it, standard input.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
+    target: Target = "builtin",
+    drafter: Drafter = "builtin",
+    algorithm: OneAlgorithm = "dsi",
+    sp: Sp = 1,
+    lookahead: AutoLookahead = "auto",
+    patience: AutoPatience = "auto",
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Annotated[int, typer.Option(help="Same seed, same text, whatever the algorithm.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this; repeatable.")] = None,
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Continue a text: the text alone on stdout as it is written, a summary on stderr."""
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or [],
+    }
+    text = _prompt(prompt, file)
+    with _engine(target, drafter, sp, algorithm, lookahead, patience, dtype, threads) as engine:
+        writing = engine.stream(text, **options)
+        for piece in writing:
+            if not json:
+                print(piece, end="", flush=True)
+        done = writing.completion
+    if json:
+        _print_json(text=done.text, algorithm=algorithm, **_figures(done))
+    else:
+        print()
+        print(_summary(algorithm, done), file=sys.stderr)
+
+
+@app.command(epilog="Example: dsi chat --target path/to/model --drafter path/to/small-model")
+def chat(
+    target: Target = "builtin",
+    drafter: Drafter = "builtin",
+    algorithm: OneAlgorithm = "dsi",
+    sp: Sp = 1,
+    lookahead: AutoLookahead = "auto",
+    patience: AutoPatience = "auto",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+) -> None:
+    """Talk with a model, line by line; an empty line or the end of the input ends it."""
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
+    options |= {"top_p": top_p, "min_p": min_p, "seed": seed}
+    messages: list[dict[str, str]] = []
+    with _engine(target, drafter, sp, algorithm, lookahead, patience, dtype, threads) as engine:
+        while line := _line():
+            messages.append({"role": "user", "content": line})
+            writing = engine.stream(engine.text.chat(messages), **options)
+            for piece in writing:
+                print(piece, end="", flush=True)
+            print(flush=True)
+            messages.append({"role": "assistant", "content": writing.completion.text.strip()})
+
+
+@app.command(epilog="Example: dsi compare --repeats 5 --json")
+def compare(
+    target: Target = "builtin",
+    drafter: Drafter = "builtin",
+    algorithm: Algorithm = "nonsi,si,pearl,dsi",
+    prompts: Annotated[Path | None, typer.Option(help="A file with one prompt on each line.")] = None,
+    sp: Sp = 1,
+    lookahead: Annotated[str, typer.Option(help="For pearl and dsi: a number, or auto by Eq. (1).")] = "auto",
+    si_lookaheads: Annotated[str, typer.Option(help="Blocks that si tries; its best is shown.")] = "3,5,8,12",
+    patience: AutoPatience = "auto",
+    max_new_tokens: MaxNewTokens = 96,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(help="Times that each prompt is run under each algorithm.")] = 3,
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal."""
+    from dsi.measure.compare import compare as measured
+    from dsi.measure.compare import contenders
+
+    names = contenders(_algorithms(algorithm), _numbers("si lookaheads", si_lookaheads, 1))
+    texts = _prompts(prompts)
+    if repeats < 1:
+        raise ValueError(f"repeats {repeats}: must be at least 1")
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+    }
+    with (
+        _engine(target, drafter, sp, "dsi", lookahead, patience, dtype, threads) as engine,
+        _progress("texts", len(names) * len(texts) * repeats) as advance,
+    ):
+        rows = measured(engine, names, texts, repeats, options, advance)
+    _print_comparison(rows, json)
+
+
 @app.command(epilog="Example: dsi plan --target-ms 20 --drafter-ms 1 --gpus 7 --target-gpus 2")
 def plan(
     target_ms: TargetMs,
@@ -254,6 +392,106 @@ def table1(json: Json = False) -> None:
 
 def _beside(ours: int, published: int) -> str:
     return f"{ours} ({published})" + ("" if ours == published else "  DIFFERS")
+
+
+def _engine(
+    target: str,
+    drafter: str,
+    sp: int,
+    algorithm: str,
+    lookahead: str,
+    patience: str,
+    dtype: str,
+    threads: int | None,
+) -> Engine:
+    """Loading takes seconds: said on a terminal, and gone when it is done."""
+    from rich.console import Console
+
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"dtype {dtype!r}: must be float32 or bfloat16")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads {threads}: must be at least 1")
+    with Console(stderr=True).status(f"loading {target} and {drafter}"):
+        from dsi.speech import Engine
+
+        return Engine.load(
+            target,
+            drafter,
+            sp=sp,
+            algorithm=algorithm,
+            lookahead=lookahead,
+            patience=patience,
+            dtype=dtype,
+            threads=threads,
+        )
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if prompt is not None and file is not None:
+        raise ValueError("a prompt and a file: give one of them")
+    if file is not None:
+        return file.read_text()
+    return sys.stdin.read() if prompt is None else prompt
+
+
+def _prompts(file: Path | None) -> list[str]:
+    from dsi.measure.compare import PROMPTS
+
+    lines = PROMPTS if file is None else [line for line in file.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{file}: has no prompt in it")
+    return list(lines)
+
+
+def _line() -> str:
+    """What the user says next; nothing at the end of the input."""
+    try:
+        return input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return ""
+
+
+def _figures(done: Completion) -> dict[str, Any]:
+    return {
+        "label": "measured",
+        "tokens": len(done.tokens),
+        "prompt_tokens": len(done.prompt),
+        "finish_reason": done.finish_reason,
+        "seconds": done.elapsed,
+        "ttft_seconds": done.ttft,
+        "tpot_seconds": done.tpot,
+        "tokens_per_second": len(done.tokens) / done.elapsed,
+        "target_forwards": done.tally.forwards,
+        "drafted": done.tally.drafted,
+        "accepted": done.tally.accepted,
+    }
+
+
+def _summary(algorithm: str, done: Completion) -> str:
+    figures = _figures(done)
+    return (
+        f"{algorithm}: {figures['tokens']} tokens in {figures['seconds']:.2f} s, "
+        f"{figures['tokens_per_second']:.1f} tokens/s, {figures['accepted']} of them guessed, "
+        f"{figures['target_forwards']} target forwards (measured)"
+    )
+
+
+def _print_comparison(rows: list[Row], json: bool) -> None:
+    if json:
+        _print_json(label="measured", results=[row.json() for row in rows], equal=True)
+        return
+    columns = [
+        {
+            "tokens per second": f"{row.tokens_per_second:.1f}",
+            "  quartiles": f"{row.low:.1f} to {row.high:.1f}",
+            **{f"speed over {other.name}": f"{row.over(other):.2f}" for other in rows[:-1]},
+            "target forwards": f"{row.forwards:.1f}",
+            "drafts wasted": f"{row.wasted:.1f}",
+        }
+        for row in rows
+    ]
+    _print_columns([row.name for row in rows], columns)
+    print(f"measured: {rows[0].runs} texts each, all equal; ratios are medians within a prompt and repeat")
 
 
 def _algorithms(text: str) -> list[str]:
@@ -353,9 +591,7 @@ def _print_results(results: list[Result], json: bool) -> None:
         else:
             _print_json(label=results[0].label, results=documents, speedups=_speedups(results))
         return
-    columns = [_column(result, results) for result in results]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    _print_table(["", *(result.title for result in results)], rows)
+    _print_columns([result.title for result in results], [_column(result, results) for result in results])
     first = results[0]
     print(
         f"{first.label}: means of {first.repeats} runs of {first.tokens} tokens, ± 95% confidence; "
@@ -427,6 +663,12 @@ def _print_timelines(records: list[Record], paths: list[Path], json: bool) -> No
     console.print(legend())
     for path in paths:
         print(f"wrote {path}", file=sys.stderr)
+
+
+def _print_columns(titles: list[str], columns: list[dict[str, str]]) -> None:
+    """One column for each algorithm, what is said of it from top to bottom."""
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    _print_table(["", *titles], rows)
 
 
 def _print_table(heads: list[str], rows: list[list[str]]) -> None:

@@ -54,7 +54,7 @@ class Run:
         return Completion(tuple(self.tokens), reason, tuple(self.times), self.generation.tally)
 
 
-class Engine:
+class Loop:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._ids = count()
@@ -70,12 +70,12 @@ class Engine:
             ids=self._ids,
         )
         run = Run(generation, self.fleet.now())
-        self._follow(run, generation.start())
+        self._obey(run, generation.start())
         return run
 
     def cancel(self, run: Run) -> None:
         """Nobody wants this text any longer."""
-        self._follow(run, run.generation.stop())
+        self._obey(run, run.generation.stop())
 
     def step(self) -> tuple[Run, Tokens] | None:
         """Take one event; returns the request it belongs to and the tokens it made certain."""
@@ -88,12 +88,18 @@ class Engine:
         step = run.generation.handle(event)
         if event.id not in run.generation.open:
             self._owners.pop(event.id, None)
-        self._follow(run, step)
+        self._obey(run, step)
         return run, step.emit
 
-    def stream(self, request: Request) -> Iterator[Tokens]:
+    def tokens(self, request: Request) -> Iterator[Tokens]:
         """The tokens of one request, as they become certain."""
-        run, seen = self.submit(request), 0
+        run = self.submit(request)
+        yield from self.follow(run)
+        run.completion()
+
+    def follow(self, run: Run) -> Iterator[Tokens]:
+        """The tokens of a request under way; one that is not read to its end is cancelled."""
+        seen = 0
         try:
             while not run.done:
                 self.step()  # which may be another request's
@@ -102,7 +108,6 @@ class Engine:
                     yield tuple(fresh)
             if len(run.tokens) > seen:
                 yield tuple(run.tokens[seen:])
-            run.completion()
         finally:
             if not run.done:
                 self.cancel(run)
@@ -114,7 +119,7 @@ class Engine:
             self.step()
         return [run.completion() for run in runs]
 
-    def _follow(self, run: Run, step: Step) -> None:
+    def _obey(self, run: Run, step: Step) -> None:
         for id in step.cancel:
             self._owners.pop(id, None)
             self.fleet.cancel(id)

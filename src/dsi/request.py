@@ -29,7 +29,19 @@ class Completion:
     finish_reason: str
     times: tuple[Time, ...] = field(repr=False)  # when each token became certain
     tally: Tally
+    text: str = ""  # where the engine speaks text
+    prompt: Tokens = field(default=(), repr=False)
 
     @property
     def elapsed(self) -> Time:
         return self.times[-1] if self.times else 0
+
+    @property
+    def ttft(self) -> Time:
+        """From the request to its first token."""
+        return self.times[0] if self.times else 0
+
+    @property
+    def tpot(self) -> Time:
+        """The time per token after the first."""
+        return (self.elapsed - self.ttft) / (len(self.times) - 1) if len(self.times) > 1 else 0

@@ -9,7 +9,7 @@ from dsi.core.context import Context, Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Engine, Fleet, FleetError
+from dsi.engine import Fleet, FleetError, Loop
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
@@ -215,7 +215,7 @@ def test_a_new_root_is_answered_before_what_waited_for_the_same_server(make: Mak
 
 def test_the_log_has_one_forward_at_a_time_on_each_server(make: Make) -> None:
     log: list[Span] = []
-    Engine(make(servers(targets=3), log=log)).run(Request((1, 2, 3), 30, distributed(2)))
+    Loop(make(servers(targets=3), log=log)).run(Request((1, 2, 3), 30, distributed(2)))
     assert {span.kind for span in log} == {"draft", "verify", "warm"}
     for name in {span.server for span in log}:
         mine = sorted((span.start, span.end) for span in log if span.server == name)
@@ -230,7 +230,7 @@ def test_the_text_is_the_targets_own(
     make: Make, policy: Policy, sampling: Sampling, options: dict[str, object]
 ) -> None:
     fleet = make(servers(targets=3), **options)
-    [done] = Engine(fleet).run(Request((1, 2, 3), 25, policy, sampling))
+    [done] = Loop(fleet).run(Request((1, 2, 3), 25, policy, sampling))
     assert done.tokens == alone(25, sampling)
 
 
@@ -239,7 +239,7 @@ def test_the_text_survives_the_loss_of_all_but_one_target(make: Make, policy: Po
     fleet = make(servers(targets=3))
     text: list[int] = []
     deaths = {"target-1": 10, "drafter": 20, "target-2": 30}
-    for tokens in Engine(fleet).stream(Request((1, 2, 3), 40, policy)):
+    for tokens in Loop(fleet).tokens(Request((1, 2, 3), 40, policy)):
         text += tokens
         for name in [name for name, at in deaths.items() if len(text) >= at]:
             del deaths[name]
@@ -250,7 +250,7 @@ def test_the_text_survives_the_loss_of_all_but_one_target(make: Make, policy: Po
 
 def test_losing_the_last_target_is_a_clear_error(make: Make) -> None:
     fleet = make(servers(targets=1))
-    stream = Engine(fleet).stream(Request((1, 2, 3), 40, distributed(2)))
+    stream = Loop(fleet).tokens(Request((1, 2, 3), 40, distributed(2)))
     next(stream)
     fleet.kill("target-1")
     with pytest.raises(FleetError, match="no target server is left"):

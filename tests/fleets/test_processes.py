@@ -13,7 +13,7 @@ import pytest
 from dsi.core.context import Context
 from dsi.core.messages import Failed, Verified, Verify
 from dsi.core.policies import autoregressive, distributed
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.fleets.processes import RESTARTS, ProcessFleet
 from dsi.fleets.work import Server
 from dsi.measure.settings import Setting
@@ -29,7 +29,7 @@ def fleet() -> ProcessFleet:
 
 
 def alone() -> tuple[int, ...]:
-    [done] = Engine(SETTING.simulated(3)).run(Request((1, 2, 3), 40, autoregressive()))
+    [done] = Loop(SETTING.simulated(3)).run(Request((1, 2, 3), 40, autoregressive()))
     return done.tokens
 
 
@@ -49,7 +49,7 @@ def test_a_process_that_dies_is_noticed_and_started_again() -> None:
     at = fleet()
     text: list[int] = []
     killed = False
-    for tokens in Engine(at).stream(REQUEST):
+    for tokens in Loop(at).tokens(REQUEST):
         text += tokens
         if len(text) > 10 and not killed:
             killed = True
@@ -81,7 +81,7 @@ def test_a_server_that_keeps_dying_is_given_up() -> None:
 
 def test_closing_leaves_no_process_behind() -> None:
     at = fleet()
-    Engine(at).submit(REQUEST)
+    Loop(at).submit(REQUEST)
     running = pids(at)
     at.close()
     assert all(gone(pid) for pid in running)
@@ -91,9 +91,9 @@ SCRIPT = """
     import os, sys, time
     sys.path.insert(0, {here!r})
     from test_processes import REQUEST, fleet, pids
-    from dsi.engine import Engine
+    from dsi.engine import Loop
     at = fleet()
-    Engine(at).submit(REQUEST)
+    Loop(at).submit(REQUEST)
     print(*pids(at), flush=True)
     {ending}
 """

@@ -7,7 +7,7 @@ import pytest
 from dsi.core.context import Context
 from dsi.core.messages import Draft, Job, Verify
 from dsi.core.policies import autoregressive, distributed
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.work import Server
 from dsi.measure.settings import Setting
@@ -110,7 +110,7 @@ def test_a_prompt_is_read_once_by_each_server() -> None:
 def test_while_one_target_answers_the_others_read_the_prompt() -> None:
     """The second verification begins while the first still reads, and pays for no prompt of its own."""
     at = fleet(2, Latency(tpot=8, ttft=100))
-    [done] = Engine(at).run(Request((1, 2, 3), 3, distributed(1)))
+    [done] = Loop(at).run(Request((1, 2, 3), 3, distributed(1)))
     # The first answer takes 100. Reading alone took the other server 92, so its answer comes with it.
     assert done.times == (100, 100, 108)
 
@@ -126,7 +126,7 @@ def test_what_other_servers_verified_is_new_to_this_one() -> None:
 
 def test_jitter_is_the_same_for_the_same_seed() -> None:
     def run() -> tuple[Time, ...]:
-        [done] = Engine(fleet(2, Latency(8.0, jitter=0.3))).run(Request((1, 2, 3), 20, distributed(2)))
+        [done] = Loop(fleet(2, Latency(8.0, jitter=0.3))).run(Request((1, 2, 3), 20, distributed(2)))
         return done.times
 
     assert run() == run()
@@ -136,7 +136,7 @@ def test_jitter_is_the_same_for_the_same_seed() -> None:
 def test_forwards_can_be_made_to_fail() -> None:
     doomed = {2, 3}
     at = fleet(1, fails=lambda job: job.id in doomed)
-    [done] = Engine(at).run(Request((1, 2, 3), 4, autoregressive()))
+    [done] = Loop(at).run(Request((1, 2, 3), 4, autoregressive()))
     assert (done.tally.failed, done.elapsed) == (2, 8 * 6)
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dsi.core.policies import distributed
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.fleets.threads import ThreadFleet, Wish, on_time, timer_lateness
 from dsi.measure.settings import Setting
 from dsi.request import Request
@@ -17,14 +17,14 @@ def test_closing_leaves_no_thread_behind() -> None:
     before = set(threading.enumerate())
     fleet = setting.waited(seed=0)
     assert len(set(threading.enumerate()) - before) == 4
-    Engine(fleet).run(Request((1,), 10, distributed(2)))
+    Loop(fleet).run(Request((1,), 10, distributed(2)))
     fleet.close()
     assert set(threading.enumerate()) - before == set()
 
 
 def test_closing_does_not_wait_for_long_forwards() -> None:
     fleet = Setting(60_000.0, 60_000.0, 0.8, sp=2, tokens=10).waited(seed=0)
-    Engine(fleet).submit(Request((1,), 10, distributed(1)))
+    Loop(fleet).submit(Request((1,), 10, distributed(1)))
     began = time.perf_counter()
     fleet.close()
     assert time.perf_counter() - began < 4

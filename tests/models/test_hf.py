@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dsi.core.messages import Sampling
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.work import Server
 from dsi.models.backend import Ask, Cancelled, Never, Speaker
@@ -89,7 +89,7 @@ def test_every_algorithm_writes_what_transformers_writes(model: Any, sp: int) ->
     expected = generated(model, 40)
     drafter = noisy(model, 0.1)
     for policy in (autoregressive(), speculative(4), pearl(4), distributed(2), distributed(3, patience=2)):
-        [done] = Engine(fleet(model, drafter, sp)).run(Request(PROMPT, 40, policy))
+        [done] = Loop(fleet(model, drafter, sp)).run(Request(PROMPT, 40, policy))
         assert done.tokens == expected
 
 
@@ -97,7 +97,7 @@ def test_a_seed_gives_one_text_at_any_temperature(model: Any) -> None:
     drafter = noisy(model, 0.1)
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=4)
     texts = {
-        Engine(fleet(model, drafter, sp)).run(Request(PROMPT, 30, policy, sampling))[0].tokens
+        Loop(fleet(model, drafter, sp)).run(Request(PROMPT, 30, policy, sampling))[0].tokens
         for sp in (1, 2, 3)
         for policy in (autoregressive(), speculative(4), pearl(4), distributed(2))
     }

@@ -57,14 +57,14 @@ class SharedFlag:
 
 
 def serve(
-    server: Server, wire: Connection, unwanted: Any, cores: Sequence[int], prepare: Callable[[], None]
+    server: Server, wire: Connection, unwanted: Any, cores: Sequence[int], prepare: Callable[[Server], None]
 ) -> None:
     """The life of a server process."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
     if cores:
         os.sched_setaffinity(0, cores)
-    prepare()
+    prepare(server)
     receiver = Receiver()
     while True:
         try:
@@ -102,7 +102,7 @@ def _die_with_parent() -> None:
 class Seat:
     """A server in its process, and this end of its wire."""
 
-    def __init__(self, server: Server, cores: Sequence[int], prepare: Callable[[], None]) -> None:
+    def __init__(self, server: Server, cores: Sequence[int], prepare: Callable[[Server], None]) -> None:
         self.server = server
         self.wire, theirs = FORK.Pipe()
         self.unwanted = FORK.RawValue("q", NOTHING)
@@ -132,7 +132,7 @@ class ProcessFleet:
         servers: Iterable[Server],
         *,
         cores: Mapping[str, Sequence[int]] | None = None,
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[Server], None] = lambda _: None,
         restart: bool = True,
         log: list[Span] | None = None,
     ) -> None:

@@ -9,7 +9,7 @@ from math import inf
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Engine
+from dsi.engine import Loop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
@@ -117,7 +117,7 @@ class Setting:
         log: list[Span] = []
         fleet = self.waited(seed, log) if waited else self.simulated(seed, log)
         try:
-            [done] = Engine(fleet).run(Request(PROMPT, self.tokens, self.policy(algorithm)))
+            [done] = Loop(fleet).run(Request(PROMPT, self.tokens, self.policy(algorithm)))
         finally:
             fleet.close()
         return Outcome(done, dict(fleet.busy), log, SECOND if waited else 1)

@@ -6,6 +6,7 @@ forward looks at its flag before every layer, so that one that nobody wants any 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from dsi.models.backend import NEVER, Cancelled, Flag
 
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what could be a name on the hub
 SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
 
 
@@ -152,8 +154,7 @@ def _layers(model: Any) -> nn.ModuleList:
 
 def load(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
     """The model of a local folder or of the hub."""
-    path = Path(folder)
-    if not path.is_dir() and (path.is_absolute() or str(folder).startswith(".") or path.exists()):
+    if not Path(folder).is_dir() and not HUB_NAME.fullmatch(str(folder)):
         raise ValueError(f"{folder}: there is no such model folder")
     try:
         config = AutoConfig.from_pretrained(folder)

@@ -1,0 +1,135 @@
+"""From names of models to a running engine: load, place, measure, choose a lookahead."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer
+
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.work import Server
+from dsi.models.backend import Speaker
+from dsi.models.hf import Transformer, load
+from dsi.models.text import Text
+from dsi.planner import best_si_lookahead, minimal_lookahead
+
+BUILTIN = "builtin"
+TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first guess for any other
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Measured at start: one forward over one new token, in milliseconds."""
+
+    target_ms: float
+    drafter_ms: float
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """All that an engine needs to speak."""
+
+    fleet: ProcessFleet
+    text: Text
+    context: int
+    sp: int
+    pace: Pace
+
+    def lookahead(self, algorithm: str) -> int:
+        """Eq. (1) for DSI, the best block for SI, as long as a verification for PEARL."""
+        target, drafter = self.pace.target_ms, self.pace.drafter_ms
+        if algorithm == "si":
+            return best_si_lookahead(target, drafter, TYPICAL_ACCEPTANCE)
+        return minimal_lookahead(target, drafter, self.sp if algorithm == "dsi" else 1)
+
+    def patience(self) -> int:
+        """Enough guesses to make a forward worth its while: half of what SI would verify at once."""
+        return -(-self.lookahead("si") // 2) if self.sp == 1 else 2
+
+    def horizon(self, lookahead: int) -> int:
+        """One block for each target and one more: further ahead, a drafter takes more than it gives."""
+        return (self.sp + 1) * lookahead
+
+
+def folder(name: str, role: str) -> str:
+    """`builtin` is the pair that comes with the package."""
+    return str(files("dsi") / "pair" / role) if name == BUILTIN else name
+
+
+def load_pair(
+    target: str, drafter: str, sp: int, dtype: str = "float32", threads: int | None = None
+) -> Loaded:
+    if sp < 1:
+        raise ValueError(f"SP degree {sp}: must be at least 1")
+    quiet()
+    torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
+    models = {TARGET: load(folder(target, TARGET), dtype), DRAFTER: load(folder(drafter, DRAFTER), dtype)}
+    text = tokenizer(folder(target, TARGET), models[TARGET])
+    check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), models[DRAFTER]), target, drafter)
+    backends = {role: Transformer(model) for role, model in models.items()}
+    pace = Pace(*(forward_ms(backends[role]) for role in (TARGET, DRAFTER)))
+    names = [f"{TARGET}-{i}" for i in range(1, sp + 1)]
+    servers = [Server(name, TARGET, Speaker(backends[TARGET])) for name in names]
+    servers.append(Server(DRAFTER, DRAFTER, Speaker(backends[DRAFTER])))
+    cores = place(names, sorted(os.sched_getaffinity(0)))
+    counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
+    fleet = ProcessFleet(
+        servers,
+        cores={} if threads else cores,
+        prepare=lambda server: torch.set_num_threads(counts[server.name]),
+    )
+    context = min((backend.context for backend in backends.values() if backend.context), default=0)
+    return Loaded(fleet, text, context, sp, pace)
+
+
+def place(targets: Sequence[str], cores: Sequence[int]) -> dict[str, list[int]]:
+    """The last core is the drafter's; the others go to the targets in turn."""
+    if len(cores) == 1:
+        return {name: list(cores) for name in (*targets, DRAFTER)}
+    rest = cores[:-1]
+    placed = {name: list(rest[i :: len(targets)]) or [rest[i % len(rest)]] for i, name in enumerate(targets)}
+    return placed | {DRAFTER: [cores[-1]]}
+
+
+def tokenizer(name: str, model: Any) -> Text:
+    try:
+        found = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise ValueError(f"{name}: has no tokenizer that can be loaded") from error
+    ends = model.generation_config.eos_token_id
+    return Text(found, [] if ends is None else ends if isinstance(ends, list) else [ends])
+
+
+def check_vocabulary(target: Text, drafter: Text, *names: str) -> None:
+    if not target.same_vocabulary(drafter):
+        sizes = [len(text.tokenizer.get_vocab()) for text in (target, drafter)]
+        raise ValueError(
+            f"the drafter {names[1]} has another vocabulary ({sizes[1]} tokens) than the target {names[0]} "
+            f"({sizes[0]} tokens)"
+        )
+
+
+def forward_ms(backend: Transformer, repeats: int = 5) -> float:
+    """A forward over one new token; the cache it leaves is gone with the next text."""
+    tokens, times = [1] * 16, []
+    backend.forward(tokens, len(tokens))
+    for _ in range(repeats):
+        tokens.append(1)
+        began = time.perf_counter()
+        backend.forward(tokens, len(tokens))
+        times.append(time.perf_counter() - began)
+    return 1000 * median(times)
+
+
+def quiet() -> None:
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()

@@ -1,0 +1,158 @@
+"""The engine for people: text in, text out, with models by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from dsi.core.context import Tokens
+from dsi.core.generation import Policy
+from dsi.core.messages import Sampling
+from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.engine import Loop
+from dsi.models.text import Detokenizer, Stops
+from dsi.request import Completion, Request
+
+if TYPE_CHECKING:
+    from dsi.loading import Loaded
+
+ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
+
+
+class Writing:
+    """A text being written: iterate over its pieces; `completion` is there when it has ended."""
+
+    def __init__(self, engine: Engine, request: Request, stops: Sequence[str]) -> None:
+        self._engine, self._request = engine, request
+        self._stops = Stops(stops)
+        self._run = engine.submit(request)
+        self._pieces: list[str] = []
+
+    def __iter__(self) -> Iterator[str]:
+        detokenizer = Detokenizer(self._engine.text, self._request.prompt)
+        for tokens in self._engine.follow(self._run):
+            yield from self._show(self._stops.push(detokenizer.push(tokens)))
+            if self._stops.stopped:
+                self._engine.cancel(self._run)
+                return
+        yield from self._show(self._stops.push(detokenizer.finish()))
+        if not self._stops.stopped:
+            yield from self._show(self._stops.finish())
+
+    def _show(self, piece: str) -> Iterator[str]:
+        if piece:
+            self._pieces.append(piece)
+            yield piece
+
+    @property
+    def completion(self) -> Completion:
+        done = self._run.completion()
+        reason = "stop" if self._stops.stopped else done.finish_reason
+        return replace(done, finish_reason=reason, text="".join(self._pieces), prompt=self._request.prompt)
+
+
+class Engine(Loop, AbstractContextManager["Engine"]):
+    """`Engine.load(...)` starts one; close it, or use it in a `with` block, to stop its processes."""
+
+    def __init__(self, loaded: Loaded, algorithm: str, lookahead: int | None, patience: int | None) -> None:
+        super().__init__(loaded.fleet)
+        self.text = loaded.text
+        self.loaded = loaded
+        self._algorithm, self._lookahead, self._patience = algorithm, lookahead, patience
+
+    @classmethod
+    def load(
+        cls,
+        target: str = "builtin",
+        drafter: str = "builtin",
+        *,
+        sp: int = 1,
+        algorithm: str = "dsi",
+        lookahead: int | str = "auto",
+        patience: int | str = "auto",
+        dtype: str = "float32",
+        threads: int | None = None,
+    ) -> Self:
+        """Load both models and start a process for each server; `auto` measures and applies Eq. (1)."""
+        from dsi.loading import load_pair
+
+        check_algorithm(algorithm)
+        numbers = [whole("lookahead", lookahead, 1), whole("patience", patience, 0)]
+        return cls(load_pair(target, drafter, sp, dtype, threads), algorithm, *numbers)
+
+    def generate(self, prompt: str | Tokens, **options: Any) -> Completion:
+        """Write a text to its end. The options are those of `stream`."""
+        writing = self.stream(prompt, **options)
+        for _ in writing:
+            pass
+        return writing.completion
+
+    def stream(
+        self,
+        prompt: str | Tokens,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: str | Sequence[str] = (),
+        algorithm: str | None = None,
+        lookahead: int | None = None,
+        patience: int | None = None,
+    ) -> Writing:
+        """Begin to write; iterate over the result for the text as it becomes certain."""
+        tokens = self.text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        request = Request(
+            tokens,
+            self._room(tokens, max_new_tokens),
+            self.policy(algorithm or self._algorithm, lookahead, patience),
+            Sampling(temperature, top_k, top_p, min_p, seed),
+            self.text.ends,
+        )
+        return Writing(self, request, [stop] if isinstance(stop, str) else stop)
+
+    def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
+        if check_algorithm(algorithm) == "nonsi":
+            return autoregressive()
+        block = lookahead or self._lookahead or self.loaded.lookahead(algorithm)
+        if algorithm == "dsi":
+            asked = self._patience if patience is None else patience
+            waits = self.loaded.patience() if asked is None else asked
+            return distributed(block, patience=waits, horizon=self.loaded.horizon(block))
+        return speculative(block) if algorithm == "si" else pearl(block)
+
+    def _room(self, prompt: Tokens, wanted: int) -> int:
+        """No more tokens than the context has room for."""
+        context = self.loaded.context
+        if context and len(prompt) >= context:
+            raise ValueError(f"a prompt of {len(prompt)} tokens: the models' context is {context}")
+        return min(wanted, context - len(prompt)) if context else wanted
+
+    def close(self) -> None:
+        self.fleet.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def check_algorithm(name: str) -> str:
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(ALGORITHMS)}")
+    return name
+
+
+def whole(name: str, value: int | str, least: int) -> int | None:
+    """A number, or None for `auto`."""
+    if value == "auto":
+        return None
+    try:
+        number = int(value)
+    except ValueError:
+        raise ValueError(f"{name} {value!r}: must be a whole number or auto") from None
+    if number < least:
+        raise ValueError(f"{name} {number}: must be at least {least}")
+    return number
