@@ -13,6 +13,8 @@ setup: .venv/installed
 	touch $@
 
 demo: setup
+	$(BIN)/dsi generate "Once upon a time" --max-new-tokens 160
+	$(BIN)/dsi compare --repeats 2 --max-new-tokens 64
 	$(BIN)/dsi simulate --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 50 --repeats 100
 	$(BIN)/dsi timeline --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 20 --seed 3
 
@@ -27,6 +29,7 @@ test: lint
 bench: setup
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/threads.py
+	$(BIN)/python benchmarks/pair_cpu.py
 	$(BIN)/python benchmarks/stale.py
 
 clean:
