@@ -21,10 +21,10 @@ MAY_USE = {
     "engine": {"core", "models", "request"},
     "loading": {"core", "fleets", "models", "planner"},
     "speech": {"core", "engine", "loading", "models", "request"},
-    "measure": {"core", "engine", "fleets", "models", "planner", "request"},
+    "measure": {"core", "engine", "fleets", "models", "planner", "request", "speech"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot"},
-    "cli": {"engine", "measure", "speech", "paper", "planner", "plot"},
+    "cli": {"engine", "measure", "request", "speech", "paper", "planner", "plot"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -40,7 +40,7 @@ def test_a_command_prints_what_is_shown(command: str, shown: list[str]) -> None:
 
 
 def test_there_are_commands_to_check() -> None:
-    assert len({command.split()[1] for command, _ in commands()}) == 4
+    assert len({command.split()[1] for command, _ in commands()}) == 6
 
 
 @pytest.mark.parametrize("code", list(blocks("python")))

@@ -130,11 +130,23 @@ def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"another vocabulary \(4097 tokens\) than the target builtin \(4096"
     ):
-        load_pair("builtin", str(tmp_path), sp=1)
+        load_pair("builtin", [str(tmp_path)], sp=1)
 
 
 def test_servers_are_placed_on_cores_of_their_own() -> None:
-    assert place(["a"], [0, 1]) == {"a": [0], "drafter": [1]}
-    assert place(["a", "b"], [0, 1, 2, 3, 4]) == {"a": [0, 2], "b": [1, 3], "drafter": [4]}
-    assert place(["a", "b", "c"], [0, 1]) == {"a": [0], "b": [0], "c": [0], "drafter": [1]}
-    assert place(["a"], [7]) == {"a": [7], "drafter": [7]}
+    assert place(["a"], ["d"], [0, 1]) == {"a": [0], "d": [1]}
+    assert place(["a", "b"], ["d", "e"], [0, 1, 2, 3, 4]) == {"a": [0, 2], "b": [1, 3], "d": [4], "e": [4]}
+    assert place(["a", "b", "c"], ["d"], [0, 1]) == {"a": [0], "b": [0], "c": [0], "d": [1]}
+    assert place(["a"], ["d"], [7]) == {"a": [7], "d": [7]}
+
+
+@pytest.mark.parametrize("drafter", ["ngram", ["builtin", "ngram"]])
+def test_a_drafter_without_a_model_changes_no_text(
+    drafter: str | list[str], expected: dict[str, str]
+) -> None:
+    with Engine.load(drafter=drafter) as engine:
+        for algorithm in ("si", "dsi"):
+            assert (
+                engine.generate(PROMPTS[0], max_new_tokens=60, algorithm=algorithm).text
+                == expected[PROMPTS[0]]
+            )

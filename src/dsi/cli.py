@@ -61,7 +61,10 @@ Contention = Annotated[
     float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
 ]
 Target = Annotated[str, typer.Option(help="A model folder, a name on the hub, or builtin.")]
-Drafter = Annotated[str, typer.Option(help="A smaller model of the same vocabulary, likewise.")]
+Drafter = Annotated[
+    list[str] | None,
+    typer.Option(help="A smaller model of the same vocabulary, likewise, or ngram; dsi can use several."),
+]
 OneAlgorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; the text is the same.")]
 AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
 AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
@@ -224,7 +227,7 @@ def generate(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     target: Target = "builtin",
-    drafter: Drafter = "builtin",
+    drafter: Drafter = None,
     algorithm: OneAlgorithm = "dsi",
     sp: Sp = 1,
     lookahead: AutoLookahead = "auto",
@@ -267,7 +270,7 @@ def generate(
 @app.command(epilog="Example: dsi chat --target path/to/model --drafter path/to/small-model")
 def chat(
     target: Target = "builtin",
-    drafter: Drafter = "builtin",
+    drafter: Drafter = None,
     algorithm: OneAlgorithm = "dsi",
     sp: Sp = 1,
     lookahead: AutoLookahead = "auto",
@@ -298,7 +301,7 @@ def chat(
 @app.command(epilog="Example: dsi compare --repeats 5 --json")
 def compare(
     target: Target = "builtin",
-    drafter: Drafter = "builtin",
+    drafter: Drafter = None,
     algorithm: Algorithm = "nonsi,si,pearl,dsi",
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt on each line.")] = None,
     sp: Sp = 1,
@@ -396,7 +399,7 @@ def _beside(ours: int, published: int) -> str:
 
 def _engine(
     target: str,
-    drafter: str,
+    drafters: list[str] | None,
     sp: int,
     algorithm: str,
     lookahead: str,
@@ -411,12 +414,13 @@ def _engine(
         raise ValueError(f"dtype {dtype!r}: must be float32 or bfloat16")
     if threads is not None and threads < 1:
         raise ValueError(f"threads {threads}: must be at least 1")
-    with Console(stderr=True).status(f"loading {target} and {drafter}"):
+    drafters = drafters or ["builtin"]
+    with Console(stderr=True).status(f"loading {target} and {', '.join(drafters)}"):
         from dsi.speech import Engine
 
         return Engine.load(
             target,
-            drafter,
+            drafters,
             sp=sp,
             algorithm=algorithm,
             lookahead=lookahead,

@@ -17,12 +17,14 @@ from transformers import AutoTokenizer
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.work import Server
-from dsi.models.backend import Speaker
+from dsi.models.backend import Model, Speaker
 from dsi.models.hf import Transformer, load
+from dsi.models.ngram import NGram
 from dsi.models.text import Text
 from dsi.planner import best_si_lookahead, minimal_lookahead
 
-BUILTIN = "builtin"
+BUILTIN, NGRAM = "builtin", "ngram"
+LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to cost, wire and all
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first guess for any other
 
 
@@ -43,6 +45,7 @@ class Loaded:
     context: int
     sp: int
     pace: Pace
+    drafters: tuple[str, ...] = (DRAFTER,)  # their servers, the first one first
 
     def lookahead(self, algorithm: str) -> int:
         """Eq. (1) for DSI, the best block for SI, as long as a verification for PEARL."""
@@ -66,38 +69,50 @@ def folder(name: str, role: str) -> str:
 
 
 def load_pair(
-    target: str, drafter: str, sp: int, dtype: str = "float32", threads: int | None = None
+    target: str, drafters: Sequence[str], sp: int, dtype: str = "float32", threads: int | None = None
 ) -> Loaded:
+    """A target, and drafters of the same vocabulary; `ngram` is one that needs no model."""
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
-    models = {TARGET: load(folder(target, TARGET), dtype), DRAFTER: load(folder(drafter, DRAFTER), dtype)}
-    text = tokenizer(folder(target, TARGET), models[TARGET])
-    check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), models[DRAFTER]), target, drafter)
-    backends = {role: Transformer(model) for role, model in models.items()}
-    pace = Pace(*(forward_ms(backends[role]) for role in (TARGET, DRAFTER)))
-    names = [f"{TARGET}-{i}" for i in range(1, sp + 1)]
-    servers = [Server(name, TARGET, Speaker(backends[TARGET])) for name in names]
-    servers.append(Server(DRAFTER, DRAFTER, Speaker(backends[DRAFTER])))
-    cores = place(names, sorted(os.sched_getaffinity(0)))
+    big = load(folder(target, TARGET), dtype)
+    text = tokenizer(folder(target, TARGET), big)
+    judge = Transformer(big)
+    models = [drafter_model(name, text, target, dtype) for name in drafters]
+    names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(models) + 1))
+    servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(judge)) for i in range(1, sp + 1)]
+    servers += [Server(name, name, model) for name, model in zip(names, models)]
+    small = [model.backend for model in models if isinstance(model, Speaker)]
+    backends = [backend for backend in small if isinstance(backend, Transformer)]
+    slow = forward_ms(judge)
+    pace = Pace(slow, forward_ms(backends[0]) if backends else slow * LOOKUP_SHARE)
+    cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
     fleet = ProcessFleet(
         servers,
         cores={} if threads else cores,
         prepare=lambda server: torch.set_num_threads(counts[server.name]),
     )
-    context = min((backend.context for backend in backends.values() if backend.context), default=0)
-    return Loaded(fleet, text, context, sp, pace)
+    context = min((backend.context for backend in (judge, *backends) if backend.context), default=0)
+    return Loaded(fleet, text, context, sp, pace, names)
 
 
-def place(targets: Sequence[str], cores: Sequence[int]) -> dict[str, list[int]]:
-    """The last core is the drafter's; the others go to the targets in turn."""
+def drafter_model(name: str, text: Text, target: str, dtype: str) -> Model:
+    if name == NGRAM:
+        return NGram()
+    model = load(folder(name, DRAFTER), dtype)
+    check_vocabulary(text, tokenizer(folder(name, DRAFTER), model), target, name)
+    return Speaker(Transformer(model))
+
+
+def place(targets: Sequence[str], drafters: Sequence[str], cores: Sequence[int]) -> dict[str, list[int]]:
+    """The last core is the drafters'; the others go to the targets in turn."""
     if len(cores) == 1:
-        return {name: list(cores) for name in (*targets, DRAFTER)}
+        return {name: list(cores) for name in (*targets, *drafters)}
     rest = cores[:-1]
     placed = {name: list(rest[i :: len(targets)]) or [rest[i % len(rest)]] for i, name in enumerate(targets)}
-    return placed | {DRAFTER: [cores[-1]]}
+    return placed | {name: [cores[-1]] for name in drafters}
 
 
 def tokenizer(name: str, model: Any) -> Text:

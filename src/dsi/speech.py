@@ -66,7 +66,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
     def load(
         cls,
         target: str = "builtin",
-        drafter: str = "builtin",
+        drafter: str | Sequence[str] = "builtin",
         *,
         sp: int = 1,
         algorithm: str = "dsi",
@@ -75,12 +75,16 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         dtype: str = "float32",
         threads: int | None = None,
     ) -> Self:
-        """Load both models and start a process for each server; `auto` measures and applies Eq. (1)."""
+        """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
+
+        Several drafters share one tree under DSI; the other algorithms use the first.
+        """
         from dsi.loading import load_pair
 
         check_algorithm(algorithm)
         numbers = [whole("lookahead", lookahead, 1), whole("patience", patience, 0)]
-        return cls(load_pair(target, drafter, sp, dtype, threads), algorithm, *numbers)
+        drafters = [drafter] if isinstance(drafter, str) else list(drafter)
+        return cls(load_pair(target, drafters, sp, dtype, threads), algorithm, *numbers)
 
     def generate(self, prompt: str | Tokens, **options: Any) -> Completion:
         """Write a text to its end. The options are those of `stream`."""
@@ -122,7 +126,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         if algorithm == "dsi":
             asked = self._patience if patience is None else patience
             waits = self.loaded.patience() if asked is None else asked
-            return distributed(block, patience=waits, horizon=self.loaded.horizon(block))
+            return distributed(block, self.loaded.drafters, waits, self.loaded.horizon(block))
         return speculative(block) if algorithm == "si" else pearl(block)
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
