@@ -5,6 +5,5 @@ import dsi
 with dsi.Engine.load() as engine:
     done = engine.generate("Once upon a time", max_new_tokens=60)
     print("Once upon a time" + done.text)
-    print(
-        f"{len(done.tokens)} tokens, {done.tally.accepted} of them guessed, {done.tally.forwards} target forwards"
-    )
+    guessed, forwards = done.tally.accepted, done.tally.forwards
+    print(f"{len(done.tokens)} tokens, {guessed} of them guessed, in {forwards} target forwards")

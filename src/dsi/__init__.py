@@ -1,6 +1,35 @@
 """Distributed speculative inference: lossless decoding that never takes turns."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsi.core.messages import Sampling as Sampling
+    from dsi.core.policies import (
+        autoregressive as autoregressive,
+    )
+    from dsi.core.policies import (
+        distributed as distributed,
+    )
+    from dsi.core.policies import (
+        pearl as pearl,
+    )
+    from dsi.core.policies import (
+        speculative as speculative,
+    )
+    from dsi.engine import FleetError as FleetError
+    from dsi.engine import Loop as Loop
+    from dsi.fleets.simulated import SimulatedFleet as SimulatedFleet
+    from dsi.fleets.threads import ThreadFleet as ThreadFleet
+    from dsi.fleets.work import Server as Server
+    from dsi.models.toy import ToyDrafter as ToyDrafter
+    from dsi.models.toy import ToyTarget as ToyTarget
+    from dsi.models.wait import Latency as Latency
+    from dsi.models.wait import Wait as Wait
+    from dsi.planner import plan as plan
+    from dsi.request import Completion as Completion
+    from dsi.request import Request as Request
+    from dsi.speech import Engine as Engine
 
 __version__ = "0.1.0"
 
