@@ -11,7 +11,7 @@ train | redraft)
   rm -rf $build/pair && mkdir -p $build/pair
   [ "$1" = redraft ] && target=(--target ../../src/dsi/pair/target) || target=()
   python3 train.py $build $build/pair "${target[@]}" --target-seconds "${TARGET_SECONDS:-230}" \
-    --writing-seconds "${WRITING_SECONDS:-60}" --drafter-seconds "${DRAFTER_SECONDS:-200}"
+    --writing-seconds "${WRITING_SECONDS:-75}" --drafter-seconds "${DRAFTER_SECONDS:-260}"
   # Few files, so that they travel: the weights, and everything else in one archive.
   (cd $build/pair && for model in */; do
     for file in "$model"*.safetensors; do cp "$file" "$2/${model%/}-$(basename "$file")"; done
