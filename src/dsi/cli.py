@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from dsi import show
+
 if TYPE_CHECKING:
-    from dsi.measure.compare import Row
     from dsi.measure.records import Record
     from dsi.measure.settings import Setting
-    from dsi.measure.simulate import Result
-    from dsi.request import Completion
     from dsi.speech import Engine
-
-SERVERS_LISTED = 12
-SILENCE_SECONDS = 2.0
 
 app = typer.Typer(
     help="Distributed speculative inference: lossless decoding that never takes turns.",
@@ -165,9 +159,9 @@ def simulate(
     waits = _numbers("patience", patience, 0)
     setting = _setting(locals(), lookahead=None, patience=0)
     runs = sum(len(choices(setting, name, blocks, waits)) * repeats for name in names)
-    with _progress("runs", runs) as advance:
+    with show.progress("runs", runs) as advance:
         results = [best(setting, name, blocks, waits, repeats, seed, waited, advance) for name in names]
-    _print_results(results, json)
+    show.simulations(results, json)
 
 
 @app.command(
@@ -210,14 +204,14 @@ def timeline(
     names = _algorithms(algorithm)
     paths = [_writable(path) for path in out or []]
     setting = _setting(locals(), lookahead=_one_lookahead(lookahead))
-    with _progress("algorithms", len(names)) as advance:
+    with show.progress("algorithms", len(names)) as advance:
         records = []
         for name in names:
             records.append(record(setting, name, seed, waited))
             advance()
     for path in paths:
         _save(records, path)
-    _print_timelines(records, paths, json)
+    show.timelines(records, paths, json)
 
 
 @app.command(epilog='Example: dsi generate "Once upon a time" --max-new-tokens 200')
@@ -261,10 +255,10 @@ def generate(
                 print(piece, end="", flush=True)
         done = writing.completion
     if json:
-        _print_json(text=done.text, algorithm=algorithm, **_figures(done))
+        show.document(text=done.text, algorithm=algorithm, **show.figures(done))
     else:
         print()
-        print(_summary(algorithm, done), file=sys.stderr)
+        print(show.summary(algorithm, done), file=sys.stderr)
 
 
 @app.command(epilog="Example: dsi chat --target path/to/model --drafter path/to/small-model")
@@ -335,10 +329,10 @@ def compare(
     }
     with (
         _engine(target, drafter, sp, "dsi", lookahead, patience, dtype, threads) as engine,
-        _progress("texts", len(names) * len(texts) * repeats) as advance,
+        show.progress("texts", len(names) * len(texts) * repeats) as advance,
     ):
         rows = measured(engine, names, texts, repeats, options, advance)
-    _print_comparison(rows, json)
+    show.comparison(rows, json)
 
 
 @app.command(epilog="Example: dsi plan --target-ms 20 --drafter-ms 1 --gpus 7 --target-gpus 2")
@@ -355,7 +349,7 @@ def plan(
 
     best = planner.plan(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus)
     if json:
-        _print_json(
+        show.document(
             sp=best.sp,
             lookahead=best.lookahead,
             gpus_used=best.gpus_used,
@@ -382,19 +376,15 @@ def table1(json: Json = False) -> None:
     cells = cells_of()
     equal = sum(cell.equal for cell in cells)
     if json:
-        _print_json(label="simulated", cells=[asdict(cell) for cell in cells], equal=equal)
+        show.document(label="simulated", cells=[asdict(cell) for cell in cells], equal=equal)
         return
     heads = [f"t{i} = {time} target forwards" for i, time in enumerate(TIMES, 1)]
     rows = [
-        [row[0].case, row[0].title, *(_beside(cell.ours, cell.published) for cell in row)]
+        [row[0].case, row[0].title, *(show.beside(cell.ours, cell.published) for cell in row)]
         for row in (cells[i : i + 4] for i in range(0, len(cells), 4))
     ]
-    _print_table(["case", "algorithm", *heads], rows)
+    show.table(["case", "algorithm", *heads], rows)
     print(f"ours (published); {equal} of {len(cells)} cells equal; simulated, in exact fractions")
-
-
-def _beside(ours: int, published: int) -> str:
-    return f"{ours} ({published})" + ("" if ours == published else "  DIFFERS")
 
 
 def _engine(
@@ -455,49 +445,6 @@ def _line() -> str:
         return ""
 
 
-def _figures(done: Completion) -> dict[str, Any]:
-    return {
-        "label": "measured",
-        "tokens": len(done.tokens),
-        "prompt_tokens": len(done.prompt),
-        "finish_reason": done.finish_reason,
-        "seconds": done.elapsed,
-        "ttft_seconds": done.ttft,
-        "tpot_seconds": done.tpot,
-        "tokens_per_second": len(done.tokens) / done.elapsed,
-        "target_forwards": done.tally.forwards,
-        "drafted": done.tally.drafted,
-        "accepted": done.tally.accepted,
-    }
-
-
-def _summary(algorithm: str, done: Completion) -> str:
-    figures = _figures(done)
-    return (
-        f"{algorithm}: {figures['tokens']} tokens in {figures['seconds']:.2f} s, "
-        f"{figures['tokens_per_second']:.1f} tokens/s, {figures['accepted']} of them guessed, "
-        f"{figures['target_forwards']} target forwards (measured)"
-    )
-
-
-def _print_comparison(rows: list[Row], json: bool) -> None:
-    if json:
-        _print_json(label="measured", results=[row.json() for row in rows], equal=True)
-        return
-    columns = [
-        {
-            "tokens per second": f"{row.tokens_per_second:.1f}",
-            "  quartiles": f"{row.low:.1f} to {row.high:.1f}",
-            **{f"speed over {other.name}": f"{row.over(other):.2f}" for other in rows[:-1]},
-            "target forwards": f"{row.forwards:.1f}",
-            "drafts wasted": f"{row.wasted:.1f}",
-        }
-        for row in rows
-    ]
-    _print_columns([row.name for row in rows], columns)
-    print(f"measured: {rows[0].runs} texts each, all equal; ratios are medians within a prompt and repeat")
-
-
 def _algorithms(text: str) -> list[str]:
     from dsi.measure.settings import check_algorithm
 
@@ -554,136 +501,3 @@ def _save(records: list[Record], path: Path) -> None:
         from dsi.plot.timeline import save
 
         save(records, path)
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """On stderr while the work lasts: a bar on a terminal, elsewhere a line now and then."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _plain_progress(what, total)
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
-
-
-def _plain_progress(what: str, total: int) -> Callable[[], None]:
-    from time import monotonic
-
-    done, told = 0, monotonic()
-
-    def advance() -> None:
-        nonlocal done, told
-        done += 1
-        if monotonic() - told > SILENCE_SECONDS:
-            told = monotonic()
-            print(f"dsi: {done} of {total} {what}", file=sys.stderr)
-
-    return advance
-
-
-def _print_results(results: list[Result], json: bool) -> None:
-    if json:
-        documents = [result.json() for result in results]
-        if len(results) == 1:
-            _print_json(**documents[0])
-        else:
-            _print_json(label=results[0].label, results=documents, speedups=_speedups(results))
-        return
-    _print_columns([result.title for result in results], [_column(result, results) for result in results])
-    first = results[0]
-    print(
-        f"{first.label}: means of {first.repeats} runs of {first.tokens} tokens, ± 95% confidence; "
-        f"SP {first.sp}, acceptance {first.acceptance:g}"
-    )
-
-
-def _column(result: Result, results: list[Result]) -> dict[str, str]:
-    """What the table says of one algorithm, from top to bottom."""
-    speedups = _speedups(results)[result.algorithm]
-    return {
-        "ms": f"{result.mean_ms:.1f} ± {result.ci95_ms:.1f}",
-        "spread (stdev, ms)": f"{result.stdev_ms:.1f}",
-        "tokens per second": f"{result.tokens_per_second:.1f}",
-        **{f"speed over {other.title}": f"{speedups[other.algorithm]:.2f}" for other in results[:-1]},
-        "lookahead": "-" if result.lookahead is None else str(result.lookahead),
-        "patience": str(result.patience) if result.algorithm == "dsi" else "-",
-        "target forwards": f"{result.target_forwards:.1f}",
-        "  their time hidden": f"{result.hidden:.0%}",
-        "  begun and given up": f"{result.stale_forwards:.1f}",
-        "drafts": f"{result.drafted:.1f}",
-        "  of them wasted": f"{result.wasted_drafts:.1f}",
-        **{f"busy: {name}": f"{share:.0%}" for name, share in _busy(result).items()},
-    }
-
-
-def _busy(result: Result) -> dict[str, float]:
-    """Each server's share, or the mean of each role's where there are too many to list."""
-    if len(result.busy) <= SERVERS_LISTED:
-        return result.busy
-    roles: dict[str, list[float]] = {}
-    for name, share in result.busy.items():
-        roles.setdefault(name.partition("-")[0], []).append(share)
-    return {f"{role}s (mean of {len(s)})": sum(s) / len(s) for role, s in roles.items()}
-
-
-def _speedups(results: list[Result]) -> dict[str, dict[str, float]]:
-    """speedups[a][b]: how many times as fast as b is a."""
-    return {a.algorithm: {b.algorithm: b.mean_ms / a.mean_ms for b in results} for a in results}
-
-
-def _print_timelines(records: list[Record], paths: list[Path], json: bool) -> None:
-    if json:
-        runs = [
-            {
-                "algorithm": record.algorithm,
-                "label": record.label,
-                "total_ms": record.total_ms,
-                "tokens": len(record.times_ms),
-                "times_ms": record.times_ms,
-                "blocks": [vars(block) for block in record.blocks],
-            }
-            for record in records
-        ]
-        _print_json(label=records[0].label, runs=runs, files=[str(path) for path in paths])
-        return
-    from rich.console import Console
-
-    from dsi.plot.terminal import draw, legend
-
-    console = Console(highlight=False)
-    longest = max(record.total_ms for record in records)
-    for record in records:
-        console.print(
-            f"{record.title}: {len(record.times_ms)} tokens in {record.total_ms:.1f} ms ({record.label})"
-        )
-        console.print(draw(record, console.width, longest), crop=False)
-        console.print()
-    console.print(legend())
-    for path in paths:
-        print(f"wrote {path}", file=sys.stderr)
-
-
-def _print_columns(titles: list[str], columns: list[dict[str, str]]) -> None:
-    """One column for each algorithm, what is said of it from top to bottom."""
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    _print_table(["", *titles], rows)
-
-
-def _print_table(heads: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False).print(table)
-
-
-def _print_json(**document: Any) -> None:
-    print(jsonlib.dumps(document, allow_nan=False))

@@ -1,0 +1,199 @@
+"""What the commands print: tables and text on stdout, progress on stderr, or one JSON document."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsi.measure.compare import Row
+    from dsi.measure.records import Record
+    from dsi.measure.simulate import Result
+    from dsi.request import Completion
+
+SERVERS_LISTED = 12
+SILENCE_SECONDS = 2.0
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """On stderr while the work lasts: a bar on a terminal, elsewhere a line now and then."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_progress(what, total)
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def _plain_progress(what: str, total: int) -> Callable[[], None]:
+    from time import monotonic
+
+    done, told = 0, monotonic()
+
+    def advance() -> None:
+        nonlocal done, told
+        done += 1
+        if monotonic() - told > SILENCE_SECONDS:
+            told = monotonic()
+            print(f"dsi: {done} of {total} {what}", file=sys.stderr)
+
+    return advance
+
+
+def beside(ours: int, published: int) -> str:
+    return f"{ours} ({published})" + ("" if ours == published else "  DIFFERS")
+
+
+def figures(done: Completion) -> dict[str, Any]:
+    return {
+        "label": "measured",
+        "tokens": len(done.tokens),
+        "prompt_tokens": len(done.prompt),
+        "finish_reason": done.finish_reason,
+        "seconds": done.elapsed,
+        "ttft_seconds": done.ttft,
+        "tpot_seconds": done.tpot,
+        "tokens_per_second": len(done.tokens) / done.elapsed,
+        "target_forwards": done.tally.forwards,
+        "drafted": done.tally.drafted,
+        "accepted": done.tally.accepted,
+    }
+
+
+def summary(algorithm: str, done: Completion) -> str:
+    said = figures(done)
+    return (
+        f"{algorithm}: {said['tokens']} tokens in {said['seconds']:.2f} s, "
+        f"{said['tokens_per_second']:.1f} tokens/s, {said['accepted']} of them guessed, "
+        f"{said['target_forwards']} target forwards (measured)"
+    )
+
+
+def comparison(rows: list[Row], json: bool) -> None:
+    if json:
+        document(label="measured", results=[row.json() for row in rows], equal=True)
+        return
+    columns = [
+        {
+            "tokens per second": f"{row.tokens_per_second:.1f}",
+            "  quartiles": f"{row.low:.1f} to {row.high:.1f}",
+            **{f"speed over {other.name}": f"{row.over(other):.2f}" for other in rows[:-1]},
+            "target forwards": f"{row.forwards:.1f}",
+            "drafts wasted": f"{row.wasted:.1f}",
+        }
+        for row in rows
+    ]
+    _print_columns([row.name for row in rows], columns)
+    print(f"measured: {rows[0].runs} texts each, all equal; ratios are medians within a prompt and repeat")
+
+
+def simulations(results: list[Result], json: bool) -> None:
+    if json:
+        documents = [result.json() for result in results]
+        if len(results) == 1:
+            document(**documents[0])
+        else:
+            document(label=results[0].label, results=documents, speedups=_speedups(results))
+        return
+    _print_columns([result.title for result in results], [_column(result, results) for result in results])
+    first = results[0]
+    print(
+        f"{first.label}: means of {first.repeats} runs of {first.tokens} tokens, ± 95% confidence; "
+        f"SP {first.sp}, acceptance {first.acceptance:g}"
+    )
+
+
+def _column(result: Result, results: list[Result]) -> dict[str, str]:
+    """What the table says of one algorithm, from top to bottom."""
+    speedups = _speedups(results)[result.algorithm]
+    return {
+        "ms": f"{result.mean_ms:.1f} ± {result.ci95_ms:.1f}",
+        "spread (stdev, ms)": f"{result.stdev_ms:.1f}",
+        "tokens per second": f"{result.tokens_per_second:.1f}",
+        **{f"speed over {other.title}": f"{speedups[other.algorithm]:.2f}" for other in results[:-1]},
+        "lookahead": "-" if result.lookahead is None else str(result.lookahead),
+        "patience": str(result.patience) if result.algorithm == "dsi" else "-",
+        "target forwards": f"{result.target_forwards:.1f}",
+        "  their time hidden": f"{result.hidden:.0%}",
+        "  begun and given up": f"{result.stale_forwards:.1f}",
+        "drafts": f"{result.drafted:.1f}",
+        "  of them wasted": f"{result.wasted_drafts:.1f}",
+        **{f"busy: {name}": f"{share:.0%}" for name, share in _busy(result).items()},
+    }
+
+
+def _busy(result: Result) -> dict[str, float]:
+    """Each server's share, or the mean of each role's where there are too many to list."""
+    if len(result.busy) <= SERVERS_LISTED:
+        return result.busy
+    roles: dict[str, list[float]] = {}
+    for name, share in result.busy.items():
+        roles.setdefault(name.partition("-")[0], []).append(share)
+    return {f"{role}s (mean of {len(s)})": sum(s) / len(s) for role, s in roles.items()}
+
+
+def _speedups(results: list[Result]) -> dict[str, dict[str, float]]:
+    """speedups[a][b]: how many times as fast as b is a."""
+    return {a.algorithm: {b.algorithm: b.mean_ms / a.mean_ms for b in results} for a in results}
+
+
+def timelines(records: list[Record], paths: list[Path], json: bool) -> None:
+    if json:
+        runs = [
+            {
+                "algorithm": record.algorithm,
+                "label": record.label,
+                "total_ms": record.total_ms,
+                "tokens": len(record.times_ms),
+                "times_ms": record.times_ms,
+                "blocks": [vars(block) for block in record.blocks],
+            }
+            for record in records
+        ]
+        document(label=records[0].label, runs=runs, files=[str(path) for path in paths])
+        return
+    from rich.console import Console
+
+    from dsi.plot.terminal import draw, legend
+
+    console = Console(highlight=False)
+    longest = max(record.total_ms for record in records)
+    for record in records:
+        console.print(
+            f"{record.title}: {len(record.times_ms)} tokens in {record.total_ms:.1f} ms ({record.label})"
+        )
+        console.print(draw(record, console.width, longest), crop=False)
+        console.print()
+    console.print(legend())
+    for path in paths:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _print_columns(titles: list[str], columns: list[dict[str, str]]) -> None:
+    """One column for each algorithm, what is said of it from top to bottom."""
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    table(["", *titles], rows)
+
+
+def table(heads: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def document(**document: Any) -> None:
+    print(jsonlib.dumps(document, allow_nan=False))
