@@ -32,9 +32,9 @@ RESTARTS = 5  # of one server, after which it stays dead
 POLL_SECONDS = 0.0005
 JOIN_SECONDS = 2.0
 
-Said = tuple[
-    Event | None, bool, float, float
-]  # event, whether the server is free, start and end of a forward
+GATHER_SECONDS = 0.0015  # guesses that come faster than this travel together: each message costs the driver
+
+Forward = tuple[Event | None, float, float]  # how it ended, when it began and when it ended
 
 
 class SharedFlag:
@@ -75,22 +75,22 @@ def serve(
 
 
 def _answer(job: Job, server: Server, wire: Connection, flag: SharedFlag) -> None:
-    """Send each guess as it comes; the last word on the job says that the server is free."""
-    last: Event | None = None
-    began = ended = time.perf_counter()
+    """Send guesses as they come; the last word on the job says that the server is free."""
+    gathered: list[Forward] = []
+    began = sent = time.perf_counter()
     try:
         for event in work(job, server, flag):
             ended = time.perf_counter()
+            gathered.append((event, began, ended))
+            began = ended
             if flag.is_set():
                 break
-            if isinstance(event, Drafted):
-                wire.send((event, False, began, ended))
-                began = ended
-            else:
-                last = event
+            if ended - sent > GATHER_SECONDS and isinstance(event, Drafted):
+                wire.send((gathered, False))
+                gathered, sent = [], ended
     except Cancelled:
-        pass
-    wire.send((last, True, began, ended if last is not None else time.perf_counter()))
+        gathered.append((None, began, time.perf_counter()))
+    wire.send((gathered, True))
 
 
 def _die_with_parent() -> None:
@@ -191,18 +191,19 @@ class ProcessFleet:
     def _hear(self, name: str) -> None:
         seat = self._seats[name]
         try:
-            event, free, start, end = seat.wire.recv()
+            forwards, free = seat.wire.recv()
         except (EOFError, OSError):
             self._bury(name)
             return
-        self._record(seat, event, start - self._began, end - self._began)
-        if event is not None:
-            self._ready.append(event)
-        if isinstance(event, Drafted) and seat.context is not None:
-            seat.context = seat.context.then(event.token)
+        for event, start, end in forwards:
+            self._record(seat, event, start - self._began, end - self._began)
+            if event is not None:
+                self._ready.append(event)
+            if isinstance(event, Drafted) and seat.context is not None:
+                seat.context = seat.context.then(event.token)
         if free:
             self._dispatch.release(name)
-        if event is None:
+        if not self._ready:
             self._begin()
 
     def _begin(self) -> None:
