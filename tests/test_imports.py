@@ -20,6 +20,7 @@ MAY_USE = {
     "fleets": {"core", "models", "sampling"},
     "engine": {"core", "models", "request"},
     "loading": {"core", "fleets", "models", "planner"},
+    "dropin": {"core", "engine", "fleets", "loading", "models", "planner", "request"},
     "speech": {"core", "engine", "loading", "models", "request"},
     "measure": {"core", "engine", "fleets", "models", "planner", "request", "speech"},
     "plot": {"measure"},
@@ -27,13 +28,22 @@ MAY_USE = {
     "show": {"measure", "plot", "request"},
     "cli": {"engine", "measure", "show", "speech", "paper", "planner", "plot"},
     "__main__": {"cli"},
-    "__init__": {"core", "engine", "fleets", "models", "planner", "request", "speech"},  # public names
+    "__init__": {
+        "core",
+        "dropin",
+        "engine",
+        "fleets",
+        "models",
+        "planner",
+        "request",
+        "speech",
+    },  # public names
 }
 CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing", "socket")
 # Modules of the world that only some parts may touch.
 KEEPERS = {
     "numpy": {"models", "sampling"},
-    "torch": {"loading", "models"},
+    "torch": {"dropin", "loading", "models"},
     "transformers": {"loading", "models"},
     "matplotlib": {"plot"},
     "rich": {"cli", "plot", "show"},

@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from dsi.loading import folder, load_pair, place
 from dsi.speech import ALGORITHMS, Engine
@@ -150,3 +157,34 @@ def test_a_drafter_without_a_model_changes_no_text(
                 engine.generate(PROMPTS[0], max_new_tokens=60, algorithm=algorithm).text
                 == expected[PROMPTS[0]]
             )
+
+
+@pytest.mark.parametrize("role", ["builtin", "gpt2"])
+def test_it_drops_into_transformers(role: str) -> None:
+    import dsi
+
+    if role == "builtin":
+        big, small = (
+            AutoModelForCausalLM.from_pretrained(folder("builtin", r)) for r in ("target", "drafter")
+        )
+        big, small = big.float(), small.float()
+    else:
+        torch.manual_seed(0)
+        shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 128, "vocab_size": 97}
+        big, small = (GPT2LMHeadModel(GPT2Config(**shape)).eval() for _ in range(2))
+    ids = torch.tensor([[1, 5, 9, 20]])
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": False,
+        "max_new_tokens": 24,
+        "pad_token_id": 0,
+    }
+    plain = big.generate(ids, **options)
+    assert torch.equal(
+        big.generate(ids, custom_generate=dsi.custom_generate, drafter=small, sp=2, **options), plain
+    )
+    assert torch.equal(big.generate(ids, **options), plain)  # the model is as it was
+    with pytest.raises(ValueError, match="2 texts at once"):
+        dsi.custom_generate(big, ids.repeat(2, 1), drafter=small)
+    with pytest.raises(ValueError, match="needs a drafter"):
+        dsi.custom_generate(big, ids)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsi.core.policies import (
         speculative as speculative,
     )
+    from dsi.dropin import custom_generate as custom_generate
     from dsi.engine import FleetError as FleetError
     from dsi.engine import Loop as Loop
     from dsi.fleets.simulated import SimulatedFleet as SimulatedFleet
@@ -49,6 +50,7 @@ _HOMES = {
     "ToyTarget": "dsi.models.toy",
     "Wait": "dsi.models.wait",
     "autoregressive": "dsi.core.policies",
+    "custom_generate": "dsi.dropin",
     "distributed": "dsi.core.policies",
     "pearl": "dsi.core.policies",
     "plan": "dsi.planner",

@@ -79,8 +79,13 @@ class Transformer:
         self._slots: list[Slot] = []
         self._capacity = slots
         self._flag: Flag = NEVER
-        for layer in _layers(model):
-            layer.register_forward_pre_hook(self._look)
+        self._hooks = [layer.register_forward_pre_hook(self._look) for layer in _layers(model)]
+
+    def release(self) -> None:
+        """Leave the model as it was found."""
+        for hook in self._hooks:
+            hook.remove()
+        self._slots = []
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: Flag = NEVER) -> Any:
         if start < 1:

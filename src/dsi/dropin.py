@@ -1,0 +1,81 @@
+"""DSI inside transformers: `model.generate(..., custom_generate=dsi.custom_generate, drafter=small)`.
+
+Where the installed transformers hands it over, `assistant_model=small` does the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsi.core.messages import DRAFTER, TARGET, Sampling
+from dsi.core.policies import distributed
+from dsi.engine import Loop
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.work import Server
+from dsi.loading import backend, forward_ms
+from dsi.models.backend import Speaker
+from dsi.planner import minimal_lookahead
+from dsi.request import Request
+
+
+def custom_generate(
+    model: Any,
+    input_ids: Any,
+    generation_config: Any = None,
+    drafter: Any = None,
+    assistant_model: Any = None,
+    sp: int = 1,
+    seed: int = 0,
+    **_: Any,
+) -> Any:
+    """One text, on processes of its own; greedy, or sampled with this seed, as the configuration says."""
+    small = drafter if drafter is not None else assistant_model
+    if small is None:
+        raise ValueError("custom_generate: needs a drafter=, a smaller model of the same vocabulary")
+    if input_ids.shape[0] != 1:
+        raise ValueError(f"custom_generate: {input_ids.shape[0]} texts at once, but it writes one at a time")
+    prompt = tuple(input_ids[0].tolist())
+    big, little = backend(model), backend(small)
+    lookahead = minimal_lookahead(forward_ms(big), forward_ms(little), sp)
+    servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(big)) for i in range(1, sp + 1)]
+    servers.append(Server(DRAFTER, DRAFTER, Speaker(little)))
+    # One thread each: a pool of threads that the caller has started does not survive the fork.
+    fleet = ProcessFleet(servers, prepare=lambda _: torch.set_num_threads(1))
+    try:
+        policy = distributed(lookahead, patience=2, horizon=(sp + 1) * lookahead)
+        request = Request(
+            prompt,
+            _room(generation_config, prompt),
+            policy,
+            _sampling(generation_config, seed),
+            _ends(generation_config),
+        )
+        [done] = Loop(fleet).run(request)
+    finally:
+        fleet.close()
+        big.release()
+        little.release()
+    return torch.tensor([[*prompt, *done.tokens]], device=input_ids.device)
+
+
+def _room(config: Any, prompt: tuple[int, ...]) -> int:
+    return int(config.max_new_tokens or config.max_length - len(prompt))
+
+
+def _ends(config: Any) -> frozenset[int]:
+    ends = config.eos_token_id
+    if ends is None:
+        return frozenset()
+    return frozenset(torch.as_tensor(ends).flatten().tolist())
+
+
+def _sampling(config: Any, seed: int) -> Sampling:
+    if not config.do_sample:
+        return Sampling()
+    values = [getattr(config, name, None) for name in ("temperature", "top_k", "top_p", "min_p")]
+    temperature, top_k, top_p, min_p = (
+        default if value is None else value for value, default in zip(values, (1.0, 0, 1.0, 0.0))
+    )
+    return Sampling(temperature, int(top_k), top_p, min_p, seed)
