@@ -26,7 +26,7 @@ MAY_USE = {
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot"},
     "show": {"measure", "plot", "request"},
-    "cli": {"engine", "measure", "show", "speech", "paper", "planner", "plot"},
+    "cli": {"core", "engine", "measure", "show", "speech", "paper", "planner", "plot"},
     "__main__": {"cli"},
     "__init__": {
         "core",

@@ -19,8 +19,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from dsi.core.policies import ALGORITHMS
 from dsi.loading import folder, load_pair, place
-from dsi.speech import ALGORITHMS, Engine
+from dsi.speech import Engine
 
 PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")
 

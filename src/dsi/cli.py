@@ -446,7 +446,7 @@ def _line() -> str:
 
 
 def _algorithms(text: str) -> list[str]:
-    from dsi.measure.settings import check_algorithm
+    from dsi.core.policies import check_algorithm
 
     return [check_algorithm(name.strip()) for name in text.split(",")]
 

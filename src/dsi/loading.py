@@ -21,7 +21,7 @@ from dsi.models.hf import Transformer, load
 from dsi.models.lean import Lean
 from dsi.models.ngram import NGram
 from dsi.models.text import Text
-from dsi.planner import best_si_lookahead, minimal_lookahead
+from dsi.planner import suitable_lookahead
 
 BUILTIN, NGRAM = "builtin", "ngram"
 LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to cost, wire and all
@@ -48,11 +48,8 @@ class Loaded:
     drafters: tuple[str, ...] = (DRAFTER,)  # their servers, the first one first
 
     def lookahead(self, algorithm: str) -> int:
-        """Eq. (1) for DSI, the best block for SI, as long as a verification for PEARL."""
-        target, drafter = self.pace.target_ms, self.pace.drafter_ms
-        if algorithm == "si":
-            return best_si_lookahead(target, drafter, TYPICAL_ACCEPTANCE)
-        return minimal_lookahead(target, drafter, self.sp if algorithm == "dsi" else 1)
+        pace = self.pace
+        return suitable_lookahead(algorithm, pace.target_ms, pace.drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
 
     def patience(self) -> int:
         """Enough guesses to make a forward worth its while: half of what SI would verify at once."""

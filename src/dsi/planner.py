@@ -47,6 +47,13 @@ def best_si_lookahead(target: Number, drafter: Number, acceptance: float, most: 
     return min(range(1, most + 1), key=per_token)
 
 
+def suitable_lookahead(algorithm: str, target: Number, drafter: Number, acceptance: float, sp: int) -> int:
+    """SI's best block; for PEARL, as much as is drafted during a verification; for DSI, Eq. (1)."""
+    if algorithm == "si":
+        return best_si_lookahead(target, drafter, acceptance)
+    return minimal_lookahead(target, drafter, sp if algorithm == "dsi" else 1)
+
+
 @dataclass(frozen=True)
 class Plan:
     """An allocation of processors, and the lookahead that keeps it from waiting."""

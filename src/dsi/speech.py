@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Self
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.core.policies import check_algorithm, named
 from dsi.engine import Loop
 from dsi.models.text import Detokenizer, Stops
 from dsi.request import Completion, Request
 
 if TYPE_CHECKING:
     from dsi.loading import Loaded
-
-ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
 
 
 class Writing:
@@ -120,14 +118,10 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         return Writing(self, request, [stop] if isinstance(stop, str) else stop)
 
     def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
-        if check_algorithm(algorithm) == "nonsi":
-            return autoregressive()
-        block = lookahead or self._lookahead or self.loaded.lookahead(algorithm)
-        if algorithm == "dsi":
-            asked = self._patience if patience is None else patience
-            waits = self.loaded.patience() if asked is None else asked
-            return distributed(block, self.loaded.drafters, waits, self.loaded.horizon(block))
-        return speculative(block) if algorithm == "si" else pearl(block)
+        block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
+        asked = self._patience if patience is None else patience
+        waits = self.loaded.patience() if asked is None else asked
+        return named(algorithm, block, self.loaded.drafters, waits, self.loaded.horizon(block))
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
         """No more tokens than the context has room for."""
@@ -141,12 +135,6 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_algorithm(name: str) -> str:
-    if name not in ALGORITHMS:
-        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(ALGORITHMS)}")
-    return name
 
 
 def whole(name: str, value: int | str, least: int) -> int | None:

@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from dsi.measure.settings import Setting, check_algorithm
+from dsi.core.policies import check_algorithm
+from dsi.measure.settings import Setting
 
 SETTING = Setting(20.0, 2.0, 0.8, sp=4, tokens=40)
 

@@ -8,6 +8,32 @@ from math import inf
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
 
+ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
+
+
+def check_algorithm(name: str) -> str:
+    if name not in ALGORITHMS:
+        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(ALGORITHMS)}")
+    return name
+
+
+def named(
+    algorithm: str,
+    lookahead: int,
+    drafters: Sequence[str] = (DRAFTER,),
+    patience: int = 0,
+    horizon: float = inf,
+) -> Policy:
+    """The policy that users know by this name; each takes what it has a use for."""
+    match check_algorithm(algorithm):
+        case "nonsi":
+            return autoregressive()
+        case "si":
+            return speculative(lookahead)
+        case "pearl":
+            return pearl(lookahead)
+    return distributed(lookahead, drafters, patience, horizon)
+
 
 def autoregressive() -> Policy:
     """non-SI: one target forward per token."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET
-from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.core.policies import check_algorithm, named
 from dsi.engine import Loop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
@@ -16,7 +15,7 @@ from dsi.fleets.threads import ThreadFleet
 from dsi.fleets.work import Server
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Time, Wait
-from dsi.planner import Number, best_si_lookahead, check_latencies, minimal_lookahead
+from dsi.planner import Number, check_latencies, suitable_lookahead
 from dsi.request import Completion, Request
 
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI"}
@@ -77,22 +76,14 @@ class Setting:
         return (DRAFTER, *(f"{DRAFTER}-{i}" for i in range(2, self.drafters + 1)))
 
     def lookahead_for(self, algorithm: str) -> int | None:
-        """What was asked for, or: SI's best block; for PEARL, drafting as long as verifying; Eq. (1)."""
+        """What was asked for, or what suits the algorithm."""
         if algorithm == "nonsi" or self.lookahead is not None:
             return None if algorithm == "nonsi" else self.lookahead
-        if algorithm == "si":
-            return best_si_lookahead(self.target_ms, self.drafter_ms, self.acceptance)
-        return minimal_lookahead(self.target_ms, self.drafter_ms, 1 if algorithm == "pearl" else self.sp)
+        return suitable_lookahead(algorithm, self.target_ms, self.drafter_ms, self.acceptance, self.sp)
 
     def policy(self, algorithm: str) -> Policy:
-        lookahead = self.lookahead_for(algorithm) or 1
-        makers: dict[str, Callable[[], Policy]] = {
-            "nonsi": autoregressive,
-            "si": lambda: speculative(lookahead),
-            "pearl": lambda: pearl(lookahead),
-            "dsi": lambda: distributed(lookahead, self.drafter_names, self.patience, self.horizon),
-        }
-        return makers[check_algorithm(algorithm)]()
+        lookahead = self.lookahead_for(check_algorithm(algorithm)) or 1
+        return named(algorithm, lookahead, self.drafter_names, self.patience, self.horizon)
 
     def servers(self, seed: int, unit: int = 1) -> list[Server]:
         """The targets, then the drafters, each erring on its own; `unit` is how many ms make one of time."""
@@ -163,9 +154,3 @@ class Outcome:
 def scaled(ms: Number | None, unit: int) -> Time:
     """Nothing stays nothing, and whole numbers and Fractions stay exact."""
     return ms / unit if ms and unit != 1 else ms
-
-
-def check_algorithm(name: str) -> str:
-    if name not in TITLES:
-        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(TITLES)}")
-    return name
