@@ -184,6 +184,8 @@ def test_it_drops_into_transformers(role: str) -> None:
     assert torch.equal(
         big.generate(ids, custom_generate=dsi.custom_generate, drafter=small, sp=2, **options), plain
     )
+    known = {"assistant_model": small, "custom_generate": dsi.REPO, "trust_remote_code": True}
+    assert torch.equal(big.generate(ids, **known, **options), plain)
     assert torch.equal(big.generate(ids, **options), plain)  # the model is as it was
     with pytest.raises(ValueError, match="2 texts at once"):
         dsi.custom_generate(big, ids.repeat(2, 1), drafter=small)

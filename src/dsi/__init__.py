@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dsi.core.policies import (
         speculative as speculative,
     )
+    from dsi.dropin import REPO as REPO
     from dsi.dropin import custom_generate as custom_generate
     from dsi.engine import FleetError as FleetError
     from dsi.engine import Loop as Loop
@@ -41,6 +42,7 @@ _HOMES = {
     "FleetError": "dsi.engine",
     "Latency": "dsi.models.wait",
     "Loop": "dsi.engine",
+    "REPO": "dsi.dropin",
     "Request": "dsi.request",
     "Sampling": "dsi.core.messages",
     "Server": "dsi.fleets.work",

@@ -1,10 +1,12 @@
-"""DSI inside transformers: `model.generate(..., custom_generate=dsi.custom_generate, drafter=small)`.
+"""DSI inside transformers, on models that are already loaded.
 
-Where the installed transformers hands it over, `assistant_model=small` does the same.
+`model.generate(..., custom_generate=dsi.custom_generate, drafter=small)`, or, for those whose code says
+`assistant_model=small` already, `custom_generate=dsi.REPO, trust_remote_code=True` beside it.
 """
 
 from __future__ import annotations
 
+from importlib.resources import files
 from typing import Any
 
 import torch
@@ -19,25 +21,28 @@ from dsi.models.backend import Speaker
 from dsi.planner import minimal_lookahead
 from dsi.request import Request
 
+REPO = str(files("dsi") / "repo")  # a folder as transformers wants it, with `custom_generate/generate.py`
+
 
 def custom_generate(
     model: Any,
     input_ids: Any,
     generation_config: Any = None,
     drafter: Any = None,
-    assistant_model: Any = None,
     sp: int = 1,
     seed: int = 0,
     **_: Any,
 ) -> Any:
     """One text, on processes of its own; greedy, or sampled with this seed, as the configuration says."""
-    small = drafter if drafter is not None else assistant_model
-    if small is None:
-        raise ValueError("custom_generate: needs a drafter=, a smaller model of the same vocabulary")
+    if drafter is None:
+        raise ValueError(
+            "custom_generate: needs a drafter=, a smaller model of the same vocabulary "
+            "(or, with custom_generate=dsi.REPO, an assistant_model=)"
+        )
     if input_ids.shape[0] != 1:
         raise ValueError(f"custom_generate: {input_ids.shape[0]} texts at once, but it writes one at a time")
     prompt = tuple(input_ids[0].tolist())
-    big, little = backend(model), backend(small)
+    big, little = backend(model), backend(drafter)
     lookahead = minimal_lookahead(forward_ms(big), forward_ms(little), sp)
     servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(big)) for i in range(1, sp + 1)]
     servers.append(Server(DRAFTER, DRAFTER, Speaker(little)))

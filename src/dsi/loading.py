@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -16,6 +16,8 @@ from transformers import AutoTokenizer
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.work import Server
+from dsi.measure.settings import Setting
+from dsi.measure.simulate import fastest_patience
 from dsi.models.backend import Model, Speaker
 from dsi.models.hf import Transformer, load
 from dsi.models.lean import Lean
@@ -26,14 +28,18 @@ from dsi.planner import suitable_lookahead
 BUILTIN, NGRAM = "builtin", "ngram"
 LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to cost, wire and all
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first guess for any other
+REHEARSAL = 96  # tokens of virtual text by which a patience is chosen
+PIECES = 8  # places within a forward where it can be stopped: a layer each, more or less
+WIDE = 8  # new tokens of the forward that tells what each one adds
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Measured at start: one forward over one new token, in milliseconds."""
+    """Measured at start, in milliseconds: one forward over one new token, and what each token more adds."""
 
     target_ms: float
     drafter_ms: float
+    per_token_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,14 +52,29 @@ class Loaded:
     sp: int
     pace: Pace
     drafters: tuple[str, ...] = (DRAFTER,)  # their servers, the first one first
+    _patiences: dict[int, int] = field(default_factory=dict)  # the best for each lookahead
 
     def lookahead(self, algorithm: str) -> int:
         pace = self.pace
         return suitable_lookahead(algorithm, pace.target_ms, pace.drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
 
-    def patience(self) -> int:
-        """Enough guesses to make a forward worth its while: half of what SI would verify at once."""
-        return -(-self.lookahead("si") // 2) if self.sp == 1 else 2
+    def patience(self, lookahead: int) -> int:
+        """What is fastest in virtual time with the latencies of these models."""
+        if lookahead not in self._patiences:
+            horizon, most = self.horizon(lookahead), self.lookahead("si")
+            setting = Setting(
+                self.pace.target_ms,
+                self.pace.drafter_ms,
+                TYPICAL_ACCEPTANCE,
+                self.sp,
+                REHEARSAL,
+                lookahead,
+                horizon=horizon,
+                pieces=PIECES,
+                per_token_ms=self.pace.per_token_ms,
+            )
+            self._patiences[lookahead] = fastest_patience(setting, most)
+        return self._patiences[lookahead]
 
     def horizon(self, lookahead: int) -> int:
         """One block for each target and one more: further ahead, a drafter takes more than it gives."""
@@ -83,7 +104,11 @@ def load_pair(
     speakers = [model.backend for model in models if isinstance(model, Speaker)]
     small = [each for each in speakers if isinstance(each, Transformer)]
     slow = forward_ms(judge)
-    pace = Pace(slow, forward_ms(small[0]) if small else slow * LOOKUP_SHARE)
+    pace = Pace(
+        slow,
+        forward_ms(small[0]) if small else slow * LOOKUP_SHARE,
+        max(0.0, forward_ms(judge, WIDE) - slow) / (WIDE - 1),
+    )
     cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
     fleet = ProcessFleet(
@@ -135,14 +160,14 @@ def check_vocabulary(target: Text, drafter: Text, *names: str) -> None:
         )
 
 
-def forward_ms(model: Transformer, repeats: int = 8) -> float:
-    """A forward over one new token; the cache it leaves is gone with the next text."""
+def forward_ms(model: Transformer, new: int = 1, repeats: int = 8) -> float:
+    """A forward over some new tokens; the cache it leaves is gone with the next text."""
     tokens, times = [1] * 16, []
     model.forward(tokens, len(tokens))
     for _ in range(repeats):
-        tokens.append(1)
+        tokens += [1] * new
         began = time.perf_counter()
-        model.forward(tokens, len(tokens))
+        model.forward(tokens, len(tokens) + 1 - new)
         times.append(time.perf_counter() - began)
     return 1000 * min(times)  # what else the machine does only adds
 

@@ -120,8 +120,9 @@ class Engine(Loop, AbstractContextManager["Engine"]):
     def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
         block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
         asked = self._patience if patience is None else patience
-        waits = self.loaded.patience() if asked is None else asked
-        return named(algorithm, block, self.loaded.drafters, waits, self.loaded.horizon(block))
+        if asked is None:
+            asked = self.loaded.patience(block) if algorithm == "dsi" else 0
+        return named(algorithm, block, self.loaded.drafters, asked, self.loaded.horizon(block))
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
         """No more tokens than the context has room for."""

@@ -1,13 +1,15 @@
 """What travels is the difference, and what arrives is the whole."""
 
 import pickle
+from threading import Thread
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dsi.core.context import Context
-from dsi.core.messages import Draft, Job, Sampling, Verify, Warm
-from dsi.fleets.wire import TEXTS, Receiver, Sender
+from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
+from dsi.fleets.wire import TEXTS, Receiver, Sender, Wire, pack_event, unpack_event
 
 tails = st.lists(st.integers(0, 3), max_size=6)
 
@@ -50,3 +52,24 @@ def test_both_ends_forget_alike() -> None:
     for _ in range(2):
         for id, text in enumerate(texts):
             assert list(receiver.unpack(sender.pack(Warm(id, text))).context) == list(text)
+
+
+@pytest.mark.parametrize("event", [Warmed(7), Drafted(7, 3), Verified(7, (1, 2)), Failed(7, "why")])
+def test_every_event_arrives_as_it_was(event: Event) -> None:
+    assert unpack_event(pack_event(event), 7) == event
+
+
+def test_a_wire_carries_messages_of_any_size_in_order() -> None:
+    ours, theirs = Wire.pair()
+    messages = [(0,), list(range(300_000)), "end"]
+    sending = Thread(target=lambda: list(map(theirs.send, messages)))
+    sending.start()
+    heard: list[object] = []
+    while len(heard) < len(messages):
+        heard += ours.receive()
+    sending.join()
+    assert heard == messages
+    theirs.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()

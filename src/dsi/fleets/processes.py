@@ -14,15 +14,14 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any
 
 from dsi.core.context import Context
 from dsi.core.dispatch import Dispatch
-from dsi.core.messages import Drafted, Event, Job
+from dsi.core.messages import TARGET, Drafted, Event, Job
 from dsi.fleets.spans import Span, span
-from dsi.fleets.wire import Receiver, Sender
+from dsi.fleets.wire import Receiver, Sender, Wire, pack_event, unpack_event
 from dsi.fleets.work import Server, by_name, work
 from dsi.models.backend import Cancelled
 
@@ -31,10 +30,11 @@ NOTHING = -1  # the id of no job
 RESTARTS = 5  # of one server, after which it stays dead
 POLL_SECONDS = 0.0005
 JOIN_SECONDS = 2.0
+AWAKE_SECONDS = 0.05  # that the driver may spin for an answer; in a longer wait, waking up is nothing
 
 GATHER_SECONDS = 0.0015  # guesses that come faster than this travel together: each message costs the driver
 
-Forward = tuple[Event | None, float, float]  # how it ended, when it began and when it ended
+Forward = tuple[tuple[Any, ...] | None, float, float]  # how it ended, when it began and when it ended
 
 
 class SharedFlag:
@@ -57,7 +57,7 @@ class SharedFlag:
 
 
 def serve(
-    server: Server, wire: Connection, unwanted: Any, cores: Sequence[int], prepare: Callable[[Server], None]
+    server: Server, wire: Wire, unwanted: Any, cores: Sequence[int], prepare: Callable[[Server], None]
 ) -> None:
     """The life of a server process."""
     _die_with_parent()
@@ -68,20 +68,21 @@ def serve(
     receiver = Receiver()
     while True:
         try:
-            job = receiver.unpack(wire.recv())
-            _answer(job, server, wire, SharedFlag(unwanted, job.id))
+            for message in wire.receive():
+                job = receiver.unpack(message)
+                _answer(job, server, wire, SharedFlag(unwanted, job.id))
         except (EOFError, OSError):
             return
 
 
-def _answer(job: Job, server: Server, wire: Connection, flag: SharedFlag) -> None:
+def _answer(job: Job, server: Server, wire: Wire, flag: SharedFlag) -> None:
     """Send guesses as they come; the last word on the job says that the server is free."""
     gathered: list[Forward] = []
     began = sent = time.perf_counter()
     try:
         for event in work(job, server, flag):
             ended = time.perf_counter()
-            gathered.append((event, began, ended))
+            gathered.append((pack_event(event), began, ended))
             began = ended
             if flag.is_set():
                 break
@@ -104,7 +105,7 @@ class Seat:
 
     def __init__(self, server: Server, cores: Sequence[int], prepare: Callable[[Server], None]) -> None:
         self.server = server
-        self.wire, theirs = FORK.Pipe()
+        self.wire, theirs = Wire.pair()
         self.unwanted = FORK.RawValue("q", NOTHING)
         self.sender = Sender()
         self.job: Job | None = None
@@ -141,6 +142,7 @@ class ProcessFleet:
         self.deaths: dict[str, int] = {}
         self._cores, self._prepare, self._restart = cores or {}, prepare, restart
         self._servers = by_name(servers)
+        self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
         self.busy = dict.fromkeys(self._servers, 0.0)
         self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
         self._ready: deque[Event] = deque()
@@ -183,28 +185,55 @@ class ProcessFleet:
         while not self._ready:
             if not self._dispatch.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
-            for key, _ in self._selector.select():
+            for key, _ in self._listen():
                 if key.data in self._seats and self._seats[key.data].wire is key.fileobj:
                     self._hear(key.data)
         return self._ready.popleft()
 
+    def _listen(self) -> list[tuple[SelectorKey, int]]:
+        """Awake while some core has nothing to do: waking up takes longer than handling an answer."""
+        mine = os.sched_getaffinity(0)
+        if free := self._free_among(mine):
+            os.sched_setaffinity(0, free)
+            try:
+                end = time.perf_counter() + AWAKE_SECONDS
+                while time.perf_counter() < end:
+                    if heard := self._selector.select(0):
+                        return heard
+            finally:
+                os.sched_setaffinity(0, mine)
+        return self._selector.select()
+
+    def _free_among(self, cores: set[int]) -> set[int]:
+        """Nobody's at this moment, and no target's: a target should find its own core empty."""
+        taken = (*self._dispatch.working, *self._targets)
+        return cores.difference(*(self._cores.get(name, cores) for name in taken))
+
     def _hear(self, name: str) -> None:
         seat = self._seats[name]
         try:
-            forwards, free = seat.wire.recv()
+            messages = seat.wire.receive()
         except (EOFError, OSError):
             self._bury(name)
             return
-        for event, start, end in forwards:
-            self._record(seat, event, start - self._began, end - self._began)
-            if event is not None:
-                self._ready.append(event)
-            if isinstance(event, Drafted) and seat.context is not None:
-                seat.context = seat.context.then(event.token)
-        if free:
-            self._dispatch.release(name)
+        for forwards, free in messages:
+            for forward in forwards:
+                self._take(seat, *forward)
+            if free:
+                self._dispatch.release(name)
         if not self._ready:
             self._begin()
+
+    def _take(self, seat: Seat, packed: tuple[Any, ...] | None, start: float, end: float) -> None:
+        job = seat.job
+        if job is None:
+            return
+        event = None if packed is None else unpack_event(packed, job.id)
+        self._record(seat, event, start - self._began, end - self._began)
+        if event is not None:
+            self._ready.append(event)
+        if isinstance(event, Drafted) and seat.context is not None:
+            seat.context = seat.context.then(event.token)
 
     def _begin(self) -> None:
         """Start what can be started: servers that have answered take part once the answer is handled."""

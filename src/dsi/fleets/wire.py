@@ -1,19 +1,87 @@
-"""Jobs as they travel to another process: only what the server lacks, never the whole text."""
+"""Jobs as they travel to another process: only what the server lacks, never the whole text.
+
+Everything travels as plain tuples of numbers, each message in one write and one read: between two forwards
+of a small model the caches are cold, and every line of Python then costs ten times what it usually does.
+"""
 
 from __future__ import annotations
 
+import pickle
+import socket
+import struct
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
 from dsi.core.context import Context
-from dsi.core.messages import Draft, Job, Verify, Warm
+from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
 
 TEXTS = 32  # requests that both ends remember; the same for both, so that they forget alike
-KINDS: dict[str, type[Job]] = {"warm": Warm, "draft": Draft, "verify": Verify}
+KINDS: dict[str, Callable[..., Job]] = {"warm": Warm, "draft": Draft, "verify": Verify}
 NAMES = {kind: name for name, kind in KINDS.items()}
+EVENTS: tuple[Callable[..., Event], ...] = (Warmed, Drafted, Verified, Failed)
+HEAD = struct.Struct("!I")  # the length of the message that follows
+READ = 1 << 16
 
 Message = tuple[str, int, int, int, list[int], tuple[Any, ...]]  # kind, id, request, shared, tail, rest
+
+
+class Wire:
+    """One end of a connection that carries whole messages."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._rest = end, b""
+
+    @classmethod
+    def pair(cls) -> tuple[Wire, Wire]:
+        one, other = socket.socketpair()
+        return cls(one), cls(other)
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: Any) -> None:
+        body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        self._end.sendall(HEAD.pack(len(body)) + body)
+
+    def receive(self) -> list[Any]:
+        """At least one message, and all that have come with it; waits for them."""
+        messages: list[Any] = []
+        while not messages:
+            data = self._end.recv(READ)
+            if not data:
+                raise EOFError("the other end is gone")
+            self._rest += data
+            while len(self._rest) >= HEAD.size:
+                end = HEAD.size + HEAD.unpack_from(self._rest)[0]
+                if len(self._rest) < end:
+                    break
+                messages.append(pickle.loads(self._rest[HEAD.size : end]))
+                self._rest = self._rest[end:]
+        return messages
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def pack_event(event: Event) -> tuple[Any, ...]:
+    """Without the id of its job: a server has one at a time."""
+    match event:
+        case Drafted():
+            return 1, event.token
+        case Verified():
+            return 2, event.tokens
+        case Failed():
+            return 3, event.reason
+    return (0,)
+
+
+def unpack_event(packed: tuple[Any, ...], job: int) -> Event:
+    kind, *what = packed
+    event: Event = EVENTS[kind](job, *what)
+    return event
 
 
 class Sender:
@@ -50,7 +118,9 @@ class Receiver:
         self._held[number] = text
         if len(self._held) > TEXTS:
             self._held.popitem(last=False)
-        return KINDS[kind](id, text, *rest[1:])
+        return KINDS[kind](
+            id, text, *(_sampling(*each) if isinstance(each, tuple) else each for each in rest[1:])
+        )
 
 
 def _rest(job: Job) -> tuple[Any, ...]:
@@ -58,10 +128,19 @@ def _rest(job: Job) -> tuple[Any, ...]:
     prompt = len(job.context.origin)
     match job:
         case Draft():
-            return prompt, job.count, job.model, job.sampling
+            return prompt, job.count, job.model, _numbers(job.sampling)
         case Verify():
-            return prompt, job.width, job.lead, job.sampling
+            return prompt, job.width, job.lead, _numbers(job.sampling)
     return (prompt,)
+
+
+def _numbers(sampling: Sampling) -> tuple[float, int, float, float, int]:
+    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
+
+
+@lru_cache(TEXTS)
+def _sampling(*numbers: Any) -> Sampling:
+    return Sampling(*numbers)
 
 
 def _cut(text: Context, length: int) -> Context:
