@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "dsi"
 MAY_USE = {
     "core": set[str](),
     "planner": set(),
+    "theory": {"planner"},
     "sampling": {"core"},
     "models": {"core", "sampling"},
     "request": {"core", "models"},
@@ -25,7 +26,7 @@ MAY_USE = {
     "speech": {"core", "engine", "loading", "models", "request"},
     "measure": {"core", "engine", "fleets", "models", "planner", "request", "speech"},
     "plot": {"measure"},
-    "paper": {"measure", "planner", "plot"},
+    "paper": {"measure", "planner", "plot", "theory"},
     "show": {"measure", "plot", "request"},
     "cli": {"core", "engine", "measure", "show", "speech", "paper", "planner", "plot"},
     "__main__": {"cli"},
@@ -43,7 +44,7 @@ MAY_USE = {
 CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing", "socket")
 # Modules of the world that only some parts may touch.
 KEEPERS = {
-    "numpy": {"models", "sampling"},
+    "numpy": {"models", "paper", "plot", "sampling", "theory"},
     "torch": {"dropin", "loading", "models"},
     "transformers": {"loading", "models"},
     "matplotlib": {"plot"},
