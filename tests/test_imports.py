@@ -28,7 +28,8 @@ MAY_USE = {
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot", "theory"},
     "show": {"measure", "plot", "request"},
-    "cli": {"core", "engine", "measure", "show", "speech", "paper", "planner", "plot"},
+    "cli_paper": {"paper", "show"},
+    "cli": {"cli_paper", "core", "engine", "measure", "show", "speech", "planner", "plot"},
     "__main__": {"cli"},
     "__init__": {
         "core",
@@ -49,7 +50,7 @@ KEEPERS = {
     "transformers": {"loading", "models"},
     "matplotlib": {"plot"},
     "rich": {"cli", "plot", "show"},
-    "typer": {"cli"},
+    "typer": {"cli", "cli_paper"},
     **{name: {"fleets", "engine", "loading", "measure", "show"} for name in CLOCKS_AND_THREADS},
 }
 

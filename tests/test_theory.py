@@ -29,9 +29,7 @@ from dsi.theory import Latencies
 ALGORITHMS: dict[str, Callable[..., float]] = {
     "nonsi": lambda tokens, latencies, *_: theory.nonsi(tokens, latencies),
     "si": lambda tokens, latencies, p, lookahead, _: float(theory.si(tokens, latencies, p, lookahead)),
-    "dsi": lambda tokens, latencies, p, lookahead, sp: float(
-        theory.dsi(tokens, latencies, p, lookahead, sp)
-    ),
+    "dsi": lambda tokens, latencies, p, lookahead, sp: float(theory.dsi(tokens, latencies, p, lookahead, sp)),
 }
 
 

@@ -1,7 +1,7 @@
 """The expected time of non-SI, SI and DSI, computed exactly: nothing is sampled, and nothing is simulated.
 
-Each guess is right with the same probability, whatever came before, as the paper assumes. The acceptance rate
-may be an array, and so is the result then. A drafter must not be slower than its target, as the paper assumes.
+As the paper assumes, each guess is right with the same probability, whatever came before, and a drafter is
+not slower than its target. The acceptance rate may be an array, and so is the result then.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def si_forwards(tokens: int, acceptance: Array, lookahead: int) -> tuple[Array, 
     return drafts, forwards
 
 
-def dsi(
-    tokens: int, latencies: Latencies, acceptance: Array, lookahead: int, sp: int | None = None
-) -> Array:
+def dsi(tokens: int, latencies: Latencies, acceptance: Array, lookahead: int, sp: int | None = None) -> Array:
     """Never take turns. `sp` None: as many targets as can be of use.
 
     Every rejection begins anew, with fewer tokens to go and no guess in flight, so the expected time with r
@@ -95,18 +93,18 @@ def dsi(
     """
     p = np.asarray(acceptance, float)
     (target, drafter, *first), unit = whole(latencies.target, latencies.drafter, *latencies.first)
-    after = np.zeros(p.shape)  # what comes after the first rejection, wherever that is
-    begun = after
+    # What comes after the first rejection: with one token more to go, as before if the next guess is right,
+    # and all that is left if it is wrong: p * after + (begun + (1 - p) * after).
+    after = np.zeros(p.shape)
     for begun in _until_rejection(tokens - 1, Pace(target, drafter), p, lookahead, sp):
         after = begun + after
-    late, slow = first[0] - target, first[1] - drafter
-    for begun in _until_rejection(tokens, Pace(target, drafter, late, slow), p, lookahead, sp):
-        pass
+    slow_start = Pace(target, drafter, first[0] - target, first[1] - drafter)
+    *_, begun = _until_rejection(tokens, slow_start, p, lookahead, sp)
     return (begun + (1 - p) * after) / unit
 
 
 def whole(*numbers: Number) -> tuple[list[int], int]:
-    """The numbers as whole ones, and how many of these make one: what ends at one moment then does so exactly."""
+    """The numbers as whole ones, and how many of these make one: equal times are then exactly equal."""
     values = [exact(number) for number in numbers]
     unit = lcm(*(value.denominator for value in values))
     return [int(value * unit) for value in values], unit

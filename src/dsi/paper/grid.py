@@ -1,4 +1,4 @@
-"""Figures 2 and 3 of the paper: every drafter latency and acceptance rate, each algorithm at its best. Exact."""
+"""Figures 2 and 3 of the paper: every drafter latency and acceptance rate, each algorithm at its best."""
 
 from __future__ import annotations
 

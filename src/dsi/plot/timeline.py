@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib
@@ -36,10 +37,17 @@ def figure(records: Sequence[Record]) -> Figure:
 
 
 def save(records: Sequence[Record], path: Path) -> None:
-    """The format is the suffix's. SVG keeps its text as text, and is the same file each time."""
+    """The format is the suffix's."""
+    path.write_bytes(picture(records, path.suffix[1:]))
+
+
+def picture(records: Sequence[Record], format: str) -> bytes:
+    """SVG keeps its text as text, and is the same file each time."""
+    out = BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dsi", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure(records).savefig(path, dpi=150, metadata=metadata)
+        metadata = {"Date": None} if format == "svg" else None
+        figure(records).savefig(out, format=format, dpi=150, metadata=metadata)
+    return out.getvalue()
 
 
 def _names(record: Record) -> list[str]:

@@ -1,0 +1,253 @@
+"""The theory of the paper, checked: Theorems 1 and 2 and Proposition 1 over a grid, and the examples of "
+"its text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from dsi import theory
+from dsi.measure.settings import Setting
+from dsi.planner import plan, servers_needed
+from dsi.theory import Latencies
+
+RATES = np.arange(0, 101, 5) / 100
+DRAFTERS = [Fraction(i, 100) for i in (1, 2, 3, 5, 7, 10, 14, 20, 25, 33, 50, 67, 80, 90, 100)]
+LOOKAHEADS = (1, 2, 3, 5, 8, 13, 21, 34)
+SPS = (1, 2, 3, 5, 7, None)
+LENGTHS = (1, 2, 10, 50, 100)
+CLAIMS = 6
+PATHS = 300  # of the simulator, for what must hold on every path
+
+Progress = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A bound over many settings: each `ratio` of what is claimed to be less to what bounds it."""
+
+    claim: str
+    settings: int
+    largest: float  # ratio; above 1 violates the claim
+    where: str
+    violations: int
+    smallest: float
+    note: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.violations
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self) | {"holds": self.holds}
+
+
+Ratio = tuple[str, Any]  # a setting in words, and its ratios over the acceptance rates
+
+
+def check(claim: str, ratios: Iterable[Ratio], note: str = "") -> Check:
+    worst, where, least, count, broken = 0.0, "", float("inf"), 0, 0
+    for setting, values in ratios:
+        values = np.atleast_1d(values)
+        count += values.size
+        broken += int((values > 1 + 1e-9).sum())
+        least = min(least, float(values.min()))
+        if values.max() > worst:
+            worst, at = float(values.max()), int(values.argmax())
+            where = setting + (f", acceptance {RATES[at]:g}" if values.size > 1 else "")
+    return Check(claim, count, worst, where, broken, least, note)
+
+
+def checks(progress: Progress = lambda: None) -> list[Check]:
+    found = []
+    for claim, ratios, note in (
+        (
+            "Theorem 1: DSI takes no longer than non-SI, in expectation",
+            theorem_1(),
+            "with any SP degree, which is more than the theorem says",
+        ),
+        ("Theorem 1 on every path", paths(), "each of the simulator's runs, and not only their mean"),
+        (
+            "Theorem 2: DSI takes no longer than SI with the same lookahead",
+            theorem_2(None),
+            "as many targets as can be of use",
+        ),
+        (
+            "Theorem 2 with one target more than Eq. (1) asks for",
+            theorem_2(1),
+            "one for the watch on the root",
+        ),
+        (
+            "Theorem 2 with only as many targets as Eq. (1) asks for",
+            theorem_2(0),
+            "Eq. (1) counts full blocks: the watch on each fresh root, which begins before there is a guess, "
+            "needs a target of its own, or the first block waits for it, where SI would have waited for "
+            "guesses",
+        ),
+        (
+            "Proposition 1: DSI with lookahead 1 takes no longer than the bound",
+            proposition_1(),
+            "the bound is the expected time itself: the largest and the smallest ratio are both 1",
+        ),
+    ):
+        found.append(check(claim, ratios, note))
+        progress()
+    return found
+
+
+def theorem_1() -> Iterator[Ratio]:
+    for drafter, lookahead, sp, tokens in _settings():
+        latencies = Latencies(1, drafter)
+        setting = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp or 'enough'}, {tokens} tokens"
+        yield setting, theory.dsi(tokens, latencies, RATES, lookahead, sp) / theory.nonsi(tokens, latencies)
+
+
+def _settings() -> Iterator[tuple[Fraction, int, int | None, int]]:
+    for drafter in DRAFTERS:
+        for lookahead in LOOKAHEADS:
+            for sp in SPS:
+                for tokens in LENGTHS:
+                    yield drafter, lookahead, sp, tokens
+
+
+def paths() -> Iterator[Ratio]:
+    """In fractions, so that a violation would be one and not rounding."""
+    for seed in range(PATHS):
+        drafter, lookahead = DRAFTERS[seed % len(DRAFTERS)], LOOKAHEADS[seed % len(LOOKAHEADS)]
+        sp, acceptance = 1 + seed % 7, (seed * 37 % 101) / 100
+        setting = Setting(Fraction(1), drafter, acceptance, sp, 30, lookahead)
+        took = setting.run("dsi", seed).completion.elapsed / 30
+        where = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp}, acceptance {acceptance:g}"
+        yield f"{where}, seed {seed}", float(took)
+
+
+def theorem_2(more: int | None) -> Iterator[Ratio]:
+    """With so many targets more than Eq. (1) asks for; None: as many as can be of use."""
+    for drafter in DRAFTERS:
+        for lookahead in LOOKAHEADS:
+            for tokens in LENGTHS:
+                latencies = Latencies(1, drafter)
+                sp = None if more is None else servers_needed(1, drafter, lookahead) + more
+                dsi = theory.dsi(tokens, latencies, RATES, lookahead, sp)
+                setting = f"drafter {float(drafter):g}, lookahead {lookahead}, {tokens} tokens"
+                yield setting, dsi / theory.si(tokens, latencies, RATES, lookahead)
+
+
+def proposition_1() -> Iterator[Ratio]:
+    for drafter in DRAFTERS:
+        for tokens in LENGTHS:
+            dsi = theory.dsi(tokens, Latencies(1, drafter), RATES, 1)
+            yield f"drafter {float(drafter):g}, {tokens} tokens", dsi / bound(drafter, tokens, RATES)
+
+
+def bound(drafter: Fraction, tokens: int, acceptance: Any) -> Any:
+    """Proposition 1, in target forwards."""
+    rest = tokens - 1
+    return float(drafter) * acceptance * rest + (1 - acceptance) * rest + 1
+
+
+@dataclass(frozen=True)
+class Example:
+    """A number in the paper's text, and what comes out here."""
+
+    what: str
+    paper: str
+    ours: str
+    note: str
+
+
+def examples() -> list[Example]:
+    return [amdahl(), *largest_gains(), forwards_that_count(), *si_example(), example_of_eq_1(), seven_gpus()]
+
+
+def amdahl() -> Example:
+    """A drafter of no latency to speak of, and a long text."""
+    tokens, latencies = 2000, Latencies(1, Fraction(1, 1000))
+    speedup = theory.nonsi(tokens, latencies) / float(theory.dsi(tokens, latencies, 0.8, 1))
+    return Example(
+        "DSI over non-SI at acceptance 0.8, as the text grows and drafting costs nothing",
+        "5x",
+        f"{speedup:.2f}x",
+        f"exact; {tokens} tokens, a drafter of a thousandth of the target's latency",
+    )
+
+
+def largest_gains() -> Iterator[Example]:
+    for drafter, lookahead, paper in ((Fraction(1, 20), 5, "4x"), (Fraction(1, 100), 2, "50x")):
+        latencies, tokens = Latencies(1, drafter), 2000
+        si, dsi = (float(time(tokens, latencies, 1.0, lookahead)) for time in (theory.si, theory.dsi))
+        yield Example(
+            f"DSI over SI, a perfect drafter of {float(drafter):.0%} latency, lookahead {lookahead}",
+            paper,
+            f"{si / dsi:.1f}x",
+            f"exact; the paper's is target over block, {1 / (lookahead * float(drafter)):.0f}, without the "
+            f"token that SI's target adds to each block and without SI's own drafting",
+        )
+
+
+def forwards_that_count() -> Example:
+    """Blocks of two guesses, of which at least one is wrong."""
+    setting = Setting(10, 1, 0.8, 5, 50, lookahead=2)
+    tallies = [setting.run("dsi", seed).completion.tally for seed in range(100)]
+    counted, useful = sum(t.exposed for t in tallies), sum(t.useful for t in tallies)
+    return Example(
+        "share of target forwards that cost time, lookahead 2, acceptance 0.8, five targets",
+        "36%",
+        f"{1 - 0.8**2:.0%}; {counted / useful:.0%} simulated",
+        "1 - 0.8^2 is for whole blocks; the watch on each fresh root is a forward too, over one place only",
+    )
+
+
+def si_example() -> Iterator[Example]:
+    """100 tokens, 30 and 6 ms, lookahead 5, 1.5 guesses accepted in each block."""
+    latencies, rate = Latencies(30, 6), accepting(1.5, 5)
+    exact = float(theory.si(100, latencies, rate, 5))
+    forwards = ceil(100 / 2.5)
+    sketch = forwards * (5 * 6 + 30)
+    yield Example(
+        "SI: 100 tokens, 30 and 6 ms, lookahead 5, 1.5 accepted drafts per block",
+        "2400 ms",
+        f"{sketch} ms as the paper counts; {exact:.0f} ms exact",
+        f"acceptance {rate:.3f} gives 1.5; the exact time counts that the last block is cut short",
+    )
+    yield Example(
+        "the same over non-SI",
+        "1.25x",
+        f"{3000 / sketch:.2f}x; {3000 / exact:.2f}x exact",
+        "non-SI takes 3000 ms",
+    )
+
+
+def accepting(mean: float, lookahead: int) -> float:
+    """The acceptance rate with which so many guesses of a block are accepted on average."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        few = sum(middle**i for i in range(1, lookahead + 1)) < mean
+        low, high = (middle, high) if few else (low, middle)
+    return low
+
+
+def example_of_eq_1() -> Example:
+    busy = servers_needed(1, Fraction(1, 20), 5)
+    return Example(
+        "processors for a drafter of 5% latency with lookahead 5, by Eq. (1)",
+        "1 + 4 = 5",
+        f"1 + {busy} = {1 + busy}",
+        "dsi plan --target-ms 20 --drafter-ms 1 --gpus 5",
+    )
+
+
+def seven_gpus() -> Example:
+    best = plan(20, 1, gpus=7, target_gpus=2)
+    return Example(
+        "seven GPUs, two for each target, a drafter of 5% latency",
+        "SP 3, lookahead 7",
+        f"SP {best.sp}, lookahead {best.lookahead}",
+        "dsi plan --target-ms 20 --drafter-ms 1 --gpus 7 --target-gpus 2",
+    )

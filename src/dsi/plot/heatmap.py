@@ -1,0 +1,78 @@
+"""Heatmaps of speedups over drafter latency and acceptance rate: slowdowns in pink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+PINK = "#ff8fc7"
+FINE = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5)  # of a colour bar that ends near 1
+EQUAL = 1e-9  # ratios this close to 1 are 1
+
+
+@dataclass(frozen=True)
+class Panel:
+    """How many times as fast one algorithm is as another.
+
+    A row for each drafter latency in percent, 1 to 100, a column for each acceptance rate, 0 to 100.
+    """
+
+    title: str
+    ratios: Any
+
+    @property
+    def slower(self) -> int:
+        return int((self.ratios < 1 - EQUAL).sum())
+
+
+def figure(panels: Sequence[Panel], heading: str) -> Figure:
+    """Two panels in a row: legible at the width of a page."""
+    rows = -(-len(panels) // 2)
+    picture = Figure(figsize=(10, 4.2 * rows + 0.5), layout="constrained")
+    cells = picture.subplots(rows, 2, squeeze=False).ravel()
+    for axes, panel in zip(cells, panels):
+        _draw(picture, axes, panel)
+    for axes in cells[len(panels) :]:
+        axes.set_axis_off()
+    picture.suptitle(heading, fontsize=11)
+    return picture
+
+
+def png(panels: Sequence[Panel], heading: str) -> bytes:
+    out = BytesIO()
+    figure(panels, heading).savefig(out, format="png", dpi=150)
+    return out.getvalue()
+
+
+def _colours() -> Colormap:
+    return colormaps["viridis"].with_extremes(under=PINK)
+
+
+def _draw(picture: Figure, axes: Axes, panel: Panel) -> None:
+    ratios = np.where(np.abs(panel.ratios - 1) < EQUAL, 1, panel.ratios)
+    most = max(1.01, float(ratios.max()))
+    image = axes.imshow(
+        ratios.T,
+        origin="lower",
+        extent=(0.5, 100.5, -0.5, 100.5),
+        cmap=_colours(),
+        norm=LogNorm(1, most),
+        interpolation="nearest",
+    )
+    axes.set_xlabel("drafter latency (% of the target's)")
+    axes.set_ylabel("acceptance rate (%)")
+    slower = f"slower in {panel.slower:,} of {ratios.size:,} cells" if panel.slower else "never slower"
+    axes.set_title(f"{panel.title}\n{ratios.min():.3f} to {most:.2f}; {slower}", fontsize=10)
+    bar = picture.colorbar(image, ax=axes, extend="min" if panel.slower else "neither", label="times as fast")
+    bar.ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if most > 3 else FINE))
+    bar.ax.yaxis.set_major_formatter(ScalarFormatter())
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
