@@ -29,6 +29,7 @@ test: lint
 bench: setup
 	$(BIN)/python benchmarks/core.py
 	$(BIN)/python benchmarks/threads.py
+	$(BIN)/python benchmarks/grid.py
 	$(BIN)/python benchmarks/pair_cpu.py
 	$(BIN)/python benchmarks/stale.py
 

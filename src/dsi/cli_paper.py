@@ -80,11 +80,10 @@ def _print_table2(lines: list[Line], waited: bool) -> None:
         for line in lines
     ]
     heads = ["", "published", "exact", "simulated", *(["waited"] if waited else [])]
-    show.table([*heads, "paper's accounting", "least lookahead", "two drafters"], rows)
+    show.table([*heads, "as the paper counts", "least lookahead", "two drafters"], rows)
     print(
-        "DSI's speed over SI's: 50 tokens, SP 7, each at its best lookahead of 1, 5 and 10. The paper's "
-        "accounting: an "
-        "extra forward for SI after each rejection, the target's own token uncounted. dsi paper all "
+        "DSI's speed over SI's: 50 tokens, SP 7, each at its best lookahead of 1, 5 and 10. The paper's code "
+        "counts an extra forward for SI after each rejection, and not the target's own token. dsi paper all "
         "explains each column."
     )
     if waited:

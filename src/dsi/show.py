@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SERVERS_LISTED = 12
 SILENCE_SECONDS = 2.0
+WIDE = 200
 
 
 @contextmanager
@@ -192,7 +193,8 @@ def table(heads: list[str], rows: list[list[str]]) -> None:
     table = Table(*heads, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    # A pipe has no width: what reads it should not find words cut in two.
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
 
 
 def document(**document: Any) -> None:

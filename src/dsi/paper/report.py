@@ -17,7 +17,8 @@ h1 { line-height: 1.2; } h2 { margin-top: 2.5rem; border-bottom: 1px solid #d5db
 table { border-collapse: collapse; font-size: 0.85rem; margin: 1rem 0; } .wide { overflow-x: auto; }
 th, td { padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; border-bottom: 1px solid #e6eaf0; }
 th { background: #f4f6f9; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
-td:first-child { min-width: 12rem; } img, svg { max-width: 100%; height: auto; } .label { color: #5a6b7d; font-size: 0.85rem; }
+td:first-child { min-width: 12rem; }
+img, svg { max-width: 100%; height: auto; } .label { color: #5a6b7d; font-size: 0.85rem; }
 .differs { background: #ffe3f1; } code { background: #f4f6f9; padding: 0 0.2rem; }
 """
 
@@ -154,7 +155,7 @@ def static(found: Findings, pictures: Files) -> str:
 
 def online(found: Findings) -> str:
     waited = any(line.waited for line in found.lines)
-    heads = ["target, drafter, dataset", "published", "exact", "simulated"]
+    heads = ["target + drafter, dataset", "published", "exact", "simulated"]
     heads += ["waited", "threads add to SI, DSI"] if waited else []
     heads += [
         "the paper's accounting",

@@ -35,7 +35,7 @@ class Pair:
 
     @property
     def name(self) -> str:
-        return f"{self.target}, {self.drafter}, {self.dataset}"
+        return f"{self.target} + {self.drafter.partition('-')[2]}, {self.dataset}"
 
     @property
     def latencies(self) -> Latencies:
