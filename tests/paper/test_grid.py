@@ -31,6 +31,12 @@ def test_dsi_is_never_slower_with_targets_enough(found: Grid) -> None:
     assert (found.dsi.times <= found.nonsi * (1 + 1e-9)).all()
 
 
+def test_left_free_to_choose_its_lookahead_dsi_is_never_slower_at_sp_7(found: Grid) -> None:
+    assert (found.dsi_any.times <= found.baseline * (1 + 1e-9)).all()
+    assert (found.dsi_any.times <= found.dsi.times).all()
+    assert (found.dsi.times / found.dsi_any.times).max() > 1.06  # Eq. (1) forbids what is best
+
+
 def test_the_exceptions_at_sp_7_are_narrow_and_all_with_the_fastest_drafter(found: Grid) -> None:
     lost = exceptions(found)
     assert {float(drafter) for drafter, _, _ in lost} == {0.01}

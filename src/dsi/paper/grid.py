@@ -36,6 +36,7 @@ class Grid:
     sp: int
     si: Best
     dsi: Best  # lookaheads that Eq. (1) allows at this SP degree
+    dsi_any: Best  # any lookahead at this SP degree: verifications may wait for a target
     dsi_enough: Best  # any lookahead, and as many targets as can be of use
     si_static: Table  # lookahead 5
     dsi_static: Table
@@ -58,30 +59,31 @@ class Grid:
 
 def grid(tokens: int = TOKENS, sp: int = SP, progress: Progress = lambda: None) -> Grid:
     forwards = {k: theory.si_forwards(tokens, ACCEPTANCES, k) for k in range(1, MOST + 1)}
-    si, few, enough, si_static, dsi_static = [], [], [], [], []
+    si, few, any_, enough, si_static, dsi_static = [], [], [], [], [], []
     for drafter in DRAFTERS:
         latencies = theory.Latencies(1, drafter)
-        ours = {k: theory.dsi(tokens, latencies, ACCEPTANCES, k, sp) for k in blocks(drafter, sp)}
+        ours = {k: theory.dsi(tokens, latencies, ACCEPTANCES, k, sp) for k in blocks(drafter)}
+        allowed = minimal_lookahead(1, drafter, sp)
         free = {k: theory.dsi(tokens, latencies, ACCEPTANCES, k) for k in blocks(drafter)}
         theirs = {k: theory.si_time(tokens, latencies, *counts) for k, counts in forwards.items()}
         si.append(best(theirs))
-        few.append(best(ours))
+        few.append(best({k: times for k, times in ours.items() if k >= allowed}))
+        any_.append(best(ours))
         enough.append(best(free))
         si_static.append(theirs[STATIC])
         dsi_static.append(theory.dsi(tokens, latencies, ACCEPTANCES, STATIC, sp))
         progress()
     static = np.array(si_static), np.array(dsi_static)
-    return Grid(tokens, sp, stacked(si), stacked(few), stacked(enough), *static)
+    return Grid(tokens, sp, stacked(si), stacked(few), stacked(any_), stacked(enough), *static)
 
 
-def blocks(drafter: Fraction, sp: int | None = None) -> range:
-    """The lookaheads from the least that Eq. (1) allows, to where a larger one no longer changes anything.
+def blocks(drafter: Fraction) -> range:
+    """The lookaheads up to where a larger one no longer changes anything.
 
     When a verification takes as long as so many guesses, the text grows to the first unwatched place before
     there are more, and that place is watched at once.
     """
-    least = 1 if sp is None else minimal_lookahead(1, drafter, sp)
-    return range(least, min(MOST, max(least, int(1 / drafter) + 2)) + 1)
+    return range(1, min(MOST, int(1 / drafter) + 2) + 1)
 
 
 def best(times: dict[int, Any]) -> Best:

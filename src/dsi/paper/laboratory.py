@@ -43,6 +43,7 @@ class Findings:
                 for drafter, rate, speedup in figures.exceptions(self.grid)
             ],
             "largest_with_enough_targets": float((self.grid.dsi_enough.times / self.grid.baseline).max()),
+            "largest_with_any_lookahead": float((self.grid.dsi_any.times / self.grid.baseline).max()),
             "theory": [check.json() for check in self.checks],
             "examples": [asdict(example) for example in self.examples],
         }
