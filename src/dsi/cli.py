@@ -54,7 +54,7 @@ NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (vi
 Contention = Annotated[
     float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
 ]
-Target = Annotated[str, typer.Option(help="A model folder, a name on the hub, or builtin.")]
+Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
 Drafter = Annotated[
     list[str] | None,
     typer.Option(help="A smaller model of the same vocabulary, likewise, or ngram; dsi can use several."),
@@ -400,10 +400,6 @@ def _engine(
     """Loading takes seconds: said on a terminal, and gone when it is done."""
     from rich.console import Console
 
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype {dtype!r}: must be float32 or bfloat16")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads {threads}: must be at least 1")
     drafters = drafters or ["builtin"]
     with Console(stderr=True).status(f"loading {target} and {', '.join(drafters)}"):
         from dsi.speech import Engine
