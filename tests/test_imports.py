@@ -28,7 +28,8 @@ MAY_USE = {
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot"},
     "show": {"measure", "plot", "request"},
-    "cli": {"core", "engine", "measure", "show", "speech", "paper", "planner", "plot"},
+    "cli": {"cli_measure", "core", "engine", "measure", "show", "speech", "paper", "planner", "plot"},
+    "cli_measure": {"loading", "measure", "prompts", "show"},
     "__main__": {"cli"},
     "__init__": {
         "core",
@@ -49,8 +50,8 @@ KEEPERS = {
     "transformers": {"loading", "models"},
     "datasets": {"prompts"},
     "matplotlib": {"plot"},
-    "rich": {"cli", "plot", "show"},
-    "typer": {"cli"},
+    "rich": {"cli", "cli_measure", "plot", "show"},
+    "typer": {"cli", "cli_measure"},
     **{name: {"fleets", "engine", "loading", "measure", "show"} for name in CLOCKS_AND_THREADS},
 }
 
