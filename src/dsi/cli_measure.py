@@ -216,6 +216,7 @@ def _print_acceptance(found: Acceptance) -> None:
         ["  after an acceptance", _share(found.after_acceptance.rate)],
         ["  after a rejection", _share(found.after_rejection.rate)],
         ["the paper's estimate, 1 - 1 / (1 + mean match)", f"{found.estimate:.3f}"],
+        ["  95% interval", "{:.3f} to {:.3f}".format(*found.estimate_interval)],
         ["  mean match of the two texts, tokens", f"{found.mean_match:.1f}"],
         ["  texts equal to the very end, so cut off there", f"{found.whole} of {len(found.matches)}"],
         ["  the estimate without taking them for rejections", f"{found.corrected:.3f}"],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from math import sqrt
-from statistics import NormalDist, fmean
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from dsi.core.context import Tokens
@@ -108,7 +108,13 @@ class Acceptance:
 
     @property
     def estimate(self) -> float:
-        return 1 - 1 / (1 + self.mean_match)
+        return geometric_rate(self.mean_match)
+
+    @property
+    def estimate_interval(self) -> tuple[float, float]:
+        """95%: there is one match for each prompt, so it is wider than that of the count."""
+        half = CERTAIN * stdev(self.matches) / sqrt(len(self.matches))
+        return geometric_rate(max(0.0, self.mean_match - half)), geometric_rate(self.mean_match + half)
 
     @property
     def corrected(self) -> float:
@@ -120,6 +126,7 @@ class Acceptance:
         return asdict(self) | {
             "mean_match": self.mean_match,
             "estimate": self.estimate,
+            "estimate_interval": self.estimate_interval,
             "corrected": self.corrected,
             "geometric": self.geometric.json(),
         }
@@ -175,6 +182,11 @@ def summary(trials: Sequence[Trial]) -> Acceptance:
         after_rejection=Share.of(now for before, now in pairs if not before),
         geometric=geometric(texts, rate),
     )
+
+
+def geometric_rate(mean: float) -> float:
+    """With which rate runs of independent acceptances have this mean length."""
+    return 1 - 1 / (1 + mean)
 
 
 def interval(texts: Sequence[Hits], rate: float) -> tuple[float, float]:
@@ -235,4 +247,4 @@ def pooled(found: Iterable[Step], rate: float) -> list[tuple[int, int]]:
 def beyond(chi_square: float, freedom: int) -> float:
     """How often chance gives a chi-square this large (Wilson and Hilferty's approximation)."""
     share = 2 / (9 * freedom)
-    return 1 - NormalDist().cdf(((chi_square / freedom) ** (1 / 3) - (1 - share)) / sqrt(share))
+    return NormalDist().cdf((1 - share - (chi_square / freedom) ** (1 / 3)) / sqrt(share))
