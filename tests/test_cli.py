@@ -199,7 +199,11 @@ def test_a_narrow_terminal_is_drawn_in() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "generate", "chat", "compare", "simulate", "timeline", "plan", "paper", "paper table1"]
+    "command",
+    [
+        *("", "generate", "chat", "compare", "simulate", "timeline", "plan", "paper", "paper table1"),
+        *("measure", "measure latency", "measure acceptance"),
+    ],
 )
 def test_help_has_an_example(command: str) -> None:
     done = dsi(*command.split(), "--help")

@@ -24,12 +24,14 @@ MAY_USE = {
     "dropin": {"core", "engine", "fleets", "loading", "models", "planner", "request"},
     "repo": set(),
     "speech": {"core", "engine", "loading", "models", "request"},
+    "prompts": {"core", "models"},
     "measure": {"core", "engine", "fleets", "models", "planner", "request", "speech"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot", "theory"},
     "show": {"measure", "plot", "request"},
+    "cli": {"cli_measure", "cli_paper", "core", "engine", "measure", "show", "speech", "planner", "plot"},
+    "cli_measure": {"loading", "measure", "prompts", "show"},
     "cli_paper": {"paper", "show"},
-    "cli": {"cli_paper", "core", "engine", "measure", "show", "speech", "planner", "plot"},
     "__main__": {"cli"},
     "__init__": {
         "core",
@@ -48,9 +50,10 @@ KEEPERS = {
     "numpy": {"models", "paper", "plot", "sampling", "theory"},
     "torch": {"dropin", "loading", "models"},
     "transformers": {"loading", "models"},
+    "datasets": {"prompts"},
     "matplotlib": {"plot"},
-    "rich": {"cli", "plot", "show"},
-    "typer": {"cli", "cli_paper"},
+    "rich": {"cli", "cli_measure", "plot", "show"},
+    "typer": {"cli", "cli_measure", "cli_paper"},
     **{name: {"fleets", "engine", "loading", "measure", "show"} for name in CLOCKS_AND_THREADS},
 }
 

@@ -19,28 +19,35 @@ def blocks(language: str) -> Iterator[str]:
         yield from re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Each `$ dsi ...` of the documents, and the lines shown below it."""
+def sessions() -> Iterator[list[tuple[str, list[str]]]]:
+    """For each block, its `$ dsi ...` in order, each with the lines shown below it."""
     for block in blocks("console"):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, *shown = part.splitlines()
-            if command.startswith("dsi "):
-                yield command, shown
+        parts = [part.splitlines() for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]]
+        found = [(command, shown) for command, *shown in parts if command.startswith("dsi ")]
+        if found:
+            yield found
 
 
-@pytest.mark.parametrize(("command", "shown"), list(commands()))
-def test_a_command_prints_what_is_shown(command: str, shown: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *shlex.split(command)], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    printed = [line.rstrip() for line in done.stdout.splitlines()]
-    for line in (line.rstrip() for line in shown if line.strip() != "..."):
-        assert line in printed
+@pytest.mark.parametrize("session", list(sessions()), ids=lambda session: session[0][0])
+def test_the_commands_of_a_block_print_what_is_shown(
+    tmp_path: Path, session: list[tuple[str, list[str]]]
+) -> None:
+    for command, shown in session:
+        done = subprocess.run(
+            [sys.executable, "-m", *shlex.split(command)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+        printed = [line.rstrip() for line in done.stdout.splitlines()]
+        for line in (line.rstrip() for line in shown if line.strip() != "..."):
+            assert line in printed
 
 
 def test_there_are_commands_to_check() -> None:
-    assert len({command.split()[1] for command, _ in commands()}) == 6
+    assert len({command.split()[1] for session in sessions() for command, _ in session}) == 7
 
 
 @pytest.mark.parametrize("code", list(blocks("python")))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from dsi import cli_paper, show
+from dsi.cli_measure import measure
 
 if TYPE_CHECKING:
     from dsi.measure.records import Record
@@ -25,6 +26,7 @@ app = typer.Typer(
     epilog="Example: dsi simulate --algorithm si,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4",
 )
 app.add_typer(cli_paper.app, name="paper")
+app.add_typer(measure, name="measure")
 
 Algorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; several separated by commas.")]
 TargetMs = Annotated[float, typer.Option(help="A target forward, in milliseconds.")]
@@ -53,7 +55,7 @@ NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (vi
 Contention = Annotated[
     float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
 ]
-Target = Annotated[str, typer.Option(help="A model folder, a name on the hub, or builtin.")]
+Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
 Drafter = Annotated[
     list[str] | None,
     typer.Option(help="A smaller model of the same vocabulary, likewise, or ngram; dsi can use several."),
@@ -69,6 +71,10 @@ MinP = Annotated[float, typer.Option(help="Only tokens at least this share as li
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 Threads = Annotated[
     int | None, typer.Option(help="Threads of each server; without it, one for each of its cores.")
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(help="Take what is measured from a file of `dsi measure`; what is given here comes first."),
 ]
 Waited = Annotated[bool, typer.Option("--waited", help="Real threads that wait instead of computing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
@@ -116,6 +122,7 @@ def options(version: Annotated[bool, typer.Option("--version", help="Print the v
 
 @app.command(epilog="Example: dsi simulate --algorithm nonsi,si,dsi --lookahead 1,2,5,10 --json")
 def simulate(
+    context: typer.Context,
     algorithm: Algorithm = "nonsi,si,pearl,dsi",
     target_ms: TargetMs = 20.0,
     drafter_ms: DrafterMs = 2.0,
@@ -148,6 +155,7 @@ def simulate(
     contention: Contention = 0.0,
     eager: Eager = True,
     waited: Waited = False,
+    profile: Profile = None,
     json: Json = False,
 ) -> None:
     """Run toy models under one or more algorithms, in virtual time or on real threads."""
@@ -156,7 +164,7 @@ def simulate(
     names = _algorithms(algorithm)
     blocks = [None] if lookahead == "auto" else _numbers("lookahead", lookahead, 1)
     waits = _numbers("patience", patience, 0)
-    setting = _setting(locals(), lookahead=None, patience=0)
+    setting = _setting(_profiled(context, profile, locals()), lookahead=None, patience=0)
     runs = sum(len(choices(setting, name, blocks, waits)) * repeats for name in names)
     with show.progress("runs", runs) as advance:
         results = [best(setting, name, blocks, waits, repeats, seed, waited, advance) for name in names]
@@ -336,17 +344,23 @@ def compare(
 
 @app.command(epilog="Example: dsi plan --target-ms 20 --drafter-ms 1 --gpus 7 --target-gpus 2")
 def plan(
-    target_ms: TargetMs,
-    drafter_ms: DrafterMs,
+    context: typer.Context,
     gpus: Annotated[int, typer.Option(help="Processors in all.")],
+    target_ms: Annotated[float | None, typer.Option(help="A target forward, in milliseconds.")] = None,
+    drafter_ms: Annotated[float | None, typer.Option(help="A drafter forward, in milliseconds.")] = None,
     target_gpus: Annotated[int, typer.Option(help="Processors that one target needs.")] = 1,
     drafter_gpus: Annotated[int, typer.Option(help="Processors that the drafter needs.")] = 1,
+    profile: Profile = None,
     json: Json = False,
 ) -> None:
     """Divide processors between targets and a drafter by Eq. (1) of the paper."""
     from dsi import planner
 
-    best = planner.plan(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus)
+    known = _profiled(context, profile, {"target_ms": target_ms, "drafter_ms": drafter_ms})
+    for name, value in known.items():
+        if value is None:
+            raise ValueError(f"--{name.replace('_', '-')} is missing: give it, or a --profile that has it")
+    best = planner.plan(known["target_ms"], known["drafter_ms"], gpus, target_gpus, drafter_gpus)
     if json:
         show.document(
             sp=best.sp,
@@ -377,10 +391,6 @@ def _engine(
     """Loading takes seconds: said on a terminal, and gone when it is done."""
     from rich.console import Console
 
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype {dtype!r}: must be float32 or bfloat16")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads {threads}: must be at least 1")
     drafters = drafters or ["builtin"]
     with Console(stderr=True).status(f"loading {target} and {', '.join(drafters)}"):
         from dsi.speech import Engine
@@ -436,6 +446,29 @@ def _setting(options: dict[str, Any], **fixed: Any) -> Setting:
 
     names = {field.name for field in fields(Setting)} & options.keys()
     return Setting(**{name: options[name] for name in names} | fixed)
+
+
+def _profiled(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with those that were not given taken from a profile."""
+    if path is None:
+        return options
+    from dsi.measure.profile import NUMBERS, Profile
+
+    measured = Profile.load(path)
+    free = [name for name in NUMBERS if name in options and not _given(context, name)]
+    found = options | {name: measured.number(name, path) for name in free}
+    for role in (
+        "target",
+        "drafter",
+    ):  # a first forward is never faster than a later one, whatever was measured
+        if f"{role}_ttft_ms" in free:
+            found[f"{role}_ttft_ms"] = max(found[f"{role}_ttft_ms"], found[f"{role}_ms"])
+    return found
+
+
+def _given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _numbers(name: str, text: str, least: int) -> list[int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,16 @@ from dsi.models.text import Text
 from dsi.planner import suitable_lookahead
 
 BUILTIN, NGRAM = "builtin", "ngram"
+DTYPES = ("float32", "bfloat16")
+PAPER_MODELS = {  # the paper's names for what it took from the hub
+    "vicuna-13b": "lmsys/vicuna-13b-v1.3",
+    "vicuna-7b": "lmsys/vicuna-7b-v1.3",
+    "vicuna-68m": "double7/vicuna-68m",
+    "starcoder-15b": "bigcode/starcoder",
+    "starcoder-168m": "bigcode/tiny_starcoder_py",
+    "phi3-14b": "microsoft/Phi-3-medium-128k-instruct",
+    "phi3-4b": "microsoft/Phi-3-mini-128k-instruct",
+}
 LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to cost, wire and all
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first guess for any other
 REHEARSAL = 96  # tokens of virtual text by which a patience is chosen
@@ -81,9 +93,63 @@ class Loaded:
         return (self.sp + 1) * lookahead
 
 
+@dataclass(frozen=True)
+class Alone:
+    """One model in this process, as it would be on a server of its own."""
+
+    backend: Transformer
+    threads: int
+
+    def fresh(self) -> Speaker:
+        """The model with its server's threads and nothing read yet, so that no text helps the next."""
+        torch.set_num_threads(self.threads)
+        self.backend.forget()
+        return Speaker(self.backend)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """A target and a drafter that know nothing of each other: no fleet, no speculation."""
+
+    target: Alone
+    drafter: Alone
+    text: Text
+    context: int  # of the shorter one; 0: without bounds
+
+
+def full_name(name: str) -> str:
+    """The paper's names, in any case, are those of the hub; a folder of that name comes first."""
+    return name if Path(name).is_dir() else PAPER_MODELS.get(name.lower(), name)
+
+
 def folder(name: str, role: str) -> str:
     """`builtin` is the pair that comes with the package."""
-    return str(files("dsi") / "pair" / role) if name == BUILTIN else name
+    return str(files("dsi") / "pair" / role) if name == BUILTIN else full_name(name)
+
+
+def load_apart(target: str, drafter: str, dtype: str = "float32", threads: int | None = None) -> Apart:
+    """Each as an engine with one target would place it, but in this process."""
+    check_means(dtype, threads)
+    if NGRAM in (target, drafter):
+        raise ValueError(f"{NGRAM}: is no model, so there are no forwards to measure")
+    quiet()
+    big, small = load(folder(target, TARGET), dtype), load(folder(drafter, DRAFTER), dtype)
+    text = tokenizer(folder(target, TARGET), big)
+    check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), small), target, drafter)
+    cores = place([TARGET], [DRAFTER], sorted(os.sched_getaffinity(0)))
+    slow, fast = (
+        Alone(backend(model), threads or len(cores[role]))
+        for model, role in ((big, TARGET), (small, DRAFTER))
+    )
+    context = min((each.backend.context for each in (slow, fast) if each.backend.context), default=0)
+    return Apart(slow, fast, text, context)
+
+
+def check_means(dtype: str, threads: int | None) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads {threads}: must be at least 1")
 
 
 def load_pair(
@@ -92,6 +158,7 @@ def load_pair(
     """A target, and drafters of the same vocabulary; `ngram` is one that needs no model."""
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
+    check_means(dtype, threads)
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
     big = load(folder(target, TARGET), dtype)
@@ -175,3 +242,4 @@ def forward_ms(model: Transformer, new: int = 1, repeats: int = 8) -> float:
 def quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # or it reports each try to reach the hub

@@ -85,6 +85,10 @@ class Transformer:
         """Leave the model as it was found."""
         for hook in self._hooks:
             hook.remove()
+        self.forget()
+
+    def forget(self) -> None:
+        """The next text is read from its beginning."""
         self._slots = []
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: Flag = NEVER) -> Any:

@@ -1,0 +1,243 @@
+"""The commands that measure real models, each alone on one server."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dsi import show
+
+if TYPE_CHECKING:
+    from dsi.loading import Apart
+    from dsi.measure.acceptance import Acceptance
+    from dsi.measure.latency import Latencies
+    from dsi.measure.profile import Profile
+    from dsi.prompts import Chosen
+
+measure = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure a pair of models: what the simulator and the planner want to know.",
+    epilog="Example: dsi measure latency --out profile.json, then dsi plan --profile profile.json --gpus 8",
+)
+LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of runs that the table shows
+RARE = 0.005  # share of runs below which a length is not shown
+
+Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
+Drafter = Annotated[str, typer.Option(help="A smaller model of the same vocabulary, likewise.")]
+Dataset = Annotated[
+    str,
+    typer.Option(
+        help="builtin; from the hub humaneval, mbpp, cnn-dm, alpaca or spec-bench; or a file that ends in "
+        ".jsonl or .jsonl.gz."
+    ),
+]
+Field = Annotated[str | None, typer.Option(help="The field of the prompt in a file; without it, prompt.")]
+Template = Annotated[
+    str | None, typer.Option(help="Make the prompts of a file as the paper does for this dataset.")
+]
+Count = Annotated[int, typer.Option(help="Prompts, drawn at random.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same prompts.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads of each model; without it, as on a server of `dsi generate`.")
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="Write a profile (.json), or add to it, for --profile of plan and simulate."),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+
+
+@measure.command(epilog="Example: dsi measure latency --count 10 --out profile.json")
+def latency(
+    target: Target = "builtin",
+    drafter: Drafter = "builtin",
+    dataset: Dataset = "builtin",
+    field: Field = None,
+    template: Template = None,
+    count: Count = 50,
+    tokens: Annotated[int, typer.Option(help="Tokens written after each prompt.")] = 20,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """Time to first token and per token of each model alone, and forwards by their number of new tokens."""
+    bench = _bench(locals(), count=1, tokens=2)
+    from dsi.measure.latency import latencies
+
+    pair, chosen = bench.pair, bench.chosen
+    with show.progress("texts", 2 * len(chosen.prompts)) as advance:
+        found = latencies(
+            pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.context, advance
+        )
+    bench.keep("latency", found.json())
+    if not json:
+        _print_latencies(found)
+        print(f"measured: {bench.said}, each model alone; spread is one standard deviation")
+
+
+@measure.command(epilog="Example: dsi measure acceptance --count 10 --tokens 64 --out profile.json")
+def acceptance(
+    target: Target = "builtin",
+    drafter: Drafter = "builtin",
+    dataset: Dataset = "builtin",
+    field: Field = None,
+    template: Template = None,
+    count: Count = 50,
+    tokens: Annotated[int, typer.Option(help="Tokens written after each prompt, at most.")] = 256,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    threads: Threads = None,
+    out: Out = None,
+    json: Json = False,
+) -> None:
+    """How often the drafter is right: the paper's estimate, a count, and whether luck has a memory."""
+    bench = _bench(locals(), count=2, tokens=1)
+    from dsi.measure.acceptance import acceptance as measured
+
+    pair, chosen = bench.pair, bench.chosen
+    with show.progress("prompts", len(chosen.prompts)) as advance:
+        found = measured(
+            pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.text.ends, advance
+        )
+    bench.keep("acceptance", found.json())
+    if not json:
+        _print_acceptance(found)
+        print(f"measured: {bench.said} at most, greedy; the law is that of independent luck at this rate")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a measurement works with, and where its figures go."""
+
+    pair: Apart
+    chosen: Chosen
+    profile: Profile
+    options: dict[str, Any]
+
+    @property
+    def said(self) -> str:
+        count, tokens = len(self.chosen.prompts), self.options["tokens"]
+        return f"{count} prompts of {self.profile.dataset}, {tokens} tokens each"
+
+    @property
+    def circumstances(self) -> dict[str, Any]:
+        how = {name: self.options[name] for name in ("tokens", "seed", "dtype")}
+        how |= {"prompts": len(self.chosen.prompts), "skipped": self.chosen.skipped}
+        return how | {f"{role}_threads": getattr(self.pair, role).threads for role in ("target", "drafter")}
+
+    def keep(self, part: str, figures: dict[str, Any]) -> None:
+        """In the profile, beside what is there by now, and on stdout as asked for."""
+        figures = self.circumstances | figures
+        out = self.options["out"]
+        if out is not None:
+            self.profile.beside(out).with_part(part, figures).save(out)
+            print(f"wrote {out}", file=sys.stderr)
+        if self.options["json"]:
+            show.document(**self.profile.with_part(part, figures).json())
+
+
+def _bench(options: dict[str, Any], **least: int) -> Bench:
+    """Refuse what is impossible, quickest first; then load the models and draw the prompts."""
+    from dsi import prompts
+
+    for name, bound in least.items():
+        if options[name] < bound:
+            raise ValueError(f"{name} {options[name]}: must be at least {bound}")
+    texts = prompts.read(options["dataset"], options["field"], options["template"])
+    profile = _profile(options)
+    pair = _load(options)
+    count, seed, tokens = (options[name] for name in ("count", "seed", "tokens"))
+    chosen = prompts.choose(texts, pair.text, count, seed, tokens, pair.context)
+    _tell(chosen, count, tokens, pair.context)
+    return Bench(pair, chosen, profile, options)
+
+
+def _profile(options: dict[str, Any]) -> Profile:
+    """A file goes by its name alone: it is the same prompts wherever it lies."""
+    from dsi.loading import full_name
+    from dsi.measure.profile import Profile, check_writable
+
+    target, drafter = full_name(options["target"]), full_name(options["drafter"])
+    profile = Profile(target, drafter, Path(options["dataset"]).name)
+    if options["out"] is not None:
+        check_writable(options["out"])
+        profile.beside(options["out"])
+    return profile
+
+
+def _load(options: dict[str, Any]) -> Apart:
+    from rich.console import Console
+
+    from dsi.loading import load_apart
+
+    names = (options["target"], options["drafter"])
+    with Console(stderr=True).status(f"loading {' and '.join(names)}"):
+        return load_apart(*names, options["dtype"], options["threads"])
+
+
+def _tell(chosen: Chosen, count: int, tokens: int, context: int) -> None:
+    if chosen.skipped:
+        room = f"no room for {tokens} tokens in the models' context of {context}"
+        print(f"dsi: skipped {chosen.skipped} prompts that leave {room}", file=sys.stderr)
+    if len(chosen.prompts) < count:
+        print(f"dsi: {len(chosen.prompts)} prompts instead of {count}: there are no more", file=sys.stderr)
+
+
+def _print_latencies(found: Latencies) -> None:
+    rows = [
+        [
+            name,
+            f"{pace.ttft_ms.mean:.2f} ± {pace.ttft_ms.stdev:.2f}",
+            f"{pace.tpot_ms.mean:.2f} ± {pace.tpot_ms.stdev:.2f}",
+            f"{pace.ratio:.2f}",
+        ]
+        for name, pace in (("target", found.target), ("drafter", found.drafter))
+    ]
+    show.table(["", "TTFT, ms", "TPOT, ms", "TTFT/TPOT"], rows)
+    print(f"the drafter takes {found.drafter_share:.1%} of the target's time per token\n")
+    one = found.curve[1]
+    curve = [[str(width), f"{ms:.2f}", f"{ms / one:.2f}"] for width, ms in found.curve.items()]
+    show.table(["new tokens", "target forward, ms", "over one token's"], curve)
+    print(f"each new token more adds {found.per_token_ms:.3f} ms (slope of the curve)\n")
+
+
+def _print_acceptance(found: Acceptance) -> None:
+    rows = [
+        ["counted, at every place of the target's texts", f"{found.rate:.3f}"],
+        ["  95% interval", f"{found.low:.3f} to {found.high:.3f}"],
+        ["  after an acceptance", _share(found.after_acceptance.rate)],
+        ["  after a rejection", _share(found.after_rejection.rate)],
+        ["the paper's estimate, 1 - 1 / (1 + mean match)", f"{found.estimate:.3f}"],
+        ["  95% interval", "{:.3f} to {:.3f}".format(*found.estimate_interval)],
+        ["  mean match of the two texts, tokens", f"{found.mean_match:.1f}"],
+        ["  texts equal to the very end, so cut off there", f"{found.whole} of {len(found.matches)}"],
+        ["  the estimate without taking them for rejections", f"{found.corrected:.3f}"],
+        ["texts that the target ended early", f"{found.ended} of {len(found.matches)}"],
+        ["places counted", str(found.places)],
+    ]
+    show.table(["acceptance", ""], rows)
+    law = found.geometric
+    steps = [step for step in law.steps if step.length in LENGTHS and max(step.survival, step.law) >= RARE]
+    print()
+    show.table(
+        ["accepted in a row, at least", "observed", "geometric law"],
+        [[str(step.length), f"{step.survival:.3f}", f"{step.law:.3f}"] for step in steps],
+    )
+    print(f"{law.verdict} (largest gap {law.distance:.3f}; {_chi_square(found)})\n")
+
+
+def _share(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.3f}"
+
+
+def _chi_square(found: Acceptance) -> str:
+    law = found.geometric
+    return f"chi-square {law.chi_square:.1f} with {law.freedom} degrees of freedom, p = {law.p_value:.2g}"

@@ -1,0 +1,98 @@
+"""What was measured of a pair on a dataset, in one JSON file that the planner and the simulator read."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+NAMES = ("target", "drafter", "dataset")
+PARTS = ("latency", "acceptance")  # by the command that measures them
+# The options of other commands, and where a profile has them.
+NUMBERS = {
+    "target_ms": ("latency", "target", "tpot_ms", "mean"),
+    "drafter_ms": ("latency", "drafter", "tpot_ms", "mean"),
+    "target_ttft_ms": ("latency", "target", "ttft_ms", "mean"),
+    "drafter_ttft_ms": ("latency", "drafter", "ttft_ms", "mean"),
+    "per_token_ms": ("latency", "per_token_ms"),
+    "acceptance": ("acceptance", "rate"),
+}
+
+
+@dataclass(frozen=True)
+class Profile:
+    target: str
+    drafter: str
+    dataset: str
+    parts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        try:
+            found = json.loads(path.read_text())
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+        except ValueError:
+            raise ValueError(f"{path}: is not JSON, so it is no profile") from None
+        for name in NAMES:
+            if not isinstance(found, dict) or not isinstance(found.get(name), str):
+                raise ValueError(f"{path}: has no field {name}, so it is no profile")
+        parts = {name: found[name] for name in PARTS if name in found}
+        return cls(found["target"], found["drafter"], found["dataset"], parts)
+
+    def save(self, path: Path) -> None:
+        """All at once: another file takes the place of the old one when it is complete."""
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            fresh.write_text(json.dumps(self.json(), indent=2, allow_nan=False) + "\n")
+            fresh.replace(path)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+    def json(self) -> dict[str, Any]:
+        return {"label": "measured", **{name: getattr(self, name) for name in NAMES}, **self.parts}
+
+    def number(self, name: str, source: object = "the profile") -> float:
+        """What a command's option of this name would say."""
+        found: Any = self.parts
+        for key in NUMBERS[name]:
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if isinstance(found, bool) or not isinstance(found, int | float) or not isfinite(found):
+            where, command = ".".join(NUMBERS[name]), f"dsi measure {NUMBERS[name][0]} --out"
+            raise ValueError(f"{source}: has no number {where}, which `{command}` would give")
+        return found
+
+    def with_part(self, name: str, figures: Mapping[str, Any]) -> Profile:
+        return replace(self, parts={**self.parts, name: figures})
+
+    def beside(self, path: Path) -> Profile:
+        """What the file holds already, which must be of the same pair and dataset."""
+        if not path.exists():
+            return self
+        there = Profile.load(path)
+        if there.about != self.about:
+            raise ValueError(f"{path}: is a profile of {there.about}, not of {self.about}; give another file")
+        return there
+
+    @property
+    def about(self) -> str:
+        return ", ".join(f"{name} {getattr(self, name)}" for name in NAMES)
+
+
+def check_writable(path: Path) -> None:
+    """Before anything has been measured, so that no figures are lost."""
+    if path.suffix != ".json":
+        raise ValueError(f"{path}: the name must end in .json")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    try:
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
