@@ -27,6 +27,9 @@ Folder = Annotated[Path, typer.Option(help="The folder to write to; made if it i
 Repeats = Annotated[int, typer.Option(help="Runs in virtual time of each setting of Table 2.")]
 Waited = Annotated[bool, typer.Option("--waited", help="Also on threads that wait instead of computing.")]
 WaitedRepeats = Annotated[int, typer.Option(help="Runs on threads, of SI and DSI in turn.")]
+Profiles = Annotated[
+    list[Path] | None, typer.Option(help="Profiles of dsi measure latency, for Table 3; repeatable.")
+]
 
 
 @app.command(epilog="Example: dsi paper table1 --json")
@@ -94,6 +97,22 @@ def _waited(line: Line) -> str:
     if line.waited is None:
         return "-"
     return f"{line.waited.speedup:.2f} (+{line.waited.overhead_si:.1%}, +{line.waited.overhead_dsi:.1%})"
+
+
+@app.command(epilog="Example: dsi paper table3 --profile profile.json")
+def table3(profile: Profiles = None, json: Json = False) -> None:
+    """Table 3: time to first token over time per token, as published and as measured."""
+    from dsi.paper.table3 import table3 as ratios_of
+
+    ratios = ratios_of(profile or [])
+    if json:
+        show.document(rows=[asdict(ratio) for ratio in ratios])
+        return
+    rows = [
+        [each.model, each.dataset, "-" if each.ratio is None else f"{each.ratio:.2f}", each.label]
+        for each in ratios
+    ]
+    show.table(["model", "dataset", "TTFT/TPOT", ""], rows)
 
 
 @app.command(epilog="Example: dsi paper figure1 --out laboratory")
@@ -167,6 +186,7 @@ def everything(
     repeats: Repeats = 100,
     waited: Waited = False,
     waited_repeats: WaitedRepeats = 3,
+    profile: Profiles = None,
     json: Json = False,
 ) -> None:
     """All of it: pictures, CSV files, and report.html, which needs no other file."""
@@ -175,7 +195,7 @@ def everything(
 
     folder = laboratory.check_folder(out)
     with show.progress("steps", laboratory.STEPS) as advance:
-        found = laboratory.findings(repeats, waited_repeats if waited else 0, advance)
+        found = laboratory.findings(repeats, waited_repeats if waited else 0, profile or [], advance)
     pictures = laboratory.figure1_files()
     pictures |= laboratory.figure2_files(found.grid) | laboratory.figure3_files(found.grid)
     files = pictures | laboratory.table_files(found) | {"report.html": page(found, pictures)}

@@ -32,7 +32,7 @@ def test_all_of_it(tmp_path: Path) -> None:
     done = paper("all", "--out", str(tmp_path / "lab"), "--repeats", "2", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
-    assert (len(said["table1"]), len(said["table2"]), len(said["theory"])) == (24, 10, 6)
+    assert [len(said[table]) for table in ("table1", "table2", "table3", "theory")] == [24, 10, 20, 6]
     wanted = {
         "published",
         "simulated",
@@ -66,6 +66,21 @@ def test_theory_is_printed() -> None:
     assert done.returncode == 0
     assert done.stdout.count("holds") == 5
     assert "violated in 793" in done.stdout
+
+
+def test_table_3_has_what_was_measured(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    times = {"ttft_ms": {"mean": 6.0}, "tpot_ms": {"mean": 4.0}}
+    parts = {"latency": {"target": times, "drafter": times}}
+    profile.write_text(json.dumps({"target": "a", "drafter": "b", "dataset": "c", **parts}))
+    done = paper("table3", "--profile", str(profile), "--json")
+    rows = json.loads(done.stdout)["rows"]
+    assert (rows[0]["ratio"], rows[4]["ratio"]) == (1.35, None)
+    assert rows[-1] == {"model": "b (drafter)", "dataset": "c", "ratio": 1.5, "label": "measured"}
+    profile.write_text("{}")
+    done = paper("table3", "--profile", str(profile))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "has no field target" in done.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:

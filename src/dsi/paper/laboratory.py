@@ -15,6 +15,7 @@ from dsi.paper import claims, figures
 from dsi.paper.grid import DRAFTERS, Grid, grid
 from dsi.paper.table1 import Cell, table1
 from dsi.paper.table2 import PAIRS, Line, table2
+from dsi.paper.table3 import Ratio, table3
 from dsi.plot import heatmap, timeline
 
 STEPS = len(DRAFTERS) + len(PAIRS) + claims.CLAIMS  # of progress
@@ -27,6 +28,7 @@ Files = dict[str, bytes]
 class Findings:
     cells: list[Cell]
     lines: list[Line]
+    ratios: list[Ratio]
     grid: Grid
     checks: list[claims.Check]
     examples: list[claims.Example]
@@ -36,6 +38,7 @@ class Findings:
         return {
             "table1": [asdict(cell) for cell in self.cells],
             "table2": [line.json() for line in self.lines],
+            "table3": [asdict(ratio) for ratio in self.ratios],
             "figure2": summaries(figures.figure2(self.grid)),
             "figure3": summaries(figures.figure3(self.grid)),
             "exceptions": [
@@ -61,8 +64,11 @@ def summaries(panels: Mapping[str, heatmap.Panel]) -> dict[str, dict[str, float]
     }
 
 
-def findings(repeats: int = 100, waited: int = 0, progress: Progress = lambda: None) -> Findings:
+def findings(
+    repeats: int = 100, waited: int = 0, profiles: Iterable[Path] = (), progress: Progress = lambda: None
+) -> Findings:
     return Findings(
+        ratios=table3(profiles),
         cells=table1(),
         grid=grid(progress=progress),
         lines=table2(repeats, waited, progress),
@@ -103,6 +109,7 @@ def table_files(found: Findings) -> Files:
     return {
         "table1.csv": _csv(asdict(cell) for cell in found.cells),
         "table2.csv": _csv(lines),
+        "table3.csv": _csv(asdict(ratio) for ratio in found.ratios),
         "theory.csv": _csv(check.json() for check in found.checks),
         "examples.csv": _csv(asdict(example) for example in found.examples),
     }
