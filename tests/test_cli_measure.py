@@ -88,7 +88,7 @@ def test_a_pair_from_folders_on_a_file_of_prompts(tmp_path: Path, tiny: Path) ->
     done = dsi("measure", "acceptance", *pair, "--tokens", 16)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[:2] == [
-        "dsi: skipped 1 prompts that leave no room for 16 tokens in the models' context of 96",
+        "dsi: skipped 1 prompt without room for 16 tokens in the models' context of 96",
         "dsi: 3 prompts instead of 50: there are no more",
     ]
     assert "too few rejections" in done.stdout  # a model agrees with itself

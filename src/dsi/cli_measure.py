@@ -77,10 +77,10 @@ def latency(
         found = latencies(
             pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.context, advance
         )
-    bench.keep("latency", found.json())
     if not json:
         _print_latencies(found)
         print(f"measured: {bench.said}, each model alone; spread is one standard deviation")
+    bench.keep("latency", found.json())
 
 
 @measure.command(epilog="Example: dsi measure acceptance --count 10 --tokens 64 --out profile.json")
@@ -107,10 +107,10 @@ def acceptance(
         found = measured(
             pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.text.ends, advance
         )
-    bench.keep("acceptance", found.json())
     if not json:
         _print_acceptance(found)
         print(f"measured: {bench.said} at most, greedy; the law is that of independent luck at this rate")
+    bench.keep("acceptance", found.json())
 
 
 @dataclass(frozen=True)
@@ -129,19 +129,19 @@ class Bench:
 
     @property
     def circumstances(self) -> dict[str, Any]:
-        how = {name: self.options[name] for name in ("tokens", "seed", "dtype")}
+        how = {name: self.options[name] for name in ("field", "template", "tokens", "seed", "dtype")}
         how |= {"prompts": len(self.chosen.prompts), "skipped": self.chosen.skipped}
         return how | {f"{role}_threads": getattr(self.pair, role).threads for role in ("target", "drafter")}
 
     def keep(self, part: str, figures: dict[str, Any]) -> None:
-        """In the profile, beside what is there by now, and on stdout as asked for."""
+        """Print before writing, so that a full disk costs no figures; write beside what is there by now."""
         figures = self.circumstances | figures
+        if self.options["json"]:
+            show.document(**self.profile.with_part(part, figures).json())
         out = self.options["out"]
         if out is not None:
             self.profile.beside(out).with_part(part, figures).save(out)
             print(f"wrote {out}", file=sys.stderr)
-        if self.options["json"]:
-            show.document(**self.profile.with_part(part, figures).json())
 
 
 def _bench(options: dict[str, Any], **least: int) -> Bench:
@@ -185,8 +185,9 @@ def _load(options: dict[str, Any]) -> Apart:
 
 def _tell(chosen: Chosen, count: int, tokens: int, context: int) -> None:
     if chosen.skipped:
-        room = f"no room for {tokens} tokens in the models' context of {context}"
-        print(f"dsi: skipped {chosen.skipped} prompts that leave {room}", file=sys.stderr)
+        which = f"{chosen.skipped} prompt{'s' * (chosen.skipped > 1)}"
+        room = f"room for {tokens} tokens in the models' context of {context}"
+        print(f"dsi: skipped {which} without {room}", file=sys.stderr)
     if len(chosen.prompts) < count:
         print(f"dsi: {len(chosen.prompts)} prompts instead of {count}: there are no more", file=sys.stderr)
 
@@ -195,11 +196,11 @@ def _print_latencies(found: Latencies) -> None:
     rows = [
         [
             name,
-            f"{pace.ttft_ms.mean:.2f} ± {pace.ttft_ms.stdev:.2f}",
-            f"{pace.tpot_ms.mean:.2f} ± {pace.tpot_ms.stdev:.2f}",
-            f"{pace.ratio:.2f}",
+            f"{timing.ttft_ms.mean:.2f} ± {timing.ttft_ms.stdev:.2f}",
+            f"{timing.tpot_ms.mean:.2f} ± {timing.tpot_ms.stdev:.2f}",
+            f"{timing.ratio:.2f}",
         ]
-        for name, pace in (("target", found.target), ("drafter", found.drafter))
+        for name, timing in (("target", found.target), ("drafter", found.drafter))
     ]
     show.table(["", "TTFT, ms", "TPOT, ms", "TTFT/TPOT"], rows)
     print(f"the drafter takes {found.drafter_share:.1%} of the target's time per token\n")

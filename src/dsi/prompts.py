@@ -157,7 +157,7 @@ def _downloaded(name: str) -> list[Row]:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError(f"dataset {name}: pip install datasets, {instead}") from None
+        raise ValueError(f"dataset {name}: needs a library: pip install datasets, {instead}") from None
     try:
         return list(load_dataset(**HUB[name]))
     except Exception as error:

@@ -10,7 +10,7 @@ import pytest
 
 from dsi.core.context import Tokens
 from dsi.measure import latency
-from dsi.measure.latency import Latencies, Pace, Spread, curve, latencies, pace
+from dsi.measure.latency import Latencies, Spread, Timing, curve, latencies, timing
 from dsi.models.backend import Ask
 from dsi.models.hf import common
 from dsi.models.toy import ToyTarget
@@ -41,7 +41,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], Slow]:
 
 def test_a_text_waits_for_its_prompt_once(slow: Callable[[float, float], Slow]) -> None:
     prompts = [(1, 2, 3), (1, 2, 3, 4, 5)]
-    found = pace(lambda: slow(0.010, 0.001), prompts, tokens=4)
+    found = timing(lambda: slow(0.010, 0.001), prompts, tokens=4)
     assert (found.tpot_ms.mean, found.ttft_ms.mean) == pytest.approx((11, 14))
     assert (found.tpot_ms.stdev, found.ttft_ms.stdev) == pytest.approx((0, 2**0.5), abs=1e-9)
     assert found.ratio == pytest.approx(14 / 11)
@@ -70,7 +70,7 @@ def test_both_models_and_the_slope(slow: Callable[[float, float], Slow]) -> None
 
 
 def test_a_curve_that_falls_costs_nothing_per_token() -> None:
-    some = Pace(Spread(2.0, 0.0), Spread(1.0, 0.0))
+    some = Timing(Spread(2.0, 0.0), Spread(1.0, 0.0))
     assert [Latencies(some, some, points).per_token_ms for points in ({1: 3.0, 2: 2.0}, {1: 3.0})] == [0, 0]
 
 
@@ -80,7 +80,7 @@ def test_real_time_is_measured() -> None:
             time.sleep(0.002)
             return super().answer(ask)
 
-    found = pace(Sleepy, [(1, 2)], tokens=5)
+    found = timing(Sleepy, [(1, 2)], tokens=5)
     assert 2 <= found.tpot_ms.mean < 30
 
 

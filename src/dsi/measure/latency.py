@@ -27,7 +27,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Pace:
+class Timing:
     """The first token of a text, which waits for the whole prompt, and those after it."""
 
     ttft_ms: Spread
@@ -43,8 +43,8 @@ class Pace:
 
 @dataclass(frozen=True)
 class Latencies:
-    target: Pace
-    drafter: Pace
+    target: Timing
+    drafter: Timing
     curve: dict[int, float]  # ms of a target forward by its new tokens
 
     @property
@@ -80,11 +80,11 @@ def latencies(
     """One model after the other, as if each were alone: in turns they would empty each other's caches."""
     if tokens < 2:
         raise ValueError(f"tokens {tokens}: must be at least 2, for the time between them")
-    slow, fast = (pace(model, prompts, tokens, progress) for model in (target, drafter))
+    slow, fast = (timing(model, prompts, tokens, progress) for model in (target, drafter))
     return Latencies(slow, fast, curve(target(), prompts[0], context))
 
 
-def pace(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progress = lambda: None) -> Pace:
+def timing(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progress = lambda: None) -> Timing:
     """Every text has its full length, whether or not the model would have ended it."""
     timed(model(), prompts[0], tokens)  # what only the first forwards of a process cost is not counted
     first, later = [], []
@@ -93,7 +93,7 @@ def pace(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progres
         first.append(times[0])
         later += times[1:]
         progress()
-    return Pace(spread(first), spread(later))
+    return Timing(spread(first), spread(later))
 
 
 def timed(model: Model, prompt: Tokens, tokens: int) -> list[float]:
