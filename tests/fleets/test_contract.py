@@ -1,6 +1,8 @@
 """What the engine may rely on, whatever a fleet is made of. Every fleet passes this suite."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
@@ -10,12 +12,13 @@ from dsi.core.generation import Policy
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.engine import Fleet, FleetError, Loop
+from dsi.fleets.polling import PollingFleet
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
 from dsi.fleets.work import Server
-from dsi.models.backend import Ask
+from dsi.models.backend import Ask, Cancelled
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
 from dsi.request import Request
@@ -59,7 +62,42 @@ def lasting(crew: list[Server], **options: object) -> ProcessFleet:
     return ProcessFleet(crew, restart=False, **options)  # type: ignore[arg-type]
 
 
-@pytest.fixture(params=[SimulatedFleet, ThreadFleet, lasting], ids=["simulated", "threads", "processes"])
+@dataclass
+class Afar:
+    """A model that is looked at while it waits."""
+
+    near: Wait
+
+    def answer(self, ask: Ask) -> Tokens:
+        return self.near.answer(ask)
+
+    def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
+        end = time.perf_counter() + self.near.latency.forward(ask)
+        while time.perf_counter() < end:
+            if ask.cancelled.is_set():
+                raise Cancelled
+            yield None
+        return self.near.model.answer(ask) if ask.places else ()
+
+    def guessing(self, ask: Ask, count: int) -> Iterator[int | None]:
+        text = list(ask.tokens)
+        for _ in range(count):
+            found = yield from self.answering(Ask(text, len(text), ask.kept, ask.sampling, ask.cancelled))
+            yield from found
+            text += found
+
+
+def polling(crew: list[Server], **options: object) -> PollingFleet:
+    options.pop("pieces", None), options.pop("eager", None)
+    models = [Afar(server.model) if isinstance(server.model, Wait) else server.model for server in crew]
+    afar = [Server(server.name, server.role, model) for server, model in zip(crew, models)]
+    return PollingFleet(afar, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(
+    params=[SimulatedFleet, ThreadFleet, lasting, polling],
+    ids=["simulated", "threads", "processes", "polling"],
+)
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[KillableFleet] = []
 

@@ -1,5 +1,7 @@
 from fractions import Fraction
 
+from typing import Any
+
 import pytest
 
 from dsi.fleets.simulated import Meter
@@ -76,6 +78,6 @@ def test_an_unwanted_answer_is_not_given() -> None:
         {"tpot": 10, "jitter": 1},
     ],
 )
-def test_impossible_latencies_are_refused(numbers: dict[str, float]) -> None:
+def test_impossible_latencies_are_refused(numbers: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be"):
         Latency(**numbers)

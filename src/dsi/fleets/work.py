@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from dsi.core.context import Context
 from dsi.core.messages import (
@@ -19,7 +20,7 @@ from dsi.core.messages import (
     Warm,
     Warmed,
 )
-from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
+from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable
 
 
 @dataclass
@@ -84,6 +85,11 @@ def work(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event]:
 
     Whatever goes wrong in a model fails the job, which can then go on elsewhere.
     """
+    return (event for event in steps(job, server, cancelled) if event is not None)
+
+
+def steps(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event | None]:
+    """The same, with None for each look at a model that is still computing."""
     page = server.memory.page(job.context)
     try:
         if isinstance(job, Draft):
@@ -99,21 +105,37 @@ def work(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event]:
 # What a forward has read counts as kept only when its event has been taken: a cancelled one leaves nothing.
 
 
-def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> Iterator[Event]:
+def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> Iterator[Event | None]:
     width = job.width if isinstance(job, Verify) else 0
     sampling = job.sampling if isinstance(job, Verify) else GREEDY
     ask = Ask(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled)
-    answer = server.model.answer(ask)
+    model = server.model
+    answer = (yield from model.answering(ask)) if _is_polled(model) else model.answer(ask)
     if len(answer) != width:
         raise ValueError(f"{len(answer)} tokens in answer to {width} places")
     yield Verified(job.id, answer) if width else Warmed(job.id)
     page.kept = len(page.tokens)
 
 
-def _stream(job: Draft, server: Server, page: Page, cancelled: Flag) -> Iterator[Event]:
-    for _ in range(job.count):
-        ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        (token,) = server.model.answer(ask)
+def _stream(job: Draft, server: Server, page: Page, cancelled: Flag) -> Iterator[Event | None]:
+    for token in _guesses(job, server.model, page, cancelled):
+        if token is None:
+            yield None
+            continue
         yield Drafted(job.id, token)
         page.kept = len(page.tokens)
         page.append(token)
+
+
+def _guesses(job: Draft, model: Model, page: Page, cancelled: Flag) -> Iterator[int | None]:
+    """One after the other: the page grows with each that has been taken."""
+    if _is_polled(model):
+        ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
+        yield from model.guessing(ask, job.count)
+        return
+    for _ in range(job.count):
+        yield from model.answer(Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled))
+
+
+def _is_polled(model: Model) -> TypeGuard[Pollable]:
+    return hasattr(model, "answering")

@@ -42,6 +42,7 @@ class Setting:
     target_ttft_ms: Number | None = None
     drafter_ttft_ms: Number | None = None
     per_token_ms: Number = 0
+    steps_ms: tuple[tuple[int, Number], ...] = ()  # instead: target forwards of up to so many new tokens
     jitter: float = 0
     network_ms: Number = 0
     contention: float = 0
@@ -93,6 +94,7 @@ class Setting:
             scaled(self.target_ttft_ms, unit),
             scaled(self.per_token_ms, unit),
             self.jitter,
+            tuple((width, scaled(ms, unit)) for width, ms in self.steps_ms),
         )
         fast = Latency(scaled(self.drafter_ms, unit), scaled(self.drafter_ttft_ms, unit), 0, self.jitter)
         fleet = [

@@ -6,9 +6,9 @@ its own affair.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from dsi.core.context import Tokens
 from dsi.core.messages import GREEDY, Sampling
@@ -61,6 +61,22 @@ class Ask:
 class Model(Protocol):
     def answer(self, ask: Ask) -> Tokens:
         """One token for each place asked about, or `Cancelled`."""
+        ...
+
+
+@runtime_checkable
+class Pollable(Model, Protocol):
+    """A model that computes elsewhere, on a GPU say, and is looked at now and then."""
+
+    def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
+        """As `answer`, but it yields while the answer is being computed."""
+        ...
+
+    def guessing(self, ask: Ask, count: int) -> Iterator[int | None]:
+        """The token after this text, the one after that, and so on, and None while one is being computed.
+
+        The next one is begun before the last one is told.
+        """
         ...
 
 

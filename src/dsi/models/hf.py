@@ -79,7 +79,7 @@ class Transformer:
         self._slots: list[Slot] = []
         self._capacity = slots
         self._flag: Flag = NEVER
-        self._hooks = [layer.register_forward_pre_hook(self._look) for layer in _layers(model)]
+        self._hooks = [layer.register_forward_pre_hook(self._look) for layer in layers(model)]
 
     def release(self) -> None:
         """Leave the model as it was found."""
@@ -152,7 +152,7 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return low
 
 
-def _layers(model: Any) -> nn.ModuleList:
+def layers(model: Any) -> nn.ModuleList:
     """The decoder's layers: the one list of modules that is as long as the model is deep."""
     deep = model.config.num_hidden_layers
     for module in model.modules():

@@ -19,6 +19,7 @@ class Latency:
     `ttft` is a forward over a prompt that is new to the server; only reading it, without being asked
     about it, takes the ttft - tpot by which it exceeds a forward. `per_token` is what each new token
     after the first adds to a forward: what other servers verified meanwhile is new to this one.
+    `steps` says instead what forwards of up to so many new tokens take, where forwards are padded.
     `jitter` spreads a forward evenly by that share to either side.
     """
 
@@ -26,6 +27,7 @@ class Latency:
     ttft: Time = None
     per_token: Time = 0
     jitter: float = 0
+    steps: tuple[tuple[int, Time], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.tpot < float("inf"):
@@ -45,6 +47,8 @@ class Latency:
         if ask.kept is None:
             return answer + (0 if self.ttft is None else self.ttft - self.tpot)
         new = max(len(ask.tokens) - ask.kept, places)
+        if self.steps:
+            return next((time for width, time in self.steps if new <= width), self.steps[-1][1]) if new else 0
         return answer + self.per_token * (new - bool(places))
 
 

@@ -1,0 +1,250 @@
+"""Distributed speculative inference on one GPU cut into slices: real forwards, several real targets.
+
+Models of real shapes with random weights: a forward takes as long as a trained one's, and guesses are right at
+a chosen rate, by an oracle. Each server has one slice; SI and non-SI have one for the target and one for the
+drafter. Measured.
+`--only` picks targets or parts. Needs an NVIDIA GPU with green contexts (driver of CUDA 12.4 or later).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+import transformers
+
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.policies import named
+from dsi.engine import Loop
+from dsi.fleets.polling import PollingFleet
+from dsi.fleets.work import Server
+from dsi.loading import quiet
+from dsi.measure.choose import Choice, as_measured, beside, choose
+from dsi.measure.concurrent import Costs, costs
+from dsi.models.graphs import Graphed
+from dsi.models.oracle import Oracle
+from dsi.models.shapes import random_model
+from dsi.models.slices import streams
+from dsi.models.toy import ToyDrafter, ToyTarget
+from dsi.paper.table2 import PAIRS
+from dsi.request import Completion, Request
+
+TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
+DRAFTER_SHAPE = "vicuna-68m"
+ACCEPTANCES = (0.63, 0.8, 0.93)
+PROMPT, ROOM, SLICES, MOST = 128, 512, 16, 7
+
+
+@dataclass
+class Bench:
+    """A target's replicas and a drafter, each on its slice."""
+
+    targets: list[Graphed]
+    drafter: Graphed
+    costs: Costs
+
+    def fleet(self, sp: int, acceptance: float, seed: int) -> PollingFleet:
+        mind = ToyTarget(seed)
+        guess = ToyDrafter(mind, acceptance, seed * 1013)
+        servers = [
+            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind)) for i, t in enumerate(self.targets[:sp], 1)
+        ]
+        return PollingFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])
+
+
+def say(*words: object) -> None:
+    print(*words, file=sys.stderr, flush=True)
+
+
+def prepared(target: str, drafter: str, pieces: int | None = None) -> Bench:
+    """Each server on its slice; the target's replicas share their weights."""
+    lanes = streams(0, SLICES, MOST + 1)
+    big, small = (random_model(name, device="cuda:0", places=ROOM) for name in (target, drafter))
+    return bench(big, small, lanes[0], lanes[1:], pieces)
+
+
+def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None) -> Bench:
+    began = perf_counter()
+    drafter = Graphed(small, ROOM, lane, pieces=1)
+    targets = [Graphed(big, ROOM, each, pieces=pieces) for each in lanes]
+    say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
+    return Bench(targets, drafter, costs(targets, drafter, PROMPT, stops(targets[0])))
+
+
+def stops(model: Graphed) -> int:
+    """One piece is on its way while another computes: a forward stops after one and a half, not after a half."""
+    return max(1, model.pieces // 3)
+
+
+def write(
+    bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int
+) -> tuple[Completion, float]:
+    """One text, and the interpreter's time of the thread that drives it."""
+    fleet = bench.fleet(choice.sp, acceptance, seed)
+    policy = named(choice.algorithm, choice.lookahead, patience=choice.patience, horizon=horizon(choice))
+    try:
+        driven = thread_time()
+        [done] = Loop(fleet).run(Request((1,) * PROMPT, tokens, policy))
+        return done, thread_time() - driven
+    finally:
+        fleet.close()
+
+
+def cell(bench: Bench, acceptance: float, tokens: int, repeats: int, most: int = MOST) -> dict[str, Any]:
+    """One target and acceptance rate: non-SI, SI at two blocks near its best, DSI as chosen, interleaved."""
+    found = {choice.algorithm: choice for choice in choose(bench.costs, acceptance, most)}
+    first = min(found.values(), key=lambda choice: choice.ms)
+    rows = {"nonsi": found["nonsi"], **({"dsi": found["dsi"]} if most > 1 else {})}
+    si = found["si"]
+    for block in sorted({max(1, round(si.lookahead * share)) for share in (0.75, 1)}):
+        rows[f"si {block}"] = Choice("si", 1, block, 0, si.ms)
+    times, driven = measured(bench, rows, acceptance, tokens, repeats)
+    best = min((name for name in rows if name.startswith("si")), key=lambda name: median(times[name]))
+    result = {
+        "acceptance": acceptance,
+        "chosen": first.json(),
+        "si_lookahead": rows[best].lookahead,
+        "ms": times,
+        "ms_per_token": {name: median(each) / tokens for name, each in times.items()},
+    }
+    if "dsi" in rows:
+        result |= compared(bench, rows["dsi"], times, best, acceptance, tokens)
+        result["driver_us_per_token"] = 1e6 * median(driven)
+    say(f"  { ({k: v for k, v in result.items() if k != 'ms'}) }")
+    return result
+
+
+def measured(
+    bench: Bench, rows: dict[str, Choice], acceptance: float, tokens: int, repeats: int
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Milliseconds of each row by seed, and the driver's own time for each token of DSI."""
+    times: dict[str, list[float]] = {name: [] for name in rows}
+    driven = []
+    for seed in range(repeats + 1):  # the first is not counted: it warms up
+        texts = set()
+        for name, choice in rows.items():
+            if name == "nonsi" and seed > 1:
+                continue  # it does the same whatever is guessed
+            done, spent = write(bench, choice, acceptance, tokens, seed)
+            texts.add(done.tokens)
+            if seed:
+                times[name].append(1000 * float(done.elapsed))
+                driven += [spent / tokens] if name == "dsi" else []
+        if len(texts) > 1:
+            raise SystemExit(f"seed {seed}: different texts")
+    return times, driven
+
+
+def compared(
+    bench: Bench, dsi: Choice, times: dict[str, list[float]], best: str, acceptance: float, tokens: int
+) -> dict[str, Any]:
+    over_si = [a / b for a, b in zip(times[best], times["dsi"])]
+    virtual = [virtual_ms(bench, dsi, acceptance, tokens, seed) for seed in range(1, len(times["dsi"]) + 1)]
+    return {
+        "dsi": dsi.json(),
+        "dsi_over_si": sum(times[best]) / sum(times["dsi"]),
+        "spread": [min(over_si), max(over_si)],
+        "dsi_over_nonsi": median(times["nonsi"]) / median(times["dsi"]),
+        "measured_over_virtual": sum(times["dsi"]) / sum(virtual),
+        "beyond_virtual_us_per_token": 1000 * (sum(times["dsi"]) - sum(virtual)) / tokens / len(virtual),
+    }
+
+
+def virtual_ms(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> float:
+    """The same text with the same luck, in virtual time with the measured latencies."""
+    setting = replace(
+        beside(bench.costs, as_measured(bench.costs, acceptance, tokens), choice.sp),
+        lookahead=choice.lookahead,
+        patience=choice.patience,
+        horizon=horizon(choice),
+    )
+    policy = setting.policy(choice.algorithm)
+    [done] = Loop(setting.simulated(seed)).run(Request((1,) * PROMPT, tokens, policy))
+    return float(done.elapsed)
+
+
+def horizon(choice: Choice) -> int:
+    return max(choice.patience + 1, (choice.sp + 1) * choice.lookahead)
+
+
+def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One target in slices, and the whole GPU given to SI and non-SI."""
+    say(shape)
+    sliced = prepared(shape, DRAFTER_SHAPE, options.pieces)
+    say(f"  {sliced.costs.json()}")
+    cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in ACCEPTANCES]
+    whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
+    say(f"  the whole GPU: {whole.costs.json()}")
+    undivided = [cell(whole, rate, options.tokens, 2, most=1) for rate in ACCEPTANCES]
+    return {
+        "shape": shape,
+        "costs": sliced.costs.json(),
+        "cells": cells,
+        "whole_gpu": {"costs": whole.costs.json(), "cells": undivided},
+    }
+
+
+def paper_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Table 2 of the paper with latencies measured here, its acceptance rates and 50 tokens."""
+    rows: list[dict[str, Any]] = []
+    ready: dict[tuple[str, str], Bench] = {}
+    for pair in PAIRS:
+        names = pair.target.lower(), pair.drafter.lower()
+        if names not in ready:
+            ready.clear()
+            torch.cuda.empty_cache()
+            say(*names)
+            ready[names] = prepared(*names, options.pieces)
+        found = cell(ready[names], pair.acceptance, 50, options.repeats)
+        rows.append(
+            {"pair": pair.name, "published": pair.published, "costs": ready[names].costs.json(), **found}
+        )
+    return rows
+
+
+def circumstances() -> dict[str, Any]:
+    return {
+        "label": "measured, random weights, guesses by an oracle",
+        "date": date.today().isoformat(),
+        "gpu": torch.cuda.get_device_name(0),
+        "slices": f"{SLICES} of 8 multiprocessors",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=",".join((*TARGETS, "table2")), help="parts, separated by commas")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--pieces", type=int)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("h200: there is no GPU here")
+    quiet()
+    found: dict[str, Any] = circumstances() | {"targets": [], "table2": []}
+    for part in options.only.split(","):
+        if part == "table2":
+            found["table2"] = paper_rows(options)
+        else:
+            found["targets"].append(table(part, options))
+        torch.cuda.empty_cache()
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""A fleet of servers that compute elsewhere, on GPUs, and one thread that looks at each of them in turn.
+
+No thread has to be woken and no lock to be waited for: what a GPU has finished is seen at the next look, and
+it has its next work before anybody hears of the last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from dsi.core.context import Context
+from dsi.core.dispatch import Dispatch
+from dsi.core.messages import Drafted, Event, Job
+from dsi.fleets.spans import Span, span
+from dsi.fleets.work import Server, by_name, steps
+from dsi.models.backend import Cancelled
+
+
+class Wish:
+    """Set when an answer is no longer wanted."""
+
+    def __init__(self) -> None:
+        self.gone = False
+
+    def is_set(self) -> bool:
+        return self.gone
+
+    def wait(self, timeout: float) -> bool:
+        """For models that wait instead of computing."""
+        time.sleep(timeout)
+        return self.gone
+
+
+class Seat:
+    """A server at a job."""
+
+    def __init__(self, server: Server, job: Job, now: float) -> None:
+        self.server, self.job, self.wish = server, job, Wish()
+        self.steps: Iterator[Event | None] = steps(job, server, self.wish)
+        self.context: Context = job.context
+        self.began = now
+
+    def look(self) -> tuple[Event | None, bool]:
+        """What has come of it since the last look, and whether the server is free."""
+        try:
+            event = next(self.steps)
+        except (StopIteration, Cancelled):
+            return None, True
+        last = event is not None and not isinstance(event, Drafted)
+        if last:
+            next(self.steps, None)  # it has nothing more to say
+        return event, last
+
+
+class PollingFleet:
+    """For models that can be polled; any other computes while it is looked at, and the rest waits."""
+
+    def __init__(self, servers: Iterable[Server], *, log: list[Span] | None = None) -> None:
+        self._began = time.perf_counter()
+        self.log = log
+        self._servers = by_name(servers)
+        self.busy = dict.fromkeys(self._servers, 0.0)
+        self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
+        self._seats: dict[str, Seat] = {}
+        self._ready: deque[Event] = deque()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._began
+
+    def start(self, job: Job) -> None:
+        self._dispatch.offer(job)
+        self._begin()
+
+    def promote(self, id: int) -> None:
+        self._dispatch.promote(id)
+
+    def cancel(self, id: int) -> None:
+        for name in self._dispatch.withdraw(id):
+            self._seats[name].wish.gone = True
+
+    def kill(self, name: str) -> None:
+        """The server dies now, whatever it was doing."""
+        self._dispatch.remove(name)
+        self._seats.pop(name, None)
+        self._ready.extend(self._dispatch.stranded())
+
+    def close(self) -> None:
+        """Every server is gone: what is still open fails."""
+        for name in list(self._dispatch.roles):
+            self.kill(name)
+
+    def next_event(self) -> Event:
+        self._begin()
+        while not self._ready:
+            if not self._dispatch.working:
+                raise RuntimeError("the fleet has nothing to do: no event will come")
+            for name, seat in list(self._seats.items()):
+                self._look(name, seat)
+            if not self._ready:
+                self._begin()
+        return self._ready.popleft()
+
+    def _look(self, name: str, seat: Seat) -> None:
+        event, free = seat.look()
+        wanted = not seat.wish.gone
+        if event is not None and wanted:
+            self._ready.append(event)
+        if event is not None or not wanted:
+            self._record(seat, event if wanted else None, free)
+        if free:
+            del self._seats[name]
+            self._dispatch.release(name)
+
+    def _begin(self) -> None:
+        """Start what can be started: servers that have answered take part once the answer is handled."""
+        for name, job in self._dispatch.assign():
+            seat = self._seats[name] = Seat(self._servers[name], job, self.now())
+            self._look(name, seat)  # which sets it to work
+        self._ready.extend(self._dispatch.stranded())
+
+    def _record(self, seat: Seat, event: Event | None, free: bool) -> None:
+        if event is None and not free:
+            return  # it has not come to a halt
+        now, server = self.now(), seat.server
+        self.busy[server.name] += now - seat.began
+        if self.log is not None and now > seat.began:
+            self.log.append(span(server.name, server.role, seat.job, seat.context, seat.began, now, event))
+        seat.began = now
+        if isinstance(event, Drafted):
+            seat.context = seat.context.then(event.token)

@@ -1,0 +1,269 @@
+"""A decoder whose forwards are recorded once and replayed: static cache and inputs, only token ids come back.
+
+Each number of new tokens that is a power of two has a recording; others are padded up to the next, and what
+the padding leaves in the cache lies beyond the text and is written over. Cutting the cache back is writing its
+length. A recording is in pieces of a few layers, and a forward that nobody wants any longer ends between two.
+Where nothing can be recorded, the same code runs as it stands.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from dsi.core.context import Tokens
+from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
+from dsi.models.hf import common, layers
+from dsi.sampling.rules import match
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
+LAYERS = 2  # of a piece
+
+
+class Unrecorded:
+    """A forward as it stands, looking at its flag before the first layer of each piece."""
+
+    def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any]) -> None:
+        self._compute, self._cuts = compute, cuts
+        self.rows = torch.empty(0)
+
+    def begin(self, cancelled: Flag = NEVER) -> None:
+        def look(*_: Any) -> None:
+            if cancelled.is_set():
+                raise Cancelled
+
+        with ExitStack() as hooks, torch.inference_mode():
+            for layer in self._cuts:
+                hooks.callback(layer.register_forward_pre_hook(look).remove)
+            self.rows = self._compute()
+
+    def going_on(self, cancelled: Flag = NEVER) -> Iterator[None]:  # noqa: ARG002
+        """It has ended when it has begun."""
+        return iter(())
+
+
+class Recorded:
+    """A forward as CUDA graphs, one for each piece: a replay costs the interpreter next to nothing.
+
+    A piece begins when the one before the last has ended, so that the GPU never waits for the interpreter.
+    """
+
+    def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any], pool: Any, stream: Any) -> None:
+        self._pool, self._stream = pool, stream
+        self._graphs: list[Any] = []
+        with ExitStack() as hooks:
+            for layer in cuts:
+                hooks.callback(layer.register_forward_pre_hook(self._cut).remove)
+            self._record()
+            self.rows = compute()
+            self._graphs[-1].capture_end()
+        self._ends = [event() for _ in self._graphs]
+
+    def _record(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graphs.append(graph)
+
+    def _cut(self, *_: Any) -> None:
+        """What the pieces share lives on in the frames of the forward that is being recorded."""
+        self._graphs[-1].capture_end()
+        self._record()
+
+    def _launch(self, piece: int) -> None:
+        torch.cuda.set_stream(self._stream)
+        self._graphs[piece].replay()
+        self._ends[piece].record(self._stream)
+
+    def begin(self, cancelled: Flag = NEVER) -> None:  # noqa: ARG002
+        self._launch(0)
+
+    def going_on(self, cancelled: Flag = NEVER) -> Iterator[None]:
+        """Look again after each None; it ends with the forward, or once a cancelled one has come to a halt."""
+        ends = self._ends
+        for piece in range(1, len(ends)):
+            while piece > 1 and not ends[piece - 2].query():
+                yield None
+            if cancelled.is_set():
+                while not ends[piece - 1].query():  # its inputs may be written over only then
+                    yield None
+                raise Cancelled
+            self._launch(piece)
+        while not ends[-1].query():
+            yield None
+
+
+def event() -> Any:
+    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+class Graphed:
+    """A model on one device or on a slice of it, with a cache for one text of up to `room` tokens.
+
+    Several may share the model's weights, each with a stream of its own.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        room: int,
+        stream: Any = None,
+        pieces: int | None = None,
+        sizes: Sequence[int] = SIZES,
+    ) -> None:
+        self.model = model.eval()
+        self.context = room
+        self.why_not = ""  # the forwards are recorded, if there is no reason here
+        self._device = model.device
+        self._sizes = [size for size in sizes if size <= room]
+        self._tokens: list[int] = []
+        self._cache = StaticCache(config=model.config, max_cache_len=room)
+        deep = list(layers(model))
+        self.pieces = max(1, min(len(deep), len(deep) // LAYERS if pieces is None else pieces))
+        self._cuts = [deep[i * len(deep) // self.pieces] for i in range(1, self.pieces)]
+        self._stream = self._lane(stream)
+        self._length = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._length_here = self._here(1)
+        self._ids_here, self._found_here = self._here(max(self._sizes)), self._here(max(self._sizes))
+        # The same memory for the interpreter: writing a number through a tensor takes it ten times as long.
+        self._length_now, self._ids_now, self._found_now = (
+            each.numpy() for each in (self._length_here, self._ids_here, self._found_here)
+        )
+        self._forwards = self._prepared()
+
+    def _here(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+
+    def _lane(self, stream: Any) -> Any:
+        if stream is None and self._device.type == "cuda":
+            return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return stream
+
+    def _prepared(self) -> dict[int, Unrecorded | Recorded]:
+        plain = {size: Unrecorded(self._computer(size), self._cuts) for size in self._sizes}
+        with torch.inference_mode(), self._on_stream():
+            self._computed(1)  # the cache's layers get their tensors
+            if self._device.type != "cuda":
+                self.why_not = f"forwards on {self._device.type} are not recorded"
+                return dict(plain)
+            try:
+                return self._recorded()
+            except (RuntimeError, ValueError) as error:
+                self.why_not = f"forwards cannot be recorded ({str(error).splitlines()[0]})"
+                return dict(plain)
+
+    def _recorded(self) -> dict[int, Unrecorded | Recorded]:
+        pool = torch.cuda.graph_pool_handle()
+        found: dict[int, Unrecorded | Recorded] = {}
+        for size in reversed(self._sizes):  # the largest first: the others fit into its memory
+            for _ in range(2):  # libraries set themselves up at the first forwards
+                self._computed(size)
+            torch.cuda.synchronize()
+            found[size] = Recorded(self._computer(size), self._cuts, pool, self._stream)
+        torch.cuda.synchronize()
+        return found
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _computer(self, size: int) -> Callable[[], Tensor]:
+        return lambda: self._computed(size)
+
+    def _computed(self, size: int) -> Tensor:
+        """One forward, from numbers in this machine's memory to numbers in it: rows stay on the device."""
+        ids = self._ids_here[:size].to(self._device, non_blocking=True)
+        self._length.copy_(self._length_here[0], non_blocking=True)
+        lengths = [layer.cumulative_length for layer in self._cache.layers if layer.is_initialized]
+        if lengths:
+            torch._foreach_copy_(lengths, [self._length] * len(lengths))
+        places = self._length + torch.arange(size, device=self._device)
+        rows: Tensor = self.model(
+            input_ids=ids[None], position_ids=places[None], past_key_values=self._cache, use_cache=True
+        ).logits[0]
+        self._found_here[:size].copy_(rows.argmax(-1), non_blocking=True)
+        return rows
+
+    def answer(self, ask: Ask) -> Tokens:
+        steps = self.answering(ask)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found: Tokens = end.value
+                return found
+
+    def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
+        """As `answer`, but it yields while the GPU computes."""
+        self._turn_to(ask)
+        found: list[int] = []
+        while len(self._tokens) < len(ask.tokens):
+            found += yield from self._reading(ask)
+        return tuple(found[len(found) - ask.places :])
+
+    def guessing(self, ask: Ask, count: int, mind: Model | None = None) -> Iterator[int | None]:
+        """Guess after guess; the next forward begins before the last guess is told, and runs meanwhile.
+
+        `mind` says what is guessed in place of the model itself.
+        """
+        text, one = list(ask.tokens), self._forwards[1]
+        [token] = yield from self.answering(ask)
+        for left in range(count - 1, -1, -1):
+            if mind is not None:
+                [token] = mind.answer(Ask(text, len(text), None, ask.sampling))
+            text.append(token)
+            ahead = left > 0 and ask.sampling.temperature == 0 and len(text) <= self.context
+            if ahead:
+                self._ids_now[0], self._length_now[0] = token, len(text) - 1
+                one.begin()
+            try:
+                yield token
+            except GeneratorExit:
+                deque(one.going_on(), 0)  # its inputs may be written over only then
+                raise
+            if ahead:
+                yield from one.going_on()
+                self._tokens.append(token)
+                token = int(self._found_now[0])
+            elif left:
+                [token] = yield from self.answering(Ask(text, len(text), None, ask.sampling, ask.cancelled))
+            if left and ask.cancelled.is_set():
+                raise Cancelled
+
+    def _turn_to(self, ask: Ask) -> None:
+        """Keep what this text shares with the last one."""
+        tokens, held = ask.tokens, self._tokens
+        if ask.start < 1:
+            raise ValueError("an empty text: a transformers model needs at least one token to begin with")
+        if len(tokens) > self.context:
+            raise ValueError(f"a text of {len(tokens)} tokens: there is room for {self.context}")
+        shared = len(held) if list(tokens[: len(held)]) == held else common(held, tokens)
+        del held[min(shared, ask.start - 1) :]
+
+    def _reading(self, ask: Ask) -> Generator[None, None, Tokens]:
+        """One forward over what comes next of the text, and the tokens found after each of its places."""
+        begin = len(self._tokens)
+        size = self._size(begin, len(ask.tokens) - begin)
+        fresh = list(ask.tokens[begin : begin + size])
+        new = len(fresh)
+        self._ids_now[:new], self._length_now[0] = fresh, begin
+        forward = self._forwards[size]
+        forward.begin(ask.cancelled)
+        yield from forward.going_on(ask.cancelled)
+        self._tokens += fresh
+        if ask.sampling.temperature == 0:
+            found: Tokens = tuple(self._found_now[:new].tolist())
+            return found
+        asked = max(0, ask.start - begin - 1)  # rows before it are not asked about
+        with torch.inference_mode(), self._on_stream():
+            return match(forward.rows[asked:new].float(), ask.sampling, begin + 1 + asked)
+
+    def _size(self, begin: int, new: int) -> int:
+        """The next recorded size that holds all that is new; at the end of the room, one without padding."""
+        fits = [size for size in self._sizes if begin + size <= self.context]
+        enough = [size for size in fits if size >= new]
+        return min(enough) if enough else max(size for size in fits if size <= new)

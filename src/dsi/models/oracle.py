@@ -1,0 +1,31 @@
+"""A model that computes in earnest and says what another one tells it to.
+
+Random weights take as long as trained ones and agree on nothing; with this, guesses are right at a chosen
+rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+
+from dsi.core.context import Tokens
+from dsi.models.backend import Ask, Model
+from dsi.models.graphs import Graphed
+
+
+@dataclass(frozen=True)
+class Oracle:
+    body: Graphed  # whose forwards are computed, and whose answers nobody hears
+    mind: Model  # whose answers are given
+
+    def answer(self, ask: Ask) -> Tokens:
+        self.body.answer(ask)
+        return self.mind.answer(ask) if ask.places else ()
+
+    def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
+        yield from self.body.answering(ask)
+        return self.mind.answer(ask) if ask.places else ()
+
+    def guessing(self, ask: Ask, count: int) -> Iterator[int | None]:
+        return self.body.guessing(ask, count, self.mind)

@@ -1,0 +1,98 @@
+"""Models of the paper's shapes with random weights: a forward takes the same time whatever its weights are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "vicuna-13b": {
+        "model_type": "llama",
+        "hidden_size": 5120,
+        "intermediate_size": 13824,
+        "layers": 40,
+        "heads": 40,
+    },
+    "vicuna-7b": {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "layers": 32,
+        "heads": 32,
+    },
+    "vicuna-68m": {
+        "model_type": "llama",
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "layers": 2,
+        "heads": 12,
+    },
+    "llama-1.1b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "layers": 22,
+        "heads": 32,
+        "num_key_value_heads": 4,
+    },
+    "starcoder-15b": {
+        "model_type": "gpt_bigcode",
+        "n_embd": 6144,
+        "n_inner": 24576,
+        "layers": 40,
+        "heads": 48,
+    },
+    "starcoder-168m": {
+        "model_type": "gpt_bigcode",
+        "n_embd": 768,
+        "n_inner": 3072,
+        "layers": 20,
+        "heads": 12,
+    },
+    "phi3-14b": {
+        "model_type": "phi3",
+        "hidden_size": 5120,
+        "intermediate_size": 17920,
+        "layers": 40,
+        "heads": 40,
+        "num_key_value_heads": 10,
+    },
+    "phi3-4b": {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "layers": 32,
+        "heads": 32,
+    },
+}
+VOCABULARIES = {"llama": 32000, "gpt_bigcode": 49152, "phi3": 32064}
+NAMES = {
+    "gpt_bigcode": {"layers": "n_layer", "heads": "n_head", "places": "n_positions"},
+    "llama": {
+        "layers": "num_hidden_layers",
+        "heads": "num_attention_heads",
+        "places": "max_position_embeddings",
+    },
+}
+
+
+def config(name: str, places: int = 2048) -> Any:
+    """The configuration of a shape; `places` is the length of the longest text."""
+    if name not in SHAPES:
+        raise ValueError(f"shape {name!r}: must be one of {', '.join(SHAPES)}")
+    shape = dict(SHAPES[name])
+    kind = shape.pop("model_type")
+    names = NAMES.get(kind, NAMES["llama"])
+    found = {names.get(key, key): value for key, value in (shape | {"places": places}).items()}
+    if kind == "phi3":
+        found |= {"pad_token_id": 0, "original_max_position_embeddings": places}
+    return AutoConfig.for_model(kind, vocab_size=VOCABULARIES[kind], **found)
+
+
+def random_model(name: str, dtype: str = "bfloat16", device: str = "cpu", places: int = 2048) -> Any:
+    """Made where it will run; small numbers, so that nothing overflows."""
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config(name, places), dtype=getattr(torch, dtype))
+    return model.eval()
