@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -11,8 +11,12 @@ from dsi.measure.concurrent import Costs
 from dsi.measure.settings import Setting
 from dsi.planner import best_si_lookahead, minimal_lookahead
 
-SEEDS = range(3)
-PATIENCES = (0, 2, 4)
+SEEDS = range(1000, 1004)  # the luck of the rehearsals
+PATIENCES = (0, 2, 5)
+SHARES = (0.3, 0.6, 1)  # of the lookahead that Eq. (1) asks for
+
+Case = tuple[str, Setting]
+Map = Callable[[Callable[[Case], float], Iterable[Case]], Iterable[float]]  # as the builtin, or a pool's
 
 
 @dataclass(frozen=True)
@@ -25,28 +29,56 @@ class Choice:
     patience: int
     ms: float
 
+    @property
+    def horizon(self) -> int:
+        """One block for each target and one more: further ahead, a drafter takes more than it gives."""
+        return max(self.patience + 1, (self.sp + 1) * self.lookahead)
+
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def choose(costs: Costs, acceptance: float, most: int, tokens: int = 80) -> list[Choice]:
+def choose(costs: Costs, acceptance: float, most: int, tokens: int = 80, map: Map = map) -> list[Choice]:
     """The best of non-SI, SI and DSI with up to `most` targets, the fastest of them first.
 
     A slower algorithm is never chosen: where DSI loses, SI or non-SI comes first.
     """
-    setting = as_measured(costs, acceptance, tokens)
-    found = [rehearsed(replace(setting, lookahead=1), "nonsi")]
-    found.append(min((rehearsed(each, "si") for each in si_settings(setting)), key=_ms))
-    found.append(min((best_dsi(beside(costs, setting, sp)) for sp in degrees(most)), key=_ms))
-    return sorted(found, key=_ms)
+    cases = list(candidates(costs, acceptance, most, tokens))
+    best: dict[str, Choice] = {}
+    for (algorithm, setting), ms in zip(cases, map(rehearsed, cases)):
+        choice = Choice(algorithm, setting.sp, setting.lookahead or 1, setting.patience, ms)
+        best[algorithm] = min(best.get(algorithm, choice), choice, key=lambda each: each.ms)
+    return sorted(best.values(), key=lambda each: each.ms)
 
 
-def as_measured(costs: Costs, acceptance: float, tokens: int) -> Setting:
+def candidates(costs: Costs, acceptance: float, most: int, tokens: int) -> Iterator[Case]:
+    alone = as_measured(costs, acceptance, tokens, 1)
+    yield "nonsi", replace(alone, lookahead=1)
+    for lookahead in si_blocks(costs, acceptance):
+        yield "si", replace(alone, lookahead=lookahead, drafter_ms=costs.drafter_ms)
+    for sp in (sp for sp in (1, 2, 3, 4, 5, 7, 11, 15) if sp <= most):
+        setting = as_measured(costs, acceptance, tokens, sp)
+        least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
+        for lookahead in sorted({max(2, round(least * share)) for share in SHARES} | {4, 8}):
+            for patience in PATIENCES:
+                choice = Choice("dsi", sp, lookahead, patience, 0)
+                yield "dsi", replace(setting, lookahead=lookahead, patience=patience, horizon=choice.horizon)
+
+
+def si_blocks(costs: Costs, acceptance: float) -> list[int]:
+    """Blocks around the best of unpadded forwards, and those that just fill a padded one."""
+    block = best_si_lookahead(costs.target_ms, costs.drafter_ms, acceptance)
+    full = {width - 1 for width in costs.by_width if max(2, block / 2) < width < block * 2}
+    return sorted({max(1, round(block * share)) for share in (0.6, 0.8, 1, 1.2)} | full)
+
+
+def as_measured(costs: Costs, acceptance: float, tokens: int, sp: int) -> Setting:
+    """With so many targets, which slow one another down, and the drafter too."""
     return Setting(
         costs.target_ms,
-        costs.drafter_ms,
+        costs.drafter_beside(sp),
         acceptance,
-        1,
+        sp,
         tokens,
         steps_ms=tuple(costs.by_width.items()),
         contention=costs.contention,
@@ -55,42 +87,7 @@ def as_measured(costs: Costs, acceptance: float, tokens: int) -> Setting:
     )
 
 
-def beside(costs: Costs, setting: Setting, sp: int) -> Setting:
-    """With so many targets, which slow the drafter down as well."""
-    return replace(setting, sp=sp, drafter_ms=costs.drafter_beside(sp))
-
-
-def degrees(most: int) -> Iterator[int]:
-    """Few targets crowd each other less: each small number, then every other."""
-    yield from (sp for sp in (1, 2, 3, 4, 6, 7, 11, 15) if sp <= most)
-
-
-def si_settings(setting: Setting) -> Iterator[Setting]:
-    """Blocks around the best of unpadded forwards, and those that just fill a padded one."""
-    block = best_si_lookahead(setting.target_ms, setting.drafter_ms, setting.acceptance)
-    full = {width - 1 for width, _ in setting.steps_ms if block / 2 < width < block * 2}
-    for lookahead in sorted({max(1, block + shift) for shift in (-4, -2, -1, 0, 1, 2)} | full):
-        yield replace(setting, lookahead=max(1, lookahead))
-
-
-def best_dsi(setting: Setting) -> Choice:
-    """Lookahead first, then patience with that lookahead."""
-    least = minimal_lookahead(setting.target_ms, setting.drafter_ms, setting.sp)
-    blocks = sorted({max(2, round(least * share)) for share in (0.35, 0.6, 1)} | {4, 8, 15})
-    here = replace(setting, patience=2)
-    first = min((rehearsed(replace(here, lookahead=k), "dsi") for k in blocks), key=_ms)
-    here = replace(here, lookahead=first.lookahead)
-    others = (rehearsed(replace(here, patience=n), "dsi") for n in PATIENCES if n != here.patience)
-    return min((first, *others), key=_ms)
-
-
-def rehearsed(setting: Setting, algorithm: str, seeds: Iterable[int] = SEEDS) -> Choice:
-    """A drafter may run ahead by one block for each target and one more, as it does in earnest."""
-    lookahead = setting.lookahead or 1
-    setting = replace(setting, horizon=max(setting.patience + 1, (setting.sp + 1) * lookahead))
-    ms = fmean(setting.run(algorithm, seed).ms for seed in seeds) / setting.tokens
-    return Choice(algorithm, setting.sp, lookahead, setting.patience, ms)
-
-
-def _ms(choice: Choice) -> float:
-    return choice.ms
+def rehearsed(case: Case) -> float:
+    """Milliseconds for each token, on average."""
+    algorithm, setting = case
+    return fmean(setting.run(algorithm, seed).ms for seed in SEEDS) / setting.tokens
