@@ -1,8 +1,8 @@
 """Distributed speculative inference on one GPU cut into slices: real forwards, several real targets.
 
-Models of real shapes with random weights: a forward takes as long as a trained one's, and guesses are right at
-a chosen rate, by an oracle. Each server has one slice; SI and non-SI have one for the target and one for the
-drafter. Measured.
+Models of real shapes with random weights: a forward takes as long as a trained one's, and guesses are right
+at a chosen rate, by an oracle. Each server has one slice; SI and non-SI have one for the target and one for
+the drafter. Measured.
 `--only` picks targets or parts. Needs an NVIDIA GPU with green contexts (driver of CUDA 12.4 or later).
 """
 

@@ -22,15 +22,17 @@ MAY_USE = {
     "engine": {"core", "models", "request"},
     "loading": {"core", "fleets", "measure", "models", "planner"},
     "dropin": {"core", "engine", "fleets", "loading", "models", "planner", "request"},
+    "placement": set(),
+    "placed": {"core", "fleets", "loading", "measure", "models", "placement"},
     "repo": set(),
-    "speech": {"core", "engine", "loading", "models", "request"},
+    "speech": {"core", "engine", "loading", "models", "placed", "placement", "request"},
     "prompts": {"core", "models"},
     "measure": {"core", "engine", "fleets", "models", "planner", "request", "speech"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot", "theory"},
     "show": {"measure", "plot", "request"},
     "cli": {"cli_measure", "cli_paper", "core", "engine", "measure", "show", "speech", "planner", "plot"},
-    "cli_measure": {"loading", "measure", "prompts", "show"},
+    "cli_measure": {"loading", "measure", "placed", "placement", "prompts", "show"},
     "cli_paper": {"paper", "show"},
     "__main__": {"cli"},
     "__init__": {
@@ -48,7 +50,7 @@ CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing"
 # Modules of the world that only some parts may touch.
 KEEPERS = {
     "numpy": {"models", "paper", "plot", "sampling", "theory"},
-    "torch": {"dropin", "loading", "models"},
+    "torch": {"dropin", "loading", "models", "placed", "placement"},
     "transformers": {"loading", "models"},
     "datasets": {"prompts"},
     "matplotlib": {"plot"},

@@ -60,7 +60,22 @@ Drafter = Annotated[
     list[str] | None,
     typer.Option(help="A smaller model of the same vocabulary, likewise, or ngram; dsi can use several."),
 ]
-OneAlgorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; the text is the same.")]
+OneAlgorithm = Annotated[
+    str,
+    typer.Option(
+        help="nonsi, si, pearl or dsi; the text is the same. auto, with devices: the fastest as measured."
+    ),
+]
+Degree = Annotated[
+    int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")
+]
+TargetDevices = Annotated[
+    str | None,
+    typer.Option(help="GPUs for the targets: cuda:1,cuda:2, or slices of one, cuda:0/8; the CPU without it."),
+]
+DrafterDevice = Annotated[
+    str | None, typer.Option(help="The drafter's GPU, cuda:0; without it, the last of the target devices.")
+]
 AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
 AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
@@ -230,7 +245,7 @@ def generate(
     target: Target = "builtin",
     drafter: Drafter = None,
     algorithm: OneAlgorithm = "dsi",
-    sp: Sp = 1,
+    sp: Degree = None,
     lookahead: AutoLookahead = "auto",
     patience: AutoPatience = "auto",
     max_new_tokens: MaxNewTokens = 128,
@@ -242,6 +257,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this; repeatable.")] = None,
     dtype: Dtype = "float32",
     threads: Threads = None,
+    target_devices: TargetDevices = None,
+    drafter_device: DrafterDevice = None,
     json: Json = False,
 ) -> None:
     """Continue a text: the text alone on stdout as it is written, a summary on stderr."""
@@ -255,17 +272,17 @@ def generate(
         "stop": stop or [],
     }
     text = _prompt(prompt, file)
-    with _engine(target, drafter, sp, algorithm, lookahead, patience, dtype, threads) as engine:
+    with _engine(locals()) as engine:
         writing = engine.stream(text, **options)
         for piece in writing:
             if not json:
                 print(piece, end="", flush=True)
         done = writing.completion
     if json:
-        show.document(text=done.text, algorithm=algorithm, **show.figures(done))
+        show.document(text=done.text, algorithm=engine.algorithm, **show.figures(done))
     else:
         print()
-        print(show.summary(algorithm, done), file=sys.stderr)
+        print(show.summary(engine.algorithm, done), file=sys.stderr)
 
 
 @app.command(epilog="Example: dsi chat --target path/to/model --drafter path/to/small-model")
@@ -273,7 +290,7 @@ def chat(
     target: Target = "builtin",
     drafter: Drafter = None,
     algorithm: OneAlgorithm = "dsi",
-    sp: Sp = 1,
+    sp: Degree = None,
     lookahead: AutoLookahead = "auto",
     patience: AutoPatience = "auto",
     max_new_tokens: MaxNewTokens = 256,
@@ -284,12 +301,14 @@ def chat(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     threads: Threads = None,
+    target_devices: TargetDevices = None,
+    drafter_device: DrafterDevice = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or the end of the input ends it."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
     options |= {"top_p": top_p, "min_p": min_p, "seed": seed}
     messages: list[dict[str, str]] = []
-    with _engine(target, drafter, sp, algorithm, lookahead, patience, dtype, threads) as engine:
+    with _engine(locals()) as engine:
         while line := _line():
             messages.append({"role": "user", "content": line})
             writing = engine.stream(engine.text.chat(messages), **options)
@@ -305,7 +324,7 @@ def compare(
     drafter: Drafter = None,
     algorithm: Algorithm = "nonsi,si,pearl,dsi",
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt on each line.")] = None,
-    sp: Sp = 1,
+    sp: Degree = None,
     lookahead: Annotated[str, typer.Option(help="For pearl and dsi: a number, or auto by Eq. (1).")] = "auto",
     si_lookaheads: Annotated[str, typer.Option(help="Blocks that si tries; its best is shown.")] = "3,5,8,12",
     patience: AutoPatience = "auto",
@@ -317,6 +336,8 @@ def compare(
     repeats: Annotated[int, typer.Option(help="Times that each prompt is run under each algorithm.")] = 3,
     dtype: Dtype = "float32",
     threads: Threads = None,
+    target_devices: TargetDevices = None,
+    drafter_device: DrafterDevice = None,
     json: Json = False,
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal."""
@@ -335,7 +356,7 @@ def compare(
         "seed": seed,
     }
     with (
-        _engine(target, drafter, sp, "dsi", lookahead, patience, dtype, threads) as engine,
+        _engine(locals() | {"algorithm": "dsi"}) as engine,
         show.progress("texts", len(names) * len(texts) * repeats) as advance,
     ):
         rows = measured(engine, names, texts, repeats, options, advance)
@@ -378,33 +399,28 @@ def plan(
     print(f"allocation  {best.gpus_used} of {gpus} GPUs, {gpus - best.gpus_used} spare")
 
 
-def _engine(
-    target: str,
-    drafters: list[str] | None,
-    sp: int,
-    algorithm: str,
-    lookahead: str,
-    patience: str,
-    dtype: str,
-    threads: int | None,
-) -> Engine:
+def _engine(options: dict[str, Any]) -> Engine:
     """Loading takes seconds: said on a terminal, and gone when it is done."""
     from rich.console import Console
 
-    drafters = drafters or ["builtin"]
-    with Console(stderr=True).status(f"loading {target} and {', '.join(drafters)}"):
+    names = (
+        "sp",
+        "algorithm",
+        "lookahead",
+        "patience",
+        "dtype",
+        "threads",
+        "target_devices",
+        "drafter_device",
+    )
+    drafters = options["drafter"] or ["builtin"]
+    with Console(stderr=True).status(f"loading {options['target']} and {', '.join(drafters)}"):
         from dsi.speech import Engine
 
-        return Engine.load(
-            target,
-            drafters,
-            sp=sp,
-            algorithm=algorithm,
-            lookahead=lookahead,
-            patience=patience,
-            dtype=dtype,
-            threads=threads,
-        )
+        engine = Engine.load(options["target"], drafters, **{name: options[name] for name in names})
+    if options["algorithm"] == "auto":
+        print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
+    return engine
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

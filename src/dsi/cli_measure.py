@@ -51,6 +51,13 @@ Out = Annotated[
     typer.Option(help="Write a profile (.json), or add to it, for --profile of plan and simulate."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+Shape = Annotated[
+    str | None, typer.Option(help="Instead: a model of this shape, as the paper names it, or llama-1.1b.")
+]
+RandomWeights = Annotated[
+    bool, typer.Option("--random-weights", help="With --shape: its weights are random, and its times real.")
+]
+Device = Annotated[str, typer.Option(help="With --shape: cpu, or cuda:0.")]
 
 
 @measure.command(epilog="Example: dsi measure latency --count 10 --out profile.json")
@@ -65,10 +72,16 @@ def latency(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     threads: Threads = None,
+    shape: Shape = None,
+    random_weights: RandomWeights = False,
+    device: Device = "cpu",
     out: Out = None,
     json: Json = False,
 ) -> None:
     """Time to first token and per token of each model alone, and forwards by their number of new tokens."""
+    if shape is not None:
+        _measure_shape(shape, random_weights, device, dtype, json)
+        return
     bench = _bench(locals(), count=1, tokens=2)
     from dsi.measure.latency import latencies
 
@@ -233,6 +246,27 @@ def _print_acceptance(found: Acceptance) -> None:
         [[str(step.length), f"{step.survival:.3f}", f"{step.law:.3f}"] for step in steps],
     )
     print(f"{law.verdict} (largest gap {law.distance:.3f}; {_chi_square(found)})\n")
+
+
+def _measure_shape(shape: str, random_weights: bool, device: str, dtype: str, json: bool) -> None:
+    from dsi.measure.concurrent import by_width
+    from dsi.placement import Placement, check, places
+
+    if not random_weights:
+        raise ValueError(f"shape {shape!r}: has no weights of its own; say --random-weights")
+    [place] = places(device)
+    check(Placement((place,), place))
+    from dsi.placed import random_graphed
+
+    model = random_graphed(shape, dtype, device)
+    found = by_width(model)
+    if json:
+        figures = {"label": "measured, random weights", "shape": shape, "device": device, "dtype": dtype}
+        show.document(**figures, ms={str(width): ms for width, ms in found.items()})
+        return
+    rows = [[str(width), f"{ms:.2f}", f"{ms / found[1]:.2f}"] for width, ms in found.items()]
+    show.table(["new tokens", "forward, ms", "over one token's"], rows)
+    print(f"measured with random weights: {shape}, {dtype}, on {device}; {model.why_not or 'CUDA graphs'}")
 
 
 def _share(rate: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
@@ -16,8 +16,10 @@ import transformers
 from transformers import AutoTokenizer
 
 from dsi.core.messages import DRAFTER, TARGET
+from dsi.fleets.polling import PollingFleet
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.work import Server
+from dsi.measure.choose import Choice
 from dsi.measure.settings import Setting
 from dsi.measure.simulate import fastest_patience
 from dsi.models.backend import Model, Speaker
@@ -58,20 +60,25 @@ class Pace:
 class Loaded:
     """All that an engine needs to speak."""
 
-    fleet: ProcessFleet
+    fleet: ProcessFleet | PollingFleet
     text: Text
     context: int
     sp: int
     pace: Pace
     drafters: tuple[str, ...] = (DRAFTER,)  # their servers, the first one first
+    choices: Mapping[str, Choice] = field(default_factory=dict)  # the best of each algorithm, if rehearsed
     _patiences: dict[int, int] = field(default_factory=dict)  # the best for each lookahead
 
     def lookahead(self, algorithm: str) -> int:
+        if algorithm in self.choices:
+            return self.choices[algorithm].lookahead
         pace = self.pace
         return suitable_lookahead(algorithm, pace.target_ms, pace.drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
 
     def patience(self, lookahead: int) -> int:
         """What is fastest in virtual time with the latencies of these models."""
+        if "dsi" in self.choices and self.choices["dsi"].lookahead == lookahead:
+            return self.choices["dsi"].patience
         if lookahead not in self._patiences:
             horizon, most = self.horizon(lookahead), self.lookahead("si")
             setting = Setting(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsi.measure.choose import Choice
     from dsi.measure.compare import Row
     from dsi.measure.records import Record
     from dsi.measure.simulate import Result
@@ -69,6 +70,16 @@ def figures(done: Completion) -> dict[str, Any]:
         "drafted": done.tally.drafted,
         "accepted": done.tally.accepted,
     }
+
+
+def choices(found: Iterable[Choice]) -> str:
+    """What was chosen, and what it was compared with."""
+    first, *others = found
+    beside = ", ".join(f"{each.algorithm} {each.ms:.2f}" for each in others)
+    return (
+        f"auto: {first.algorithm}, SP {first.sp}, lookahead {first.lookahead}, patience {first.patience}: "
+        f"{first.ms:.2f} ms a token in rehearsal with measured latencies ({beside})"
+    )
 
 
 def summary(algorithm: str, done: Completion) -> str:

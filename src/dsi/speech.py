@@ -66,23 +66,45 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         target: str = "builtin",
         drafter: str | Sequence[str] = "builtin",
         *,
-        sp: int = 1,
+        sp: int | None = None,
         algorithm: str = "dsi",
         lookahead: int | str = "auto",
         patience: int | str = "auto",
         dtype: str = "float32",
         threads: int | None = None,
+        target_devices: str | None = None,
+        drafter_device: str | None = None,
     ) -> Self:
         """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
 
-        Several drafters share one tree under DSI; the other algorithms use the first.
+        Several drafters share one tree under DSI; the other algorithms use the first. With `target_devices`
+        (`cuda:1,cuda:2`, or `cuda:0/8` for slices of one GPU) the servers compute there, SP degree, lookahead
+        and patience are those that are fastest by what is measured, and the algorithm may be `auto`.
         """
-        from dsi.loading import load_pair
-
-        check_algorithm(algorithm)
+        if algorithm != "auto" or target_devices is None:
+            check_algorithm(algorithm)
         numbers = [whole("lookahead", lookahead, 1), whole("patience", patience, 0)]
         drafters = [drafter] if isinstance(drafter, str) else list(drafter)
-        return cls(load_pair(target, drafters, sp, dtype, threads), algorithm, *numbers)
+        if target_devices is None:
+            from dsi.loading import load_pair
+
+            if drafter_device is not None:
+                raise ValueError(f"drafter device {drafter_device!r}: the targets need devices as well")
+            return cls(
+                load_pair(target, drafters, 1 if sp is None else sp, dtype, threads), algorithm, *numbers
+            )
+        from dsi.placed import load_placed
+        from dsi.placement import placement
+
+        if len(drafters) > 1 or threads is not None:
+            raise ValueError(f"target devices {target_devices!r}: take one drafter, and no threads")
+        chosen = placement(target_devices, drafter_device, sp)
+        return cls(load_placed(target, drafters[0], chosen, dtype, sp), algorithm, *numbers)
+
+    @property
+    def algorithm(self) -> str:
+        """What it writes with: `auto` is the fastest of those that were rehearsed."""
+        return next(iter(self.loaded.choices)) if self._algorithm == "auto" else self._algorithm
 
     def generate(self, prompt: str | Tokens, **options: Any) -> Completion:
         """Write a text to its end. The options are those of `stream`."""
@@ -111,7 +133,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         request = Request(
             tokens,
             self._room(tokens, max_new_tokens),
-            self.policy(algorithm or self._algorithm, lookahead, patience),
+            self.policy(algorithm or self.algorithm, lookahead, patience),
             Sampling(temperature, top_k, top_p, min_p, seed),
             self.text.ends,
         )

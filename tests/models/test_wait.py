@@ -1,5 +1,4 @@
 from fractions import Fraction
-
 from typing import Any
 
 import pytest

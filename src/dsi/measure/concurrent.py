@@ -58,10 +58,15 @@ def costs(targets: Sequence[Pollable], drafter: Pollable, prompt: int = 128, pie
     return Costs(
         drafter_ms=together([drafter], 1, prompt),
         drafter_crowded={n: beside(drafter, targets[:n], prompt) for n in CROWDS if n <= len(targets)},
-        by_width={width: together(targets[:1], width, prompt) for width in WIDTHS},
+        by_width=by_width(targets[0], prompt),
         crowded={count: together(targets[:count], WIDE, prompt) for count in range(1, len(targets) + 1)},
         pieces=pieces,
     )
+
+
+def by_width(model: Pollable, prompt: int = 128) -> dict[int, float]:
+    """A forward's time alone, by its new tokens."""
+    return {width: together([model], width, prompt) for width in WIDTHS}
 
 
 def together(models: Sequence[Pollable], width: int, prompt: int) -> float:

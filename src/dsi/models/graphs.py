@@ -1,8 +1,9 @@
 """A decoder whose forwards are recorded once and replayed: static cache and inputs, only token ids come back.
 
 Each number of new tokens that is a power of two has a recording; others are padded up to the next, and what
-the padding leaves in the cache lies beyond the text and is written over. Cutting the cache back is writing its
-length. A recording is in pieces of a few layers, and a forward that nobody wants any longer ends between two.
+the padding leaves in the cache lies beyond the text and is written over. Cutting the cache back is writing
+its length. A recording is in pieces of a few layers, and a forward that nobody wants any longer ends between
+two.
 Where nothing can be recorded, the same code runs as it stands.
 """
 
@@ -84,7 +85,7 @@ class Recorded:
         self._launch(0)
 
     def going_on(self, cancelled: Flag = NEVER) -> Iterator[None]:
-        """Look again after each None; it ends with the forward, or once a cancelled one has come to a halt."""
+        """Look again after each None; it ends with the forward, or when a cancelled one has halted."""
         ends = self._ends
         for piece in range(1, len(ends)):
             while piece > 1 and not ends[piece - 2].query():

@@ -1,4 +1,4 @@
-"""Models of the paper's shapes with random weights: a forward takes the same time whatever its weights are."""
+"""Models of the paper's shapes with random weights: a forward takes as long as with any others."""
 
 from __future__ import annotations
 

@@ -1,0 +1,101 @@
+"""A pair of models on devices or slices of them: one copy of the weights for each device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.fleets.polling import PollingFleet
+from dsi.fleets.work import Server
+from dsi.loading import (
+    TYPICAL_ACCEPTANCE,
+    Loaded,
+    Pace,
+    check_means,
+    check_vocabulary,
+    folder,
+    quiet,
+    tokenizer,
+)
+from dsi.measure.choose import choose
+from dsi.measure.concurrent import costs
+from dsi.models.graphs import Graphed
+from dsi.models.hf import load
+from dsi.models.shapes import random_model
+from dsi.models.slices import streams
+from dsi.placement import Place, Placement, check
+
+ROOM = 4096  # tokens of a text at most: a cache of this length is taken from the start
+PROMPT = 32  # tokens of the texts by which it is measured
+
+
+def load_placed(
+    target: str, drafter: str, chosen: Placement, dtype: str = "float32", sp: int | None = None
+) -> Loaded:
+    """`sp` None: as many targets as are fastest, by rehearsal with what is measured here."""
+    check_means(dtype, None)
+    check(chosen)
+    quiet()
+    lanes = slice_streams(chosen)
+    everywhere = {place.device for place in chosen.targets}
+    big = {device: load_on(folder(target, TARGET), dtype, device) for device in sorted(everywhere)}
+    small = load_on(folder(drafter, DRAFTER), dtype, chosen.drafter.device)
+    first = next(iter(big.values()))
+    text = tokenizer(folder(target, TARGET), first)
+    check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), small), target, drafter)
+    room = min(context_of(first), context_of(small), ROOM)
+    judges = [recorded(big[place.device], room, place, lanes) for place in chosen.targets]
+    guesser = recorded(small, room, chosen.drafter, lanes)
+    found = costs(judges, guesser, min(PROMPT, room // 4), max(1, judges[0].pieces // 3))
+    choices = {each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges))}
+    degree = choices["dsi"].sp if sp is None else sp
+    servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i, judge in enumerate(judges[:degree], 1)]
+    fleet = PollingFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
+    pace = Pace(found.target_ms, found.drafter_ms, found.per_token_ms)
+    return Loaded(fleet, text, room, degree, pace, (DRAFTER,), choices)
+
+
+def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> Graphed:
+    """A model of a shape, on a device by itself."""
+    check_means(dtype, None)
+    quiet()
+    return Graphed(random_model(shape, dtype, device, room), room)
+
+
+def recorded(model: Any, room: int, place: Place, lanes: dict[Place, Any]) -> Graphed:
+    try:
+        return Graphed(model, room, lanes.get(place))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(no_room(model.config.model_type, place.device)) from error
+
+
+def load_on(name: str, dtype: str, device: str) -> Any:
+    try:
+        return load(name, dtype, device)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(no_room(name, device)) from error
+
+
+def no_room(what: str, device: str) -> str:
+    free = torch.cuda.mem_get_info(device)[0] / 2**30
+    return (
+        f"{what}: does not fit on {device}, which has {free:.1f} GiB left; take bfloat16, fewer targets or a "
+        "smaller model"
+    )
+
+
+def slice_streams(chosen: Placement) -> dict[Place, Any]:
+    """A stream for each slice that is used; whole devices need none."""
+    found: dict[Place, Any] = {}
+    cut = [place for place in (*chosen.targets, chosen.drafter) if place.slices]
+    for device, slices in sorted({(place.index, place.slices) for place in cut}):
+        mine = [place for place in cut if (place.index, place.slices) == (device, slices)]
+        lanes = streams(device, slices, max(place.number for place in mine) + 1)
+        found |= {place: lanes[place.number] for place in mine}
+    return found
+
+
+def context_of(model: Any) -> int:
+    return int(getattr(model.config, "max_position_embeddings", 0) or ROOM)

@@ -1,0 +1,82 @@
+"""Which processor each server gets: whole devices, or slices of a GPU."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+NAME = re.compile(r"(cpu|cuda:(\d+)(?:/(\d+))?)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, or one of so many equal slices of it."""
+
+    device: str
+    slices: int = 0  # 0: all of it
+    number: int = 0  # which one, from 0
+
+    @property
+    def index(self) -> int:
+        return int(self.device.partition(":")[2] or 0)
+
+
+@dataclass(frozen=True)
+class Placement:
+    targets: tuple[Place, ...]
+    drafter: Place
+
+
+def places(text: str) -> list[Place]:
+    """`cuda:1,cuda:2` are two places, `cuda:0/8` is eight."""
+    found: list[Place] = []
+    for part in text.split(","):
+        match = NAME.fullmatch(part.strip())
+        if match is None:
+            raise ValueError(
+                f"device {part.strip()!r}: must be cpu, cuda:0, or cuda:0/8 for eight slices of it"
+            )
+        device, slices = match[1].partition("/")[0], int(match[3] or 0)
+        if match[3] is not None and slices < 2:
+            raise ValueError(f"device {part.strip()!r}: must have at least 2 slices, or none")
+        found += [Place(device, slices, i) for i in range(max(1, slices))]
+    return found
+
+
+def placement(targets: str, drafter: str | None, sp: int | None = None) -> Placement:
+    """Without a device of its own, the drafter takes the last place; `sp` targets take the first ones."""
+    found = places(targets)
+    if drafter is None:
+        if len(found) < 2:
+            raise ValueError(f"target devices {targets!r}: has one place, and the drafter needs another")
+        last = found.pop()
+    else:
+        [last] = _one(drafter)
+    if sp is not None and sp > len(found):
+        raise ValueError(f"SP degree {sp}: {targets!r} has room for {len(found)} targets")
+    chosen = Placement(tuple(found[:sp]), last)
+    twice = [place for place, count in Counter((*chosen.targets, last)).items() if count > 1 and place.slices]
+    if twice:
+        raise ValueError(f"slice {twice[0].number} of {twice[0].device}: is given to two servers")
+    return chosen
+
+
+def _one(text: str) -> list[Place]:
+    found = places(text)
+    if len(found) > 1 and "," not in text:
+        return found[-1:]  # of a GPU in slices, the last
+    if len(found) != 1:
+        raise ValueError(f"drafter device {text!r}: must be one place")
+    return found
+
+
+def check(chosen: Placement) -> None:
+    """Refuse what this machine has not got."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    for place in (*chosen.targets, chosen.drafter):
+        if place.device != "cpu" and place.index >= gpus:
+            has = "there is no GPU here" if not gpus else f"there are {gpus} GPUs here, numbered from 0"
+            raise ValueError(f"{place.device}: {has}; without --target-devices, the models run on the CPU")

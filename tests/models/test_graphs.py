@@ -1,0 +1,160 @@
+"""Static caches and padded forwards, as they run on any device: only recording them needs a GPU."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+from dsi.core.messages import Sampling
+from dsi.models.backend import Ask, Cancelled, Speaker
+from dsi.models.graphs import Graphed
+from dsi.models.hf import Transformer
+from dsi.models.oracle import Oracle
+from dsi.models.toy import ToyTarget
+
+WORDS = 97
+ROOM = 64
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=ROOM, vocab_size=WORDS))
+
+
+def bigcode() -> Any:
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": ROOM, "vocab_size": WORDS}
+    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**shape))
+
+
+def wide(kind: Any, config: Any, **more: Any) -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": ROOM, "vocab_size": WORDS}
+    return kind(config(**shape, **more))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: wide(LlamaForCausalLM, LlamaConfig),
+    "gpt2": gpt2,
+    "bigcode": bigcode,
+    "phi3": lambda: wide(Phi3ForCausalLM, Phi3Config, pad_token_id=0, original_max_position_embeddings=ROOM),
+}
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(1)
+    return MODELS[request.param]().eval()
+
+
+def written(model: Any, prompt: list[int], count: int) -> list[int]:
+    """What the model writes without any cache."""
+    text = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text
+
+
+def test_it_writes_what_the_model_writes_to_the_end_of_its_room(model: Any) -> None:
+    text = written(model, [1, 5, 9], ROOM - 3)
+    found, graphed = [1, 5, 9], Graphed(model, ROOM)
+    while len(found) < ROOM:
+        found += graphed.answer(Ask(found, len(found)))
+    assert found == text
+    assert graphed.answer(Ask(text, 3)) == (*text[3:], *graphed.answer(Ask(text, ROOM)))
+
+
+def test_guesses_stream_as_if_asked_for_one_by_one(model: Any) -> None:
+    text = written(model, [4, 4, 2], 20)
+    tokens = [token for token in Graphed(model, ROOM).guessing(Ask([4, 4, 2], 3), 20) if token is not None]
+    assert tokens == text[3:]
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=20), st.integers(1, 20)), max_size=6)
+)
+@settings(max_examples=25, deadline=None)
+def test_it_answers_as_if_it_had_no_memory(asks: list[tuple[list[int], int]]) -> None:
+    torch.manual_seed(2)
+    llama = MODELS["llama"]().eval()
+    graphed, plain = Graphed(llama, ROOM), Speaker(Transformer(llama, slots=1))
+    for text, start in asks:
+        ask = Ask(text, min(start, len(text) + 1))
+        assert graphed.answer(ask) == plain.answer(ask)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.8, seed=3), Sampling(1.0, 20, 0.9, seed=7)])
+def test_a_seed_gives_the_same_tokens_as_without_a_static_cache(sampling: Sampling) -> None:
+    torch.manual_seed(3)
+    llama = MODELS["llama"]().eval()
+    text = list(range(30))
+    asked = Ask(text, 11, sampling=sampling)
+    assert Graphed(llama, ROOM).answer(asked) == Speaker(Transformer(llama)).answer(asked)
+    stream = Graphed(llama, ROOM).guessing(Ask([1, 2], 2, sampling=sampling), 9)
+    found = [1, 2]
+    for _ in range(9):
+        found += Speaker(Transformer(llama)).answer(Ask(found, len(found), sampling=sampling))
+    assert [token for token in stream if token is not None] == found[2:]
+
+
+class After:
+    """A flag that is set after so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def is_set(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def wait(self, timeout: float) -> bool:  # noqa: ARG002
+        return self.is_set()
+
+
+@pytest.mark.parametrize("looks", [0, 1])
+def test_a_cancelled_forward_ends_between_pieces_and_leaves_no_trace(looks: int) -> None:
+    torch.manual_seed(4)
+    llama = MODELS["llama"]().eval()
+    graphed = Graphed(llama, ROOM, pieces=3)
+    assert graphed.pieces == 3
+    before = graphed.answer(Ask([1, 2, 3], 1))
+    with pytest.raises(Cancelled):
+        graphed.answer(Ask([1, 2, 9, 9, 9], 3, cancelled=After(looks)))
+    assert graphed.answer(Ask([1, 2, 3], 1)) == before
+
+
+def test_where_nothing_is_recorded_it_says_why() -> None:
+    assert Graphed(MODELS["llama"](), ROOM).why_not == "forwards on cpu are not recorded"
+
+
+def test_texts_beyond_the_room_are_refused() -> None:
+    graphed = Graphed(MODELS["llama"](), 16)
+    with pytest.raises(ValueError, match="a text of 17 tokens: there is room for 16"):
+        graphed.answer(Ask([1] * 17, 17))
+    with pytest.raises(ValueError, match="an empty text"):
+        graphed.answer(Ask([], 0))
+
+
+def test_an_oracle_says_what_its_mind_says_and_computes_with_its_body() -> None:
+    torch.manual_seed(5)
+    body, mind = Graphed(MODELS["llama"](), ROOM), ToyTarget(3)
+    oracle = Oracle(body, mind)
+    text = [1, 2, 3]
+    for _ in range(8):
+        text += mind.answer(Ask(text, len(text)))
+    assert oracle.answer(Ask(text, 4)) == mind.answer(Ask(text, 4))
+    assert oracle.answer(Ask(text, len(text) + 1)) == ()
+    assert [token for token in oracle.guessing(Ask([1, 2, 3], 3), 8) if token is not None] == text[3:]
+    assert body._tokens == text[:-1]  # it has read what the mind said, not what it found itself

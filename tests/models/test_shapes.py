@@ -1,0 +1,27 @@
+import pytest
+import torch
+
+from dsi.models.shapes import SHAPES, config, random_model
+
+BILLIONS = {
+    "vicuna-13b": 13.0,
+    "vicuna-7b": 6.74,
+    "vicuna-68m": 0.068,
+    "llama-1.1b": 1.1,
+    "starcoder-15b": 15.5,
+    "starcoder-168m": 0.164,
+    "phi3-14b": 14.0,
+    "phi3-4b": 3.8,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_as_many_weights_as_its_name_says(name: str) -> None:
+    model = random_model(name, device="meta")
+    assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.03)
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape 'gpt-9': must be one of vicuna-13b, .*"):
+        config("gpt-9")

@@ -1,0 +1,76 @@
+"""The engine on devices, which here are the CPU's: the same text as ever."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from dsi.speech import Engine
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[int, ...]]:
+    with Engine.load() as engine:
+        return [engine.generate(PROMPT, max_new_tokens=24, temperature=t, seed=5).tokens for t in (0.0, 0.9)]
+
+
+@pytest.mark.parametrize("sp", [1, 3])
+def test_the_text_does_not_depend_on_where_it_is_written(sp: int, texts: list[tuple[int, ...]]) -> None:
+    with Engine.load(target_devices=",".join(["cpu"] * (sp + 1)), sp=sp) as engine:
+        assert engine.loaded.sp == sp
+        for algorithm in ("nonsi", "si", "pearl", "dsi"):
+            found = [
+                engine.generate(PROMPT, max_new_tokens=24, temperature=t, seed=5, algorithm=algorithm).tokens
+                for t in (0.0, 0.9)
+            ]
+            assert found == texts
+
+
+def test_auto_is_the_fastest_of_what_was_rehearsed(texts: list[tuple[int, ...]]) -> None:
+    with Engine.load(target_devices="cpu,cpu", algorithm="auto") as engine:
+        choices = list(engine.loaded.choices.values())
+        assert [choice.ms for choice in choices] == sorted(choice.ms for choice in choices)
+        assert {choice.algorithm for choice in choices} == {"nonsi", "si", "dsi"}
+        assert engine.algorithm == choices[0].algorithm
+        assert engine.generate(PROMPT, max_new_tokens=24).tokens == texts[0]
+
+
+def dsi(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dsi", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_says_what_auto_has_chosen() -> None:
+    options = ("--target-devices", "cpu,cpu", "--algorithm", "auto", "--max-new-tokens", "8", "--json")
+    done = dsi("generate", PROMPT, *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == 8
+    assert done.stderr.startswith("auto: ")
+    assert "in rehearsal with measured latencies" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--drafter-device", "cpu"), "the targets need devices as well"),
+        (("--target-devices", "cpu,cpu", "--threads", "2"), "take one drafter, and no threads"),
+        (("--algorithm", "auto"), "algorithm 'auto': must be one of"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+    done = dsi("generate", PROMPT, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_shape_is_measured_with_random_weights() -> None:
+    shape = ("measure", "latency", "--shape", "vicuna-68m")
+    done = dsi(*shape, "--random-weights", "--dtype", "bfloat16", "--json")
+    said = json.loads(done.stdout)
+    assert said["label"] == "measured, random weights"
+    assert list(said["ms"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
+    assert "say --random-weights" in dsi(*shape).stderr
