@@ -220,6 +220,40 @@ def paper_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def show(path: Path) -> None:
+    """The tables of a run, as they stand in `docs/gpu.md`."""
+    found = json.loads(path.read_text())
+    print(f"{found['gpu']}, {found['date']}, torch {found['torch']}: {found['label']}\n")
+    for target in found["targets"]:
+        whole = target["whole_gpu"]["cells"]
+        for cell, undivided in zip(target["cells"], whole):
+            print(f"| {target['shape']} | {cell['acceptance']} | {chosen(cell)} | {ratios(cell)} | ", end="")
+            print(" | ".join(f"{ms:.2f}" for ms in (fastest(cell), *best_of(undivided))) + " |")
+    for row in found["table2"]:
+        times = row["costs"]["by_width"]["1"], row["costs"]["drafter_ms"]
+        print(f"| {row['pair']} | {times[0]:.1f} | {times[1]:.2f} | {row['published']} | {ratios(row)} |")
+
+
+def chosen(cell: dict[str, Any]) -> str:
+    return f"{cell['dsi']['sp']}, {cell['dsi']['lookahead']}, {cell['dsi']['patience']}"
+
+
+def ratios(cell: dict[str, Any]) -> str:
+    low, high = cell["spread"]
+    over_si = f"{cell['dsi_over_si']:.2f} ({low:.2f} to {high:.2f})"
+    return f"{over_si} | {cell['dsi_over_nonsi']:.2f} | {cell['measured_over_virtual']:.3f}"
+
+
+def fastest(cell: dict[str, Any]) -> float:
+    return float(cell["ms_per_token"]["dsi"])
+
+
+def best_of(cell: dict[str, Any]) -> tuple[float, float]:
+    """SI at its best block, and non-SI."""
+    ms = cell["ms_per_token"]
+    return min(value for name, value in ms.items() if name.startswith("si")), ms["nonsi"]
+
+
 def circumstances() -> dict[str, Any]:
     return {
         "label": "measured, random weights, guesses by an oracle",
@@ -239,7 +273,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pieces", type=int)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
     options = parser.parse_args()
+    if options.show:
+        show(options.show)
+        return
     if not torch.cuda.is_available():
         raise SystemExit("h200: there is no GPU here")
     quiet()

@@ -1,0 +1,66 @@
+"""The same number of GPUs, spent on DSI's targets or on tensor parallelism: exact, from measured latencies.
+
+The latencies are those of a whole H200 (`benchmarks/results`). Under DSI, n GPUs are one for the drafter and n - 1
+for targets; under SI and non-SI all of them share each target forward, of which a share scales with their
+number and the rest does not (`--scales`). Nothing crowds anything: these are separate GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from dsi import theory
+from dsi.theory import Latencies
+
+RESULTS = Path(__file__).parent / "results"
+TOKENS = 200
+
+
+def measured() -> dict[str, tuple[float, float]]:
+    """Of each target: its forward over a few tokens and the drafter's, in milliseconds."""
+    found = {}
+    for path in sorted(RESULTS.glob("h200-*.json")):
+        for target in json.loads(path.read_text())["targets"]:
+            costs = target["whole_gpu"]["costs"]
+            found[target["shape"]] = costs["by_width"]["8"], costs["drafter_ms"]
+    return found
+
+
+def row(target: float, drafter: float, acceptance: float, gpus: int, scales: list[float]) -> dict[str, Any]:
+    latencies = Latencies(round(target, 3), round(drafter, 3))
+    dsi = min(float(theory.dsi(TOKENS, latencies, acceptance, k, gpus - 1)) for k in range(1, 41))
+    ms = {"dsi": dsi / TOKENS}
+    for share in scales:
+        faster = Latencies(round(target * (1 - share + share / gpus), 3), round(drafter, 3))
+        si = min(float(theory.si(TOKENS, faster, acceptance, k)) for k in range(1, 41))
+        ms |= {f"si {share:g}": si / TOKENS, f"nonsi {share:g}": theory.nonsi(TOKENS, faster) / TOKENS}
+    return {"gpus": gpus, "acceptance": acceptance, "ms_per_token": ms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scales", default="0.5,0.8", help="shares of a forward that scale with the GPUs")
+    parser.add_argument("--acceptance", type=float, default=0.8)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    scales = [float(share) for share in options.scales.split(",")]
+    found = {
+        shape: [row(target, drafter, options.acceptance, gpus, scales) for gpus in range(2, 9)]
+        for shape, (target, drafter) in measured().items()
+    }
+    if options.json:
+        print(json.dumps({"label": "exact, from measured latencies", "rows": found}))
+        return
+    for shape, rows in found.items():
+        print(f"{shape}, acceptance {options.acceptance}: milliseconds for each token, exact")
+        names = list(rows[0]["ms_per_token"])
+        print("GPUs  " + "  ".join(f"{name:>9}" for name in names))
+        for each in rows:
+            print(f"{each['gpus']:>4}  " + "  ".join(f"{each['ms_per_token'][name]:9.2f}" for name in names))
+
+
+if __name__ == "__main__":
+    main()
