@@ -1,8 +1,8 @@
 """The same number of GPUs, spent on DSI's targets or on tensor parallelism: exact, from measured latencies.
 
-The latencies are those of a whole H200 (`benchmarks/results`). Under DSI, n GPUs are one for the drafter and n - 1
-for targets; under SI and non-SI all of them share each target forward, of which a share scales with their
-number and the rest does not (`--scales`). Nothing crowds anything: these are separate GPUs.
+The latencies are those of a whole H200 (`benchmarks/results`). Under DSI, n GPUs are one for the drafter and
+n - 1 for targets; under SI and non-SI all of them share each target forward, of which a share scales with
+their number and the rest does not (`--scales`). Nothing crowds anything: these are separate GPUs.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def test_closing_leaves_no_process_behind() -> None:
 
 SCRIPT = """
     import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not got
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not got
     sys.path.insert(0, {here!r})
     from test_processes import REQUEST, fleet, pids
     from dsi.engine import Loop
