@@ -19,13 +19,13 @@ from datetime import date
 from functools import cache
 from pathlib import Path
 from statistics import median
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
 
-from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.messages import DRAFTER, GREEDY, TARGET, Sampling
 from dsi.core.policies import named
 from dsi.engine import Loop
 from dsi.fleets.polling import PollingFleet
@@ -33,6 +33,7 @@ from dsi.fleets.work import Server
 from dsi.loading import quiet
 from dsi.measure.choose import Choice, as_measured, choose
 from dsi.measure.concurrent import Costs, costs
+from dsi.measure.divergence import divergences
 from dsi.models.graphs import Graphed
 from dsi.models.oracle import Oracle
 from dsi.models.shapes import random_model
@@ -90,21 +91,16 @@ def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None)
 
 
 def stops(model: Graphed) -> int:
-    """One piece is on its way while another computes: a forward stops after one and a half, not after a "
-    "half."""
+    """One piece is on its way while another computes: a forward stops after one and a half on average."""
     return max(1, model.pieces // 3)
 
 
-def write(
-    bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int
-) -> tuple[Completion, float]:
-    """One text, and the interpreter's time of the thread that drives it."""
+def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> Completion:
     fleet = bench.fleet(choice.sp, acceptance, seed)
     policy = named(choice.algorithm, choice.lookahead, patience=choice.patience, horizon=choice.horizon)
     try:
-        driven = thread_time()
         [done] = Loop(fleet).run(Request((1,) * PROMPT, tokens, policy))
-        return done, thread_time() - driven
+        return done
     finally:
         fleet.close()
 
@@ -117,7 +113,7 @@ def cell(bench: Bench, acceptance: float, tokens: int, repeats: int, most: int =
     si = found["si"]
     for block in sorted({max(1, round(si.lookahead * share)) for share in (0.75, 1)}):
         rows[f"si {block}"] = Choice("si", 1, block, 0, si.ms)
-    times, driven = measured(bench, rows, acceptance, tokens, repeats)
+    times = measured(bench, rows, acceptance, tokens, repeats)
     best = min((name for name in rows if name.startswith("si")), key=lambda name: median(times[name]))
     result = {
         "acceptance": acceptance,
@@ -128,30 +124,27 @@ def cell(bench: Bench, acceptance: float, tokens: int, repeats: int, most: int =
     }
     if "dsi" in rows:
         result |= compared(bench, rows["dsi"], times, best, acceptance, tokens)
-        result["driver_us_per_token"] = 1e6 * median(driven)
     say(f"  { ({k: v for k, v in result.items() if k != 'ms'}) }")
     return result
 
 
 def measured(
     bench: Bench, rows: dict[str, Choice], acceptance: float, tokens: int, repeats: int
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Milliseconds of each row by seed, and the driver's own time for each token of DSI."""
+) -> dict[str, list[float]]:
+    """Milliseconds of each row, by seed."""
     times: dict[str, list[float]] = {name: [] for name in rows}
-    driven = []
     for seed in range(repeats + 1):  # the first is not counted: it warms up
         texts = set()
         for name, choice in rows.items():
             if name == "nonsi" and seed > 1:
                 continue  # it does the same whatever is guessed
-            done, spent = write(bench, choice, acceptance, tokens, seed)
+            done = write(bench, choice, acceptance, tokens, seed)
             texts.add(done.tokens)
             if seed:
                 times[name].append(1000 * float(done.elapsed))
-                driven += [spent / tokens] if name == "dsi" else []
         if len(texts) > 1:
             raise SystemExit(f"seed {seed}: different texts")
-    return times, driven
+    return times
 
 
 def compared(
@@ -197,6 +190,17 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         "cells": cells,
         "whole_gpu": {"costs": whole.costs.json(), "cells": undivided},
     }
+
+
+def texts(options: argparse.Namespace) -> dict[str, Any]:
+    """The built-in target on the GPU beside the CPU: equal in float32; in bfloat16, where they part."""
+    found: dict[str, Any] = {}
+    sampled = Sampling(temperature=0.8, top_p=0.95, seed=7)
+    for dtype, sampling in (("float32", GREEDY), ("float32", sampled), ("bfloat16", GREEDY)):
+        name = f"{dtype}, {'sampled' if sampling.temperature else 'greedy'}"
+        found[name] = divergences(options.tokens, dtype, "cuda:0", sampling)
+        say(f"  {name}: {found[name]}")
+    return found
 
 
 def paper_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -268,7 +272,9 @@ def circumstances() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join((*TARGETS, "table2")), help="parts, separated by commas")
+    parser.add_argument(
+        "--only", default=",".join(("text", *TARGETS, "table2")), help="parts, separated by commas"
+    )
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pieces", type=int)
@@ -283,7 +289,9 @@ def main() -> None:
     quiet()
     found: dict[str, Any] = circumstances() | {"targets": [], "table2": []}
     for part in options.only.split(","):
-        if part == "table2":
+        if part == "text":
+            found["text"] = texts(options)
+        elif part == "table2":
             found["table2"] = paper_rows(options)
         else:
             found["targets"].append(table(part, options))

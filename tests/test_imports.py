@@ -27,7 +27,7 @@ MAY_USE = {
     "repo": set(),
     "speech": {"core", "engine", "loading", "models", "placed", "placement", "request"},
     "prompts": {"core", "models"},
-    "measure": {"core", "engine", "fleets", "models", "planner", "request", "speech"},
+    "measure": {"core", "engine", "fleets", "loading", "models", "planner", "request", "speech"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot", "theory"},
     "show": {"measure", "plot", "request"},

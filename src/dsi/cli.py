@@ -418,6 +418,8 @@ def _engine(options: dict[str, Any]) -> Engine:
         from dsi.speech import Engine
 
         engine = Engine.load(options["target"], drafters, **{name: options[name] for name in names})
+    for remark in engine.loaded.remarks:
+        print(f"dsi: {remark}", file=sys.stderr)
     if options["algorithm"] == "auto":
         print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
     return engine

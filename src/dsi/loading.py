@@ -67,6 +67,7 @@ class Loaded:
     pace: Pace
     drafters: tuple[str, ...] = (DRAFTER,)  # their servers, the first one first
     choices: Mapping[str, Choice] = field(default_factory=dict)  # the best of each algorithm, if rehearsed
+    remarks: tuple[str, ...] = ()  # what a user should know
     _patiences: dict[int, int] = field(default_factory=dict)  # the best for each lookahead
 
     def lookahead(self, algorithm: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,7 +55,12 @@ def load_placed(
     servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i, judge in enumerate(judges[:degree], 1)]
     fleet = PollingFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
     pace = Pace(found.target_ms, found.drafter_ms, found.per_token_ms)
-    return Loaded(fleet, text, room, degree, pace, (DRAFTER,), choices)
+    return Loaded(fleet, text, room, degree, pace, (DRAFTER,), choices, remarks([*judges, guesser]))
+
+
+def remarks(models: Iterable[Graphed]) -> tuple[str, ...]:
+    """Why forwards on a GPU run as they stand, which takes several times as long; each reason once."""
+    return tuple({model.why_not: None for model in models if model.why_not and model.on_gpu})
 
 
 def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> Graphed:

@@ -137,11 +137,15 @@ class Graphed:
         )
         self._forwards = self._prepared()
 
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self._device.type == "cuda")
+
     def _here(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        return torch.zeros(size, dtype=torch.int64, pin_memory=self.on_gpu)
 
     def _lane(self, stream: Any) -> Any:
-        if stream is None and self._device.type == "cuda":
+        if stream is None and self.on_gpu:
             return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
@@ -149,7 +153,7 @@ class Graphed:
         plain = {size: Unrecorded(self._computer(size), self._cuts) for size in self._sizes}
         with torch.inference_mode(), self._on_stream():
             self._computed(1)  # the cache's layers get their tensors
-            if self._device.type != "cuda":
+            if not self.on_gpu:
                 self.why_not = f"forwards on {self._device.type} are not recorded"
                 return dict(plain)
             try:

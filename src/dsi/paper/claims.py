@@ -1,5 +1,4 @@
-"""The theory of the paper, checked: Theorems 1 and 2 and Proposition 1 over a grid, and the examples of "
-"its text."""
+"""The theory of the paper, checked: its theorems over a grid, and the examples of its text."""
 
 from __future__ import annotations
 
