@@ -3,8 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsi.speech import Engine
 
@@ -38,6 +41,17 @@ def test_auto_is_the_fastest_of_what_was_rehearsed(texts: list[tuple[int, ...]])
         assert engine.generate(PROMPT, max_new_tokens=24).tokens == texts[0]
 
 
+def test_a_short_context_is_no_hindrance(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with Engine.load() as engine:
+        engine.text.tokenizer.save_pretrained(tmp_path)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, vocab_size=4096, max_position_embeddings=64)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with Engine.load(str(tmp_path), str(tmp_path), target_devices="cpu,cpu") as engine:
+        assert engine.generate(PROMPT, max_new_tokens=100).finish_reason == "length"
+
+
 def dsi(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dsi", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -57,6 +71,7 @@ def test_the_command_says_what_auto_has_chosen() -> None:
     [
         (("--drafter-device", "cpu"), "the targets need devices as well"),
         (("--target-devices", "cpu,cpu", "--threads", "2"), "take one drafter, and no threads"),
+        (("--target-devices", "cpu,cpu", "--drafter", "ngram"), "is no model, and needs no device"),
         (("--algorithm", "auto"), "algorithm 'auto': must be one of"),
     ],
 )

@@ -26,6 +26,9 @@ def test_the_drafter_takes_the_last_place_or_its_own() -> None:
         ("cuda:0", None, None, "target devices 'cuda:0': has one place"),
         ("cuda:0,cuda:1", None, 2, "SP degree 2: 'cuda:0,cuda:1' has room for 1 targets"),
         ("cuda:0", "cuda:1,cuda:2", None, "drafter device 'cuda:1,cuda:2': must be one place"),
+        ("cuda:0,cuda:1", None, 0, "SP degree 0: must be at least 1"),
+        ("cuda:0/4", "cuda:0/8", None, "cuda:0: is cut in 2 ways"),
+        ("cuda:0/4", "cuda:0", None, "cuda:0: is cut in 2 ways"),
         ("cuda:0/4", "cuda:0/4", None, "slice 3 of cuda:0: is given to two servers"),
     ],
 )

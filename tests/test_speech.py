@@ -191,3 +191,11 @@ def test_it_drops_into_transformers(role: str) -> None:
         dsi.custom_generate(big, ids.repeat(2, 1), drafter=small)
     with pytest.raises(ValueError, match="needs a drafter"):
         dsi.custom_generate(big, ids)
+
+
+def test_a_text_is_read_once_however_often_it_is_asked_for(engine: Engine) -> None:
+    writing = engine.stream("Tom", max_new_tokens=8)
+    first = "".join(writing)
+    assert first
+    assert "".join(writing) == ""
+    assert writing.completion.text == first

@@ -60,6 +60,7 @@ def table2(
     from dsi.paper.table2 import PAIRS
     from dsi.paper.table2 import table2 as lines_of
 
+    _check_waited(waited_repeats)
     with show.progress("pairs", len(PAIRS)) as advance:
         lines = lines_of(repeats, waited_repeats if waited else 0, advance)
     if json:
@@ -193,6 +194,7 @@ def everything(
     from dsi.paper import laboratory
     from dsi.paper.report import page
 
+    _check_waited(waited_repeats)
     folder = laboratory.check_folder(out)
     with show.progress("steps", laboratory.STEPS) as advance:
         found = laboratory.findings(repeats, waited_repeats if waited else 0, profile or [], advance)
@@ -200,6 +202,11 @@ def everything(
     pictures |= laboratory.figure2_files(found.grid) | laboratory.figure3_files(found.grid)
     files = pictures | laboratory.table_files(found) | {"report.html": page(found, pictures)}
     _wrote(laboratory.write(files, folder), json, label="waited" if waited else "simulated", **found.json())
+
+
+def _check_waited(repeats: int) -> None:
+    if repeats < 1:
+        raise ValueError(f"waited repeats {repeats}: must be at least 1")
 
 
 def _wrote(paths: list[Path], json: bool, **document: Any) -> None:

@@ -98,6 +98,8 @@ class Loaded:
 
     def horizon(self, lookahead: int) -> int:
         """One block for each target and one more: further ahead, a drafter takes more than it gives."""
+        if "dsi" in self.choices and self.choices["dsi"].lookahead == lookahead:
+            return self.choices["dsi"].horizon
         return (self.sp + 1) * lookahead
 
 

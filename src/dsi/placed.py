@@ -11,6 +11,7 @@ from dsi.core.messages import DRAFTER, TARGET
 from dsi.fleets.polling import PollingFleet
 from dsi.fleets.work import Server
 from dsi.loading import (
+    NGRAM,
     TYPICAL_ACCEPTANCE,
     Loaded,
     Pace,
@@ -20,7 +21,7 @@ from dsi.loading import (
     quiet,
     tokenizer,
 )
-from dsi.measure.choose import choose
+from dsi.measure.choose import DEGREES, choose
 from dsi.measure.concurrent import costs
 from dsi.models.graphs import Graphed
 from dsi.models.hf import load
@@ -37,6 +38,8 @@ def load_placed(
 ) -> Loaded:
     """`sp` None: as many targets as are fastest, by rehearsal with what is measured here."""
     check_means(dtype, None)
+    if drafter == NGRAM:
+        raise ValueError(f"{NGRAM}: is no model, and needs no device; leave out the devices to use it")
     check(chosen)
     quiet()
     lanes = slice_streams(chosen)
@@ -49,9 +52,13 @@ def load_placed(
     room = min(context_of(first), context_of(small), ROOM)
     judges = [recorded(big[place.device], room, place, lanes) for place in chosen.targets]
     guesser = recorded(small, room, chosen.drafter, lanes)
-    found = costs(judges, guesser, min(PROMPT, room // 4), max(1, judges[0].pieces // 3))
-    choices = {each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges))}
-    degree = choices["dsi"].sp if sp is None else sp
+    prompt = max(1, min(PROMPT, room // 4))
+    found = costs(judges, guesser, prompt, max(1, judges[0].pieces // 3), room)
+    degrees = DEGREES if sp is None else (sp,)
+    choices = {
+        each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)
+    }
+    degree = choices["dsi"].sp
     servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i, judge in enumerate(judges[:degree], 1)]
     fleet = PollingFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
     pace = Pace(found.target_ms, found.drafter_ms, found.per_token_ms)

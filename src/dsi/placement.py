@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAME = re.compile(r"(cpu|cuda:(\d+)(?:/(\d+))?)")
@@ -53,13 +54,25 @@ def placement(targets: str, drafter: str | None, sp: int | None = None) -> Place
         last = found.pop()
     else:
         [last] = _one(drafter)
+    if sp is not None and sp < 1:
+        raise ValueError(f"SP degree {sp}: must be at least 1")
     if sp is not None and sp > len(found):
         raise ValueError(f"SP degree {sp}: {targets!r} has room for {len(found)} targets")
     chosen = Placement(tuple(found[:sp]), last)
-    twice = [place for place, count in Counter((*chosen.targets, last)).items() if count > 1 and place.slices]
-    if twice:
-        raise ValueError(f"slice {twice[0].number} of {twice[0].device}: is given to two servers")
+    _check_apart([*chosen.targets, last])
     return chosen
+
+
+def _check_apart(found: Sequence[Place]) -> None:
+    """No slice for two servers, and one way to cut a GPU: each cut begins with the same multiprocessors."""
+    for place, count in Counter(found).items():
+        cuts = sorted({other.slices for other in found if other.device == place.device})
+        if len(cuts) > 1:
+            raise ValueError(
+                f"{place.device}: is cut in {len(cuts)} ways, {cuts} slices, which would overlap"
+            )
+        if count > 1 and place.slices:
+            raise ValueError(f"slice {place.number} of {place.device}: is given to two servers")
 
 
 def _one(text: str) -> list[Place]:

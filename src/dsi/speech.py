@@ -27,8 +27,13 @@ class Writing:
         self._stops = Stops(stops)
         self._run = engine.submit(request)
         self._pieces: list[str] = []
+        self._rest = self._written()
 
     def __iter__(self) -> Iterator[str]:
+        """What has not been read yet: a second reader goes on where the first one stopped."""
+        return self._rest
+
+    def _written(self) -> Iterator[str]:
         detokenizer = Detokenizer(self._engine.text, self._request.prompt)
         for tokens in self._engine.follow(self._run):
             yield from self._show(self._stops.push(detokenizer.push(tokens)))

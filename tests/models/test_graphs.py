@@ -14,6 +14,10 @@ from transformers import (
     GPTBigCodeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
 )
@@ -38,6 +42,10 @@ def bigcode() -> Any:
     return GPTBigCodeForCausalLM(GPTBigCodeConfig(**shape))
 
 
+def mistral(window: int) -> Any:
+    return wide(MistralForCausalLM, MistralConfig, sliding_window=window)
+
+
 def wide(kind: Any, config: Any, **more: Any) -> Any:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     shape |= {"num_key_value_heads": 2, "max_position_embeddings": ROOM, "vocab_size": WORDS}
@@ -48,6 +56,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: wide(LlamaForCausalLM, LlamaConfig),
     "gpt2": gpt2,
     "bigcode": bigcode,
+    "window": lambda: mistral(8),
+    "wide window": lambda: mistral(2 * ROOM),
     "phi3": lambda: wide(Phi3ForCausalLM, Phi3Config, pad_token_id=0, original_max_position_embeddings=ROOM),
 }
 
@@ -137,6 +147,11 @@ def test_a_cancelled_forward_ends_between_pieces_and_leaves_no_trace(looks: int)
 
 def test_where_nothing_is_recorded_it_says_why() -> None:
     assert Graphed(MODELS["llama"](), ROOM).why_not == "forwards on cpu are not recorded"
+
+
+def test_a_recurrent_model_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="a mamba model keeps a state that cannot be cut back"):
+        Graphed(MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=9)), ROOM)
 
 
 def test_texts_beyond_the_room_are_refused() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from dsi.core.context import Context
 from dsi.core.dispatch import Dispatch
-from dsi.core.messages import Drafted, Event, Job
+from dsi.core.messages import Draft, Drafted, Event, Failed, Job
 from dsi.fleets.spans import Span, span
 from dsi.fleets.work import Server, by_name, steps
 from dsi.models.backend import Cancelled
@@ -41,14 +41,18 @@ class Seat:
         self.steps: Iterator[Event | None] = steps(job, server, self.wish)
         self.context: Context = job.context
         self.began = now
+        self.left = job.count if isinstance(job, Draft) else 1  # events to come
 
     def look(self) -> tuple[Event | None, bool]:
         """What has come of it since the last look, and whether the server is free."""
         try:
             event = next(self.steps)
-        except (StopIteration, Cancelled):
+        except Cancelled:
             return None, True
+        except StopIteration:  # before its last word only if an interrupt has ended it
+            return (Failed(self.job.id, "interrupted") if self.left else None), True
         last = event is not None and not isinstance(event, Drafted)
+        self.left = 0 if last else self.left - (event is not None)
         if last:
             next(self.steps, None)  # it has nothing more to say
         return event, last

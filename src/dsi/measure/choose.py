@@ -14,6 +14,7 @@ from dsi.planner import best_si_lookahead, minimal_lookahead
 SEEDS = range(1000, 1004)  # the luck of the rehearsals
 PATIENCES = (0, 2, 5)
 SHARES = (0.3, 0.6, 1)  # of the lookahead that Eq. (1) asks for
+DEGREES = (1, 2, 3, 4, 5, 7, 11, 15)  # numbers of targets that are tried
 
 Case = tuple[str, Setting]
 Map = Callable[[Callable[[Case], float], Iterable[Case]], Iterable[float]]  # as the builtin, or a pool's
@@ -38,12 +39,19 @@ class Choice:
         return asdict(self)
 
 
-def choose(costs: Costs, acceptance: float, most: int, tokens: int = 80, map: Map = map) -> list[Choice]:
+def choose(
+    costs: Costs,
+    acceptance: float,
+    most: int,
+    tokens: int = 80,
+    map: Map = map,
+    degrees: Iterable[int] = DEGREES,
+) -> list[Choice]:
     """The best of non-SI, SI and DSI with up to `most` targets, the fastest of them first.
 
     A slower algorithm is never chosen: where DSI loses, SI or non-SI comes first.
     """
-    cases = list(candidates(costs, acceptance, most, tokens))
+    cases = list(candidates(costs, acceptance, [sp for sp in degrees if sp <= most], tokens))
     best: dict[str, Choice] = {}
     for (algorithm, setting), ms in zip(cases, map(rehearsed, cases)):
         choice = Choice(algorithm, setting.sp, setting.lookahead or 1, setting.patience, ms)
@@ -51,12 +59,12 @@ def choose(costs: Costs, acceptance: float, most: int, tokens: int = 80, map: Ma
     return sorted(best.values(), key=lambda each: each.ms)
 
 
-def candidates(costs: Costs, acceptance: float, most: int, tokens: int) -> Iterator[Case]:
+def candidates(costs: Costs, acceptance: float, degrees: Iterable[int], tokens: int) -> Iterator[Case]:
     alone = as_measured(costs, acceptance, tokens, 1)
     yield "nonsi", replace(alone, lookahead=1)
     for lookahead in si_blocks(costs, acceptance):
         yield "si", replace(alone, lookahead=lookahead, drafter_ms=costs.drafter_ms)
-    for sp in (sp for sp in (1, 2, 3, 4, 5, 7, 11, 15) if sp <= most):
+    for sp in degrees:
         setting = as_measured(costs, acceptance, tokens, sp)
         least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
         for lookahead in sorted({max(2, round(least * share)) for share in SHARES} | {4, 8}):

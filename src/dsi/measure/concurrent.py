@@ -53,20 +53,24 @@ class Costs:
         return asdict(self) | {"per_token_ms": self.per_token_ms, "contention": self.contention}
 
 
-def costs(targets: Sequence[Pollable], drafter: Pollable, prompt: int = 128, pieces: int = 0) -> Costs:
-    """Of these servers' models; `pieces` is where a forward can be stopped."""
+def costs(
+    targets: Sequence[Pollable], drafter: Pollable, prompt: int = 128, pieces: int = 0, room: int = 512
+) -> Costs:
+    """Of these servers' models; `pieces` is where a forward can be stopped, `room` how long a text can be."""
+    if prompt < 1 or prompt + WIDE > room:
+        raise ValueError(f"room for {room} tokens: too little to measure with a prompt of {prompt}")
     return Costs(
         drafter_ms=together([drafter], 1, prompt),
         drafter_crowded={n: beside(drafter, targets[:n], prompt) for n in CROWDS if n <= len(targets)},
-        by_width=by_width(targets[0], prompt),
+        by_width=by_width(targets[0], prompt, room),
         crowded={count: together(targets[:count], WIDE, prompt) for count in range(1, len(targets) + 1)},
         pieces=pieces,
     )
 
 
-def by_width(model: Pollable, prompt: int = 128) -> dict[int, float]:
+def by_width(model: Pollable, prompt: int = 128, room: int = 512) -> dict[int, float]:
     """A forward's time alone, by its new tokens."""
-    return {width: together([model], width, prompt) for width in WIDTHS}
+    return {width: together([model], width, prompt) for width in WIDTHS if prompt + width <= room}
 
 
 def together(models: Sequence[Pollable], width: int, prompt: int) -> float:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StaticCache
+from transformers.cache_utils import StaticLayer
 
 from dsi.core.context import Tokens
 from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
@@ -30,8 +31,8 @@ LAYERS = 2  # of a piece
 class Unrecorded:
     """A forward as it stands, looking at its flag before the first layer of each piece."""
 
-    def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any]) -> None:
-        self._compute, self._cuts = compute, cuts
+    def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any], stream: Any = None) -> None:
+        self._compute, self._cuts, self._stream = compute, cuts, stream
         self.rows = torch.empty(0)
 
     def begin(self, cancelled: Flag = NEVER) -> None:
@@ -39,10 +40,14 @@ class Unrecorded:
             if cancelled.is_set():
                 raise Cancelled
 
-        with ExitStack() as hooks, torch.inference_mode():
+        with ExitStack() as hooks, torch.inference_mode(), on(self._stream):
             for layer in self._cuts:
                 hooks.callback(layer.register_forward_pre_hook(look).remove)
-            self.rows = self._compute()
+            try:
+                self.rows = self._compute()
+            finally:
+                if self._stream is not None:
+                    self._stream.synchronize()  # what it reads may be written over, what it writes read
 
     def going_on(self, cancelled: Flag = NEVER) -> Iterator[None]:  # noqa: ARG002
         """It has ended when it has begun."""
@@ -62,8 +67,10 @@ class Recorded:
             for layer in cuts:
                 hooks.callback(layer.register_forward_pre_hook(self._cut).remove)
             self._record()
-            self.rows = compute()
-            self._graphs[-1].capture_end()
+            try:
+                self.rows = compute()
+            finally:
+                self._graphs[-1].capture_end()  # or the stream would stay as it is
         self._ends = [event() for _ in self._graphs]
 
     def _record(self) -> None:
@@ -77,8 +84,8 @@ class Recorded:
         self._record()
 
     def _launch(self, piece: int) -> None:
-        torch.cuda.set_stream(self._stream)
-        self._graphs[piece].replay()
+        with on(self._stream):  # which the caller's own work must not find changed
+            self._graphs[piece].replay()
         self._ends[piece].record(self._stream)
 
     def begin(self, cancelled: Flag = NEVER) -> None:  # noqa: ARG002
@@ -97,6 +104,26 @@ class Recorded:
             self._launch(piece)
         while not ends[-1].query():
             yield None
+
+
+def static_cache(config: Any, room: int) -> Any:
+    """All layers with room for the whole text.
+
+    One that keeps a window could not be cut back to before it, and the mask lets no token see beyond its
+    window anyway.
+    """
+    cache = StaticCache(config=config, max_cache_len=room)
+    if not all(isinstance(layer, StaticLayer) for layer in cache.layers):
+        raise ValueError(
+            f"a {config.model_type} model keeps a state that cannot be cut back to an earlier token"
+        )
+    cache.layers = [StaticLayer(max_cache_len=room) for _ in cache.layers]
+    return cache
+
+
+def on(stream: Any) -> AbstractContextManager[Any]:
+    """With this stream for the current one, and the one before afterwards."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def event() -> Any:
@@ -123,7 +150,7 @@ class Graphed:
         self._device = model.device
         self._sizes = [size for size in sizes if size <= room]
         self._tokens: list[int] = []
-        self._cache = StaticCache(config=model.config, max_cache_len=room)
+        self._cache = static_cache(model.config, room)
         deep = list(layers(model))
         self.pieces = max(1, min(len(deep), len(deep) // LAYERS if pieces is None else pieces))
         self._cuts = [deep[i * len(deep) // self.pieces] for i in range(1, self.pieces)]
@@ -150,14 +177,16 @@ class Graphed:
         return stream
 
     def _prepared(self) -> dict[int, Unrecorded | Recorded]:
-        plain = {size: Unrecorded(self._computer(size), self._cuts) for size in self._sizes}
-        with torch.inference_mode(), self._on_stream():
+        plain = {size: Unrecorded(self._computer(size), self._cuts, self._stream) for size in self._sizes}
+        with torch.inference_mode(), on(self._stream):
             self._computed(1)  # the cache's layers get their tensors
             if not self.on_gpu:
                 self.why_not = f"forwards on {self._device.type} are not recorded"
                 return dict(plain)
             try:
                 return self._recorded()
+            except torch.OutOfMemoryError:
+                raise  # as it stands, it would not fit either
             except (RuntimeError, ValueError) as error:
                 self.why_not = f"forwards cannot be recorded ({str(error).splitlines()[0]})"
                 return dict(plain)
@@ -172,9 +201,6 @@ class Graphed:
             found[size] = Recorded(self._computer(size), self._cuts, pool, self._stream)
         torch.cuda.synchronize()
         return found
-
-    def _on_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _computer(self, size: int) -> Callable[[], Tensor]:
         return lambda: self._computed(size)
@@ -228,7 +254,8 @@ class Graphed:
             try:
                 yield token
             except GeneratorExit:
-                deque(one.going_on(), 0)  # its inputs may be written over only then
+                if ahead:
+                    deque(one.going_on(), 0)  # its inputs may be written over only then
                 raise
             if ahead:
                 yield from one.going_on()
@@ -264,7 +291,7 @@ class Graphed:
             found: Tokens = tuple(self._found_now[:new].tolist())
             return found
         asked = max(0, ask.start - begin - 1)  # rows before it are not asked about
-        with torch.inference_mode(), self._on_stream():
+        with torch.inference_mode(), on(self._stream):
             return match(forward.rows[asked:new].float(), ask.sampling, begin + 1 + asked)
 
     def _size(self, begin: int, new: int) -> int:
