@@ -78,8 +78,8 @@ class Loaded:
 
     def patience(self, lookahead: int) -> int:
         """What is fastest in virtual time with the latencies of these models."""
-        if "dsi" in self.choices and self.choices["dsi"].lookahead == lookahead:
-            return self.choices["dsi"].patience
+        if choice := self._rehearsed(lookahead):
+            return choice.patience
         if lookahead not in self._patiences:
             horizon, most = self.horizon(lookahead), self.lookahead("si")
             setting = Setting(
@@ -98,9 +98,12 @@ class Loaded:
 
     def horizon(self, lookahead: int) -> int:
         """One block for each target and one more: further ahead, a drafter takes more than it gives."""
-        if "dsi" in self.choices and self.choices["dsi"].lookahead == lookahead:
-            return self.choices["dsi"].horizon
-        return (self.sp + 1) * lookahead
+        choice = self._rehearsed(lookahead)
+        return choice.horizon if choice else (self.sp + 1) * lookahead
+
+    def _rehearsed(self, lookahead: int) -> Choice | None:
+        choice = self.choices.get("dsi")
+        return choice if choice and choice.lookahead == lookahead else None
 
 
 @dataclass(frozen=True)
@@ -238,11 +241,10 @@ def check_vocabulary(target: Text, drafter: Text, *names: str) -> None:
 
 
 def forward_ms(model: Transformer, new: int = 1, repeats: int = 8) -> float:
-    """A forward over some new tokens; the cache it leaves is gone with the next text."""
-    tokens, times = [1] * 16, []
+    """A forward over some new tokens: the places that are asked about are read anew each time."""
+    tokens, times = [1] * (16 + new), []
     model.forward(tokens, len(tokens))
     for _ in range(repeats):
-        tokens += [1] * new
         began = time.perf_counter()
         model.forward(tokens, len(tokens) + 1 - new)
         times.append(time.perf_counter() - began)
