@@ -85,9 +85,11 @@ def prepared(target: str, drafter: str, pieces: int | None = None) -> Bench:
 def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None) -> Bench:
     began = perf_counter()
     drafter = Graphed(small, ROOM, lane, pieces=1)
-    targets = [Graphed(big, ROOM, each, pieces=pieces) for each in lanes]
+    targets: list[Graphed] = []
+    for each in lanes:
+        targets.append(Graphed(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
     say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
-    return Bench(targets, drafter, costs(targets, drafter, PROMPT, stops(targets[0])))
+    return Bench(targets, drafter, costs(targets, drafter, PROMPT, stops(targets[0]), one_cache=True))
 
 
 def stops(model: Graphed) -> int:

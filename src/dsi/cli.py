@@ -55,6 +55,9 @@ NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (vi
 Contention = Annotated[
     float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
 ]
+OneCache = Annotated[
+    bool, typer.Option(help="Targets fill one cache: none reads what another is reading (virtual time only).")
+]
 Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
 Drafter = Annotated[
     list[str] | None,
@@ -168,6 +171,7 @@ def simulate(
     jitter: Jitter = 0.0,
     network_ms: NetworkMs = 0.0,
     contention: Contention = 0.0,
+    one_cache: OneCache = False,
     eager: Eager = True,
     waited: Waited = False,
     profile: Profile = None,
@@ -210,6 +214,7 @@ def timeline(
     jitter: Jitter = 0.0,
     network_ms: NetworkMs = 0.0,
     contention: Contention = 0.0,
+    one_cache: OneCache = False,
     eager: Eager = True,
     waited: Waited = False,
     out: Annotated[

@@ -50,10 +50,11 @@ def load_placed(
     text = tokenizer(folder(target, TARGET), first)
     check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), small), target, drafter)
     room = min(context_of(first), context_of(small), ROOM)
-    judges = [recorded(big[place.device], room, place, lanes) for place in chosen.targets]
+    judges = placed_targets(chosen, big, room, lanes)
     guesser = recorded(small, room, chosen.drafter, lanes)
     prompt = max(1, min(PROMPT, room // 4))
-    found = costs(judges, guesser, prompt, max(1, judges[0].pieces // 3), room)
+    one_cache = len(judges) > len(big)
+    found = costs(judges, guesser, prompt, max(1, judges[0].pieces // 3), room, one_cache)
     degrees = DEGREES if sp is None else (sp,)
     choices = {
         each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)
@@ -77,9 +78,23 @@ def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> Grap
     return Graphed(random_model(shape, dtype, device, room), room)
 
 
-def recorded(model: Any, room: int, place: Place, lanes: dict[Place, Any]) -> Graphed:
+def placed_targets(
+    chosen: Placement, models: dict[str, Any], room: int, lanes: dict[Place, Any]
+) -> list[Graphed]:
+    """Targets on one device fill one cache: none reads what another is reading."""
+    first: dict[str, Graphed] = {}
+    found = []
+    for place in chosen.targets:
+        found.append(recorded(models[place.device], room, place, lanes, first.get(place.device)))
+        first.setdefault(place.device, found[-1])
+    return found
+
+
+def recorded(
+    model: Any, room: int, place: Place, lanes: dict[Place, Any], beside: Graphed | None = None
+) -> Graphed:
     try:
-        return Graphed(model, room, lanes.get(place))
+        return Graphed(model, room, lanes.get(place), beside=beside)
     except torch.OutOfMemoryError as error:
         raise ValueError(no_room(model.config.model_type, place.device)) from error
 

@@ -172,4 +172,4 @@ def test_an_oracle_says_what_its_mind_says_and_computes_with_its_body() -> None:
     assert oracle.answer(Ask(text, 4)) == mind.answer(Ask(text, 4))
     assert oracle.answer(Ask(text, len(text) + 1)) == ()
     assert [token for token in oracle.guessing(Ask([1, 2, 3], 3), 8) if token is not None] == text[3:]
-    assert body._tokens == text[:-1]  # it has read what the mind said, not what it found itself
+    assert body.held == text[:-1]  # it has read what the mind said, not what it found itself

@@ -46,9 +46,13 @@ class Page:
 
 @dataclass
 class Memory:
-    """What a server has read of each request, the last one at the end; beyond `capacity` it forgets."""
+    """What a server has read of each request, the last one at the end; beyond `capacity` it forgets.
+
+    Where servers fill one cache (`common`), a text counts as read as soon as one of them begins.
+    """
 
     capacity: int = 32
+    common: bool = False
     pages: OrderedDict[Context, Page] = field(default_factory=OrderedDict)
 
     def page(self, context: Context) -> Page:
@@ -110,6 +114,8 @@ def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> It
     sampling = job.sampling if isinstance(job, Verify) else GREEDY
     ask = Ask(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled)
     model = server.model
+    if server.memory.common:
+        page.kept = len(page.tokens)
     answer = (yield from model.answering(ask)) if _is_polled(model) else model.answer(ask)
     if len(answer) != width:
         raise ValueError(f"{len(answer)} tokens in answer to {width} places")

@@ -92,6 +92,7 @@ def as_measured(costs: Costs, acceptance: float, tokens: int, sp: int) -> Settin
         contention=costs.contention,
         pieces=costs.pieces,
         eager=False,
+        one_cache=costs.one_cache,
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
@@ -28,6 +27,7 @@ class Costs:
     by_width: dict[int, float]  # one target alone, by new tokens
     crowded: dict[int, float]  # at a width of 8
     pieces: int = 0
+    one_cache: bool = False  # whether the targets fill one together
 
     def drafter_beside(self, targets: int) -> float:
         """The drafter's forward while so many targets compute."""
@@ -54,7 +54,12 @@ class Costs:
 
 
 def costs(
-    targets: Sequence[Pollable], drafter: Pollable, prompt: int = 128, pieces: int = 0, room: int = 512
+    targets: Sequence[Pollable],
+    drafter: Pollable,
+    prompt: int = 128,
+    pieces: int = 0,
+    room: int = 512,
+    one_cache: bool = False,
 ) -> Costs:
     """Of these servers' models; `pieces` is where a forward can be stopped, `room` how long a text can be."""
     if prompt < 1 or prompt + WIDE > room:
@@ -65,6 +70,7 @@ def costs(
         by_width=by_width(targets[0], prompt, room),
         crowded={count: together(targets[:count], WIDE, prompt) for count in range(1, len(targets) + 1)},
         pieces=pieces,
+        one_cache=one_cache,
     )
 
 
@@ -74,42 +80,55 @@ def by_width(model: Pollable, prompt: int = 128, room: int = 512) -> dict[int, f
 
 
 def together(models: Sequence[Pollable], width: int, prompt: int) -> float:
-    """The median of a forward over so many new tokens while all of these compute at once."""
+    """The median of a forward over so many new tokens while all of these keep computing."""
     text = [TOKEN] * prompt
-    longer = text + [TOKEN] * width
     for model in models:
         model.answer(Ask(text, prompt))
-    times = [time for _ in range(ROUNDS) for time in _round(models, longer, width)]
-    return 1000 * median(times)
+    crew = [Busy(model, text + [TOKEN] * width, width) for model in models]
+    while any(len(each.times) < ROUNDS for each in crew):
+        for each in crew:
+            each.look()
+    finish(crew)
+    return 1000 * median(time for each in crew for time in each.times[:ROUNDS])
 
 
-def _round(models: Sequence[Pollable], text: list[int], width: int) -> list[float]:
-    """All begin at once, and each is looked at until it has ended."""
-    flying = {i: model.answering(Ask(text, len(text) + 1 - width)) for i, model in enumerate(models)}
-    times, began = [], perf_counter()
+class Busy:
+    """A model that computes the same forward over and over."""
+
+    def __init__(self, model: Pollable, text: list[int], width: int) -> None:
+        self._model, self._ask = model, Ask(text, len(text) + 1 - width)
+        self.times: list[float] = []
+        self._begin()
+        self._counts = False  # all begin at once, and may first have to fall into step
+
+    def _begin(self) -> None:
+        self._counts, self._began = True, perf_counter()
+        self.steps = self._model.answering(self._ask)
+
+    def look(self) -> None:
+        if next(self.steps, DONE) is DONE:
+            if self._counts:
+                self.times.append(perf_counter() - self._began)
+            self._begin()
+
+
+def finish(crew: Iterable[Busy]) -> None:
+    """Each in turn: one may have to wait for another."""
+    flying = [each.steps for each in crew]
     while flying:
-        for i, steps in list(flying.items()):
-            try:
-                next(steps)
-            except StopIteration:
-                times.append(perf_counter() - began)
-                del flying[i]
-    return times
+        flying = [steps for steps in flying if next(steps, DONE) is not DONE]
 
 
 def beside(drafter: Pollable, targets: Sequence[Pollable], prompt: int) -> float:
     """The median of the drafter's forward while all of these keep computing."""
     text = [TOKEN] * prompt
-    longer = text + [TOKEN] * WIDE
-    flying: dict[int, Iterator[None]] = {}
+    crew = [Busy(target, text + [TOKEN] * WIDE, WIDE) for target in targets]
     times: list[float] = []
     while len(times) < 3 * ROUNDS:
         began, steps = perf_counter(), drafter.answering(Ask(text, prompt))
         while next(steps, DONE) is None:
-            for i, target in enumerate(targets):
-                if i not in flying or next(flying[i], DONE) is DONE:
-                    flying[i] = target.answering(Ask(longer, prompt + 1))
+            for each in crew:
+                each.look()
         times.append(perf_counter() - began)
-    for rest in flying.values():
-        deque(rest, 0)
+    finish(crew)
     return 1000 * median(times)

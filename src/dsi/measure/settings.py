@@ -47,6 +47,7 @@ class Setting:
     network_ms: Number = 0
     contention: float = 0
     eager: bool = True  # as the paper's thread pool
+    one_cache: bool = False  # the targets fill one cache: none reads what another is reading
 
     def __post_init__(self) -> None:
         check_latencies(self.target_ms, self.drafter_ms)
@@ -100,6 +101,10 @@ class Setting:
         fleet = [
             Server(f"{TARGET}-{i}", TARGET, Wait(target, aim, seed * 1009 + i)) for i in range(1, self.sp + 1)
         ]
+        if self.one_cache:
+            for server in fleet:
+                server.memory = fleet[0].memory
+            fleet[0].memory.common = True
         for i, name in enumerate(self.drafter_names):
             drafter = ToyDrafter(target, self.acceptance, seed * 1013 + i)
             fleet.append(Server(name, name, Wait(drafter, fast, ~seed - i)))
@@ -127,6 +132,8 @@ class Setting:
         )
 
     def waited(self, seed: int, log: list[Span] | None = None) -> ThreadFleet:
+        if self.one_cache:
+            raise ValueError(f"one cache for {self.sp} targets: only virtual time has it")
         if self.network_ms or self.contention:
             raise ValueError(
                 f"network {self.network_ms} ms, contention {self.contention}: only virtual time has them"

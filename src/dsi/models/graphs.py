@@ -3,7 +3,7 @@
 Each number of new tokens that is a power of two has a recording; others are padded up to the next, and what
 the padding leaves in the cache lies beyond the text and is written over. Cutting the cache back is writing
 its length. A recording is in pieces of a few layers, and a forward that nobody wants any longer ends between
-two.
+two. Models on slices of one device fill one cache together (`shelf.py`).
 Where nothing can be recorded, the same code runs as it stands.
 """
 
@@ -22,20 +22,32 @@ from transformers.cache_utils import StaticLayer
 from dsi.core.context import Tokens
 from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
 from dsi.models.hf import common, layers
+from dsi.models.shelf import Flight, Forward, Shelf
 from dsi.sampling.rules import match
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
 LAYERS = 2  # of a piece
 
 
+class Ended:
+    """The mark of what has ended."""
+
+    def query(self) -> bool:
+        return True
+
+
 class Unrecorded:
     """A forward as it stands, looking at its flag before the first layer of each piece."""
+
+    pieces = 1
 
     def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any], stream: Any = None) -> None:
         self._compute, self._cuts, self._stream = compute, cuts, stream
         self.rows = torch.empty(0)
 
-    def begin(self, cancelled: Flag = NEVER) -> None:
+    def launch(self, piece: int, after: Any, cancelled: Flag) -> Ended:  # noqa: ARG002
+        """It has ended when it has begun."""
+
         def look(*_: Any) -> None:
             if cancelled.is_set():
                 raise Cancelled
@@ -48,17 +60,11 @@ class Unrecorded:
             finally:
                 if self._stream is not None:
                     self._stream.synchronize()  # what it reads may be written over, what it writes read
-
-    def going_on(self, cancelled: Flag = NEVER) -> Iterator[None]:  # noqa: ARG002
-        """It has ended when it has begun."""
-        return iter(())
+        return Ended()
 
 
 class Recorded:
-    """A forward as CUDA graphs, one for each piece: a replay costs the interpreter next to nothing.
-
-    A piece begins when the one before the last has ended, so that the GPU never waits for the interpreter.
-    """
+    """A forward as CUDA graphs, one for each piece: a replay costs the interpreter next to nothing."""
 
     def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any], pool: Any, stream: Any) -> None:
         self._pool, self._stream = pool, stream
@@ -71,6 +77,7 @@ class Recorded:
                 self.rows = compute()
             finally:
                 self._graphs[-1].capture_end()  # or the stream would stay as it is
+        self.pieces = len(self._graphs)
         self._ends = [event() for _ in self._graphs]
 
     def _record(self) -> None:
@@ -83,27 +90,14 @@ class Recorded:
         self._graphs[-1].capture_end()
         self._record()
 
-    def _launch(self, piece: int) -> None:
+    def launch(self, piece: int, after: Any, cancelled: Flag) -> Any:  # noqa: ARG002
+        end = self._ends[piece]
+        if after is not None and after is not end:
+            self._stream.wait_event(after)
         with on(self._stream):  # which the caller's own work must not find changed
             self._graphs[piece].replay()
-        self._ends[piece].record(self._stream)
-
-    def begin(self, cancelled: Flag = NEVER) -> None:  # noqa: ARG002
-        self._launch(0)
-
-    def going_on(self, cancelled: Flag = NEVER) -> Iterator[None]:
-        """Look again after each None; it ends with the forward, or when a cancelled one has halted."""
-        ends = self._ends
-        for piece in range(1, len(ends)):
-            while piece > 1 and not ends[piece - 2].query():
-                yield None
-            if cancelled.is_set():
-                while not ends[piece - 1].query():  # its inputs may be written over only then
-                    yield None
-                raise Cancelled
-            self._launch(piece)
-        while not ends[-1].query():
-            yield None
+        end.record(self._stream)
+        return end
 
 
 def static_cache(config: Any, room: int) -> Any:
@@ -133,7 +127,8 @@ def event() -> Any:
 class Graphed:
     """A model on one device or on a slice of it, with a cache for one text of up to `room` tokens.
 
-    Several may share the model's weights, each with a stream of its own.
+    Several may share the model's weights, each with a stream of its own; one that is made `beside` another
+    fills the same cache.
     """
 
     def __init__(
@@ -143,14 +138,15 @@ class Graphed:
         stream: Any = None,
         pieces: int | None = None,
         sizes: Sequence[int] = SIZES,
+        beside: Graphed | None = None,
     ) -> None:
         self.model = model.eval()
         self.context = room
         self.why_not = ""  # the forwards are recorded, if there is no reason here
         self._device = model.device
         self._sizes = [size for size in sizes if size <= room]
-        self._tokens: list[int] = []
-        self._cache = static_cache(model.config, room)
+        self._shelf: Shelf
+        self._cache: Any
         deep = list(layers(model))
         self.pieces = max(1, min(len(deep), len(deep) // LAYERS if pieces is None else pieces))
         self._cuts = [deep[i * len(deep) // self.pieces] for i in range(1, self.pieces)]
@@ -162,7 +158,12 @@ class Graphed:
         self._length_now, self._ids_now, self._found_now = (
             each.numpy() for each in (self._length_here, self._ids_here, self._found_here)
         )
-        self._forwards = self._prepared()
+        self._forwards = self._prepared(beside)
+
+    @property
+    def held(self) -> list[int]:
+        """The text in the cache."""
+        return self._shelf.tokens
 
     @property
     def on_gpu(self) -> bool:
@@ -176,10 +177,10 @@ class Graphed:
             return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _prepared(self) -> dict[int, Unrecorded | Recorded]:
+    def _prepared(self, beside: Graphed | None) -> dict[int, Unrecorded | Recorded]:
         plain = {size: Unrecorded(self._computer(size), self._cuts, self._stream) for size in self._sizes}
         with torch.inference_mode(), on(self._stream):
-            self._computed(1)  # the cache's layers get their tensors
+            self._take_cache(beside)
             if not self.on_gpu:
                 self.why_not = f"forwards on {self._device.type} are not recorded"
                 return dict(plain)
@@ -189,7 +190,24 @@ class Graphed:
                 raise  # as it stands, it would not fit either
             except (RuntimeError, ValueError) as error:
                 self.why_not = f"forwards cannot be recorded ({str(error).splitlines()[0]})"
+                self._take_cache(None)  # it could not keep step with others
                 return dict(plain)
+
+    def _take_cache(self, beside: Graphed | None) -> None:
+        """The other's, unless that one's forwards could not be recorded: such take no turns."""
+        self._shelf, self._cache = Shelf(), static_cache(self.model.config, self.context)
+        self._computed(1)  # its layers get their tensors
+        if beside is not None and not (self.on_gpu and beside.why_not):
+            self._share(beside)
+
+    def _share(self, other: Graphed) -> None:
+        """Each keeps a length of its own: forwards in one piece may be at different places of the text."""
+        if (other.model, other.context, other.pieces) != (self.model, self.context, self.pieces):
+            raise ValueError("models that fill one cache must be the same, in the same pieces")
+        self._shelf = other._shelf
+        self._shelf.tokens.clear()  # recording leaves its traces in the cache
+        for mine, its in zip(self._cache.layers, other._cache.layers):
+            mine.keys, mine.values = its.keys, its.values
 
     def _recorded(self) -> dict[int, Unrecorded | Recorded]:
         pool = torch.cuda.graph_pool_handle()
@@ -230,11 +248,21 @@ class Graphed:
 
     def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
         """As `answer`, but it yields while the GPU computes."""
-        self._turn_to(ask)
-        found: list[int] = []
-        while len(self._tokens) < len(ask.tokens):
-            found += yield from self._reading(ask)
-        return tuple(found[len(found) - ask.places :])
+        self._check(ask)
+        while self._shelf.reader is not None:
+            yield None
+        begin = self._kept(ask)
+        found: Tokens = ()
+        try:
+            while begin < len(ask.tokens):
+                fresh, size = self._next(ask.tokens, begin)
+                self._shelf.reader = self if begin + len(fresh) < len(ask.tokens) else None
+                found += yield from self._reading(ask, begin, fresh, size)
+                begin += len(fresh)
+        finally:
+            if self._shelf.reader is self:
+                self._shelf.reader = None
+        return found[len(found) - ask.places :]
 
     def guessing(self, ask: Ask, count: int, mind: Model | None = None) -> Iterator[int | None]:
         """Guess after guess; the next forward begins before the last guess is told, and runs meanwhile.
@@ -248,45 +276,46 @@ class Graphed:
                 [token] = mind.answer(Ask(text, len(text), None, ask.sampling))
             text.append(token)
             ahead = left > 0 and ask.sampling.temperature == 0 and len(text) <= self.context
-            if ahead:
-                self._ids_now[0], self._length_now[0] = token, len(text) - 1
-                one.begin()
+            flight = self._begin(one, len(text) - 1, [token], NEVER) if ahead else None
             try:
                 yield token
             except GeneratorExit:
-                if ahead:
-                    deque(one.going_on(), 0)  # its inputs may be written over only then
+                if flight:
+                    deque(self._shelf.going_on(flight), 0)  # its inputs may be written over only then
                 raise
-            if ahead:
-                yield from one.going_on()
-                self._tokens.append(token)
+            if flight:
+                yield from self._shelf.going_on(flight)
                 token = int(self._found_now[0])
             elif left:
                 [token] = yield from self.answering(Ask(text, len(text), None, ask.sampling, ask.cancelled))
             if left and ask.cancelled.is_set():
                 raise Cancelled
 
-    def _turn_to(self, ask: Ask) -> None:
-        """Keep what this text shares with the last one."""
-        tokens, held = ask.tokens, self._tokens
+    def _check(self, ask: Ask) -> None:
         if ask.start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
-        if len(tokens) > self.context:
-            raise ValueError(f"a text of {len(tokens)} tokens: there is room for {self.context}")
-        shared = len(held) if list(tokens[: len(held)]) == held else common(held, tokens)
-        del held[min(shared, ask.start - 1) :]
+        if len(ask.tokens) > self.context:
+            raise ValueError(f"a text of {len(ask.tokens)} tokens: there is room for {self.context}")
 
-    def _reading(self, ask: Ask) -> Generator[None, None, Tokens]:
-        """One forward over what comes next of the text, and the tokens found after each of its places."""
-        begin = len(self._tokens)
-        size = self._size(begin, len(ask.tokens) - begin)
-        fresh = list(ask.tokens[begin : begin + size])
-        new = len(fresh)
-        self._ids_now[:new], self._length_now[0] = fresh, begin
-        forward = self._forwards[size]
-        forward.begin(ask.cancelled)
-        yield from forward.going_on(ask.cancelled)
-        self._tokens += fresh
+    def _kept(self, ask: Ask) -> int:
+        """How much of this text need not be read again."""
+        tokens, held = ask.tokens, self.held
+        shared = len(held) if list(tokens[: len(held)]) == held else common(held, tokens)
+        return min(shared, ask.start - 1)
+
+    def _next(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
+        """What one forward reads after the first tokens, and how wide a forward."""
+        size = self._size(begin, len(tokens) - begin)
+        return list(tokens[begin : begin + size]), size
+
+    def _begin(self, forward: Forward, begin: int, fresh: list[int], cancelled: Flag) -> Flight:
+        self._ids_now[: len(fresh)], self._length_now[0] = fresh, begin
+        return self._shelf.begin(forward, begin, fresh, cancelled)
+
+    def _reading(self, ask: Ask, begin: int, fresh: list[int], size: int) -> Generator[None, None, Tokens]:
+        """One forward over these tokens of the text, and the tokens found after each of its places."""
+        forward, new = self._forwards[size], len(fresh)
+        yield from self._shelf.going_on(self._begin(forward, begin, fresh, ask.cancelled))
         if ask.sampling.temperature == 0:
             found: Tokens = tuple(self._found_now[:new].tolist())
             return found
