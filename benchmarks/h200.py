@@ -14,7 +14,7 @@ import multiprocessing
 import platform
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from dsi.engine import Loop
 from dsi.fleets.polling import PollingFleet
 from dsi.fleets.work import Server
 from dsi.loading import quiet
-from dsi.measure.choose import Choice, as_measured, choose
+from dsi.measure.choose import Choice, as_chosen, as_measured, choose
 from dsi.measure.concurrent import Costs, costs
 from dsi.measure.divergence import divergences
 from dsi.models.graphs import Graphed
@@ -166,12 +166,7 @@ def compared(
 
 def virtual_ms(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> float:
     """The same text with the same luck, in virtual time with the measured latencies."""
-    setting = replace(
-        as_measured(bench.costs, acceptance, tokens, choice.sp),
-        lookahead=choice.lookahead,
-        patience=choice.patience,
-        horizon=choice.horizon,
-    )
+    setting = as_chosen(as_measured(bench.costs, acceptance, tokens, choice.sp), choice)
     policy = setting.policy(choice.algorithm)
     [done] = Loop(setting.simulated(seed)).run(Request((1,) * PROMPT, tokens, policy))
     return float(done.elapsed)

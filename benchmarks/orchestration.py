@@ -1,0 +1,121 @@
+"""What the engine itself adds to a token, where servers are GPU slices: real code, forwards that only wait.
+
+The GPU is replaced by a clock: a piece of a forward has ended when its time is over. Everything else is what
+runs there: the core, the fleet that polls, the shelf, the writing of inputs. The same text in virtual time
+with the same latencies says what is beyond. Waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.engine import Loop
+from dsi.fleets.polling import PollingFleet
+from dsi.fleets.work import Server
+from dsi.measure.choose import Choice, as_chosen, as_measured
+from dsi.measure.concurrent import Costs
+from dsi.models.backend import Flag
+from dsi.models.graphs import Graphed
+from dsi.models.oracle import Oracle
+from dsi.models.toy import ToyDrafter, ToyTarget
+from dsi.request import Request
+
+ROOM, PROMPT, PIECES = 512, 128, 11
+# As measured for a target of 1.1B and a drafter of 68M on slices of 8 multiprocessors of an H200.
+COSTS = Costs(
+    0.7, {}, {1: 8.7, 8: 9.5, 16: 10.0, 32: 10.8, 64: 13.4, 128: 18.2}, {1: 9.5}, PIECES // 3, one_cache=True
+)
+ROWS = {"si": Choice("si", 1, 12, 0, 0), "dsi": Choice("dsi", 3, 5, 0, 0)}
+
+
+class Clock:
+    """A processor that is busy until `free`."""
+
+    def __init__(self) -> None:
+        self.free = 0.0
+
+
+@dataclass(frozen=True)
+class Due:
+    end: float
+
+    def query(self) -> bool:
+        return time.perf_counter() >= self.end
+
+
+class Timed:
+    """A forward that takes its time on its processor, piece by piece."""
+
+    rows = None
+
+    def __init__(self, ms: float, pieces: int, clock: Clock) -> None:
+        self.pieces, self._seconds, self._clock = pieces, ms / 1000 / pieces, clock
+
+    def launch(self, piece: int, after: Any, cancelled: Flag) -> Due:  # noqa: ARG002
+        ready = max(time.perf_counter(), self._clock.free, after.end if after else 0.0)
+        self._clock.free = ready + self._seconds
+        return Due(self._clock.free)
+
+
+def timed(model: Any, by_width: dict[int, float], pieces: int, beside: Graphed | None = None) -> Graphed:
+    server = Graphed(model, ROOM, pieces=1, sizes=tuple(by_width), beside=beside)
+    clock = Clock()
+    server._forwards = {size: Timed(ms, pieces, clock) for size, ms in by_width.items()}  # type: ignore[misc]
+    return server
+
+
+def crew(sp: int) -> tuple[list[Graphed], Graphed]:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64, max_position_embeddings=ROOM))
+    targets: list[Graphed] = []
+    for _ in range(sp):
+        targets.append(timed(model, COSTS.by_width, PIECES, targets[0] if targets else None))
+    return targets, timed(model, dict.fromkeys(COSTS.by_width, COSTS.drafter_ms), 1)
+
+
+def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float, float]:
+    """Milliseconds waited, and in virtual time."""
+    choice = ROWS[name]
+    targets, drafter = crew(choice.sp)
+    mind = ToyTarget(seed)
+    servers = [Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind)) for i, each in enumerate(targets, 1)]
+    guess = ToyDrafter(mind, acceptance, seed * 1013)
+    setting = as_chosen(as_measured(COSTS, acceptance, tokens, choice.sp), choice)
+    request = Request((1,) * PROMPT, tokens, setting.policy(name))
+    fleet = PollingFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(drafter, guess))])
+    for each in (*targets, drafter):
+        each.held[:] = request.prompt  # it is in the caches
+    [done] = Loop(fleet).run(request)
+    [virtual] = Loop(setting.simulated(seed)).run(request)
+    assert done.tokens == virtual.tokens
+    return 1000 * float(done.elapsed), float(virtual.elapsed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--acceptance", type=float, default=0.93)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = {}
+    for name in ROWS:
+        runs = [beyond(name, options.tokens, seed, options.acceptance) for seed in range(options.repeats)]
+        waited, virtual = (sum(times) for times in zip(*runs))
+        each = 1000 * (waited - virtual) / options.tokens / options.repeats
+        found[name] = {"over_virtual": waited / virtual, "beyond_virtual_us_per_token": each}
+        if not options.json:
+            print(f"{name}: {waited / virtual:.3f} of virtual time, {each:.0f} us a token beyond it (waited)")
+    if options.json:
+        print(json.dumps({"label": "waited", **found}))
+
+
+if __name__ == "__main__":
+    main()
