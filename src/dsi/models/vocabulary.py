@@ -60,8 +60,11 @@ class Vocabulary:
         return i < len(self._sorted) and self._sorted[i].startswith(text)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text by itself, and no others."""
-        found = self._tokenizer.encode(text, add_special_tokens=False)
+        """The tokens of a text by itself, and no others; none, if there are none for some part of it."""
+        try:
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception:  # so says a vocabulary that has no token for what it does not know
+            return []
         return [token for token in found if token < self.size]
 
     def after(self, before: bytes, text: bytes) -> Tokens | None:
