@@ -1,7 +1,7 @@
 """How often guesses are right if the drafter has another tokenizer: by shared tokens and through text.
 
 The target is the built-in one. A drafter is counts of what followed the last four tokens in texts that the
-target wrote, one for each tokenizer: so all of them know the same but their tokens. Measured.
+target wrote, one for each tokenizer: so they differ in their tokens alone. Measured.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dsi.core.generation import Policy
 from dsi.core.messages import GREEDY, Sampling
@@ -151,6 +152,17 @@ def test_several_drafters_may_speak_differently(folders: dict[str, str]) -> None
         assert [type(server.model).__name__ for server in servers] == ["Speaker", "SLEM", "NGram", "Speaker"]
         done = engine.generate(PROMPTS[0], max_new_tokens=12)
         assert done.tokens == alone("byte_level", prompt_of("byte_level", PROMPTS[0]))[:12]
+
+
+def test_a_model_need_not_know_all_that_its_tokenizer_does(tmp_path: Path) -> None:
+    """A drafter with 40 rows and a tokenizer of 49 tokens: the others are neither read nor guessed."""
+    config = llama("characters").config.to_dict() | {"vocab_size": 40}
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
+    tongue("characters").save_pretrained(tmp_path)
+    for way in ("tli", "slem"):
+        with Engine.load(drafter=str(tmp_path), vocab=way, lookahead=2) as engine:
+            done = engine.generate("Once upon a time 雪🙂", max_new_tokens=6)
+            assert (len(done.tokens), done.tally.failed) == (6, 0)
 
 
 def test_one_vocabulary_needs_no_translation(folders: dict[str, str]) -> None:

@@ -53,7 +53,7 @@ class SLEM:
             found = self._continued(text, start, before, ask, strict=True)
         if found is None:
             found = self._continued(text, end, before, ask, strict=False)
-        if found is None or found >= self._target.size:
+        if found is None:
             return tokens[-1] if tokens else 0  # nothing sensible: as good a token as any
         return found
 
