@@ -32,6 +32,7 @@ bench: setup
 	$(BIN)/python benchmarks/grid.py
 	$(BIN)/python benchmarks/pair_cpu.py
 	$(BIN)/python benchmarks/stale.py
+	$(BIN)/python benchmarks/vocabularies.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -138,7 +138,7 @@ def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"another vocabulary \(4097 tokens\) than the target builtin \(4096"
     ):
-        load_pair("builtin", [str(tmp_path)], sp=1)
+        load_pair("builtin", [str(tmp_path)], sp=1, vocab="same")
 
 
 def test_servers_are_placed_on_cores_of_their_own() -> None:

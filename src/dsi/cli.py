@@ -61,7 +61,14 @@ OneCache = Annotated[
 Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
 Drafter = Annotated[
     list[str] | None,
-    typer.Option(help="A smaller model of the same vocabulary, likewise, or ngram; dsi can use several."),
+    typer.Option(help="A smaller model, likewise, or ngram; dsi can use several."),
+]
+Vocab = Annotated[
+    str,
+    typer.Option(
+        help="How guesses reach the target: same tokens or, with another vocabulary, tli (the tokens both "
+        "have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem."
+    ),
 ]
 OneAlgorithm = Annotated[
     str,
@@ -249,6 +256,7 @@ def generate(
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     target: Target = "builtin",
     drafter: Drafter = None,
+    vocab: Vocab = "auto",
     algorithm: OneAlgorithm = "dsi",
     sp: Degree = None,
     lookahead: AutoLookahead = "auto",
@@ -294,6 +302,7 @@ def generate(
 def chat(
     target: Target = "builtin",
     drafter: Drafter = None,
+    vocab: Vocab = "auto",
     algorithm: OneAlgorithm = "dsi",
     sp: Degree = None,
     lookahead: AutoLookahead = "auto",
@@ -327,6 +336,7 @@ def chat(
 def compare(
     target: Target = "builtin",
     drafter: Drafter = None,
+    vocab: Vocab = "auto",
     algorithm: Algorithm = "nonsi,si,pearl,dsi",
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt on each line.")] = None,
     sp: Degree = None,
@@ -417,6 +427,7 @@ def _engine(options: dict[str, Any]) -> Engine:
         "threads",
         "target_devices",
         "drafter_device",
+        "vocab",
     )
     drafters = options["drafter"] or ["builtin"]
     with Console(stderr=True).status(f"loading {options['target']} and {', '.join(drafters)}"):

@@ -22,12 +22,14 @@ from dsi.fleets.work import Server
 from dsi.measure.choose import Choice
 from dsi.measure.settings import Setting
 from dsi.measure.simulate import fastest_patience
-from dsi.models.backend import Model, Speaker
+from dsi.models.backend import Ask, Model, Speaker
 from dsi.models.hf import Transformer, load
 from dsi.models.lean import Lean
 from dsi.models.ngram import NGram
 from dsi.models.text import Text
+from dsi.models.vocabulary import Vocabulary
 from dsi.planner import suitable_lookahead
+from dsi.translation import AUTO, ORDINARY, SAME, check_way, translated
 
 BUILTIN, NGRAM = "builtin", "ngram"
 DTYPES = ("float32", "bfloat16")
@@ -165,28 +167,45 @@ def check_means(dtype: str, threads: int | None) -> None:
         raise ValueError(f"threads {threads}: must be at least 1")
 
 
+@dataclass(frozen=True)
+class Guesser:
+    """A drafter, and what is known of it before it starts."""
+
+    model: Model
+    ms: float | None = None  # for one guess; None: it has no forwards
+    context: int = 0  # in the target's tokens; 0: without bounds
+
+
 def load_pair(
-    target: str, drafters: Sequence[str], sp: int, dtype: str = "float32", threads: int | None = None
+    target: str,
+    drafters: Sequence[str],
+    sp: int,
+    dtype: str = "float32",
+    threads: int | None = None,
+    vocab: str = AUTO,
 ) -> Loaded:
-    """A target, and drafters of the same vocabulary; `ngram` is one that needs no model."""
+    """A target and its drafters; `ngram` is one that needs no model.
+
+    `vocab` is how guesses reach the target: `same` tokens, by token (`tli`) or by text (`slem`) from a
+    drafter with another vocabulary, or `auto`.
+    """
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
     check_means(dtype, threads)
+    check_way(vocab)
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
     big = load(folder(target, TARGET), dtype)
     text = tokenizer(folder(target, TARGET), big)
     judge = backend(big)
-    models = [drafter_model(name, text, target, dtype) for name in drafters]
-    names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(models) + 1))
+    guessers = [guesser(name, text, big, target, dtype, vocab) for name in drafters]
+    names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(guessers) + 1))
     servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(judge)) for i in range(1, sp + 1)]
-    servers += [Server(name, name, model) for name, model in zip(names, models)]
-    speakers = [model.backend for model in models if isinstance(model, Speaker)]
-    small = [each for each in speakers if isinstance(each, Transformer)]
+    servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
     slow = forward_ms(judge)
     pace = Pace(
         slow,
-        forward_ms(small[0]) if small else slow * LOOKUP_SHARE,
+        next((each.ms for each in guessers if each.ms is not None), slow * LOOKUP_SHARE),
         max(0.0, forward_ms(judge, WIDE) - slow) / (WIDE - 1),
     )
     cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
@@ -196,16 +215,27 @@ def load_pair(
         cores={} if threads else cores,
         prepare=lambda server: torch.set_num_threads(counts[server.name]),
     )
-    context = min((each.context for each in (judge, *small) if each.context), default=0)
+    bounds = [judge.context, *(each.context for each in guessers)]
+    context = min((bound for bound in bounds if bound), default=0)
     return Loaded(fleet, text, context, sp, pace, names)
 
 
-def drafter_model(name: str, text: Text, target: str, dtype: str) -> Model:
+def guesser(name: str, text: Text, big: Any, target: str, dtype: str, vocab: str) -> Guesser:
     if name == NGRAM:
-        return NGram()
+        return Guesser(NGram())  # it guesses from the target's own tokens, whatever they mean
     model = load(folder(name, DRAFTER), dtype)
-    check_vocabulary(text, tokenizer(folder(name, DRAFTER), model), target, name)
-    return Speaker(backend(model))
+    own, small = tokenizer(folder(name, DRAFTER), model), backend(model)
+    if vocab == SAME or (vocab == AUTO and text.same_vocabulary(own)):
+        check_vocabulary(text, own, target, name)
+        return Guesser(Speaker(small), forward_ms(small), small.context)
+    known = [Vocabulary(each, rows(of)) for each, of in ((own, model), (text, big))]
+    other = translated(vocab, small, known[0], known[1], small.context, name)
+    return Guesser(other, guess_ms(other, known[1].encode(ORDINARY)))
+
+
+def rows(model: Any) -> int:
+    """How many tokens a model knows, which need not be as many as its tokenizer does."""
+    return int(model.get_input_embeddings().weight.shape[0])
 
 
 def backend(model: Any) -> Transformer:
@@ -249,6 +279,17 @@ def forward_ms(model: Transformer, new: int = 1, repeats: int = 8) -> float:
         model.forward(tokens, len(tokens) + 1 - new)
         times.append(time.perf_counter() - began)
     return 1000 * min(times)  # what else the machine does only adds
+
+
+def guess_ms(drafter: Model, tokens: Sequence[int], repeats: int = 4) -> float:
+    """A guess among others, one after the other: what translating takes is in it."""
+    text, times = list(tokens[:16]), []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        for _ in range(WIDE):
+            text += drafter.answer(Ask(text, len(text)))
+        times.append((time.perf_counter() - began) / WIDE)
+    return 1000 * min(times)
 
 
 def quiet() -> None:

@@ -79,12 +79,14 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         threads: int | None = None,
         target_devices: str | None = None,
         drafter_device: str | None = None,
+        vocab: str = "auto",
     ) -> Self:
         """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
 
         Several drafters share one tree under DSI; the other algorithms use the first. With `target_devices`
         (`cuda:1,cuda:2`, or `cuda:0/8` for slices of one GPU) the servers compute there, SP degree, lookahead
-        and patience are those that are fastest by what is measured, and the algorithm may be `auto`.
+        and patience are those that are fastest by what is measured, and the algorithm may be `auto`. With
+        another vocabulary a drafter goes by shared tokens (`vocab` `tli`) or text (`slem`); `auto` chooses.
         """
         if algorithm != "auto" or target_devices is None:
             check_algorithm(algorithm)
@@ -95,14 +97,18 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
             if drafter_device is not None:
                 raise ValueError(f"drafter device {drafter_device!r}: the targets need devices as well")
-            return cls(
-                load_pair(target, drafters, 1 if sp is None else sp, dtype, threads), algorithm, *numbers
-            )
+            pair = load_pair(target, drafters, 1 if sp is None else sp, dtype, threads, vocab)
+            return cls(pair, algorithm, *numbers)
         from dsi.placed import load_placed
         from dsi.placement import placement
+        from dsi.translation import AUTO, SAME, check_way
 
         if len(drafters) > 1 or threads is not None:
             raise ValueError(f"target devices {target_devices!r}: take one drafter, and no threads")
+        if check_way(vocab) not in (SAME, AUTO):
+            raise ValueError(
+                f"vocab {vocab!r}: on devices the drafter must have the target's vocabulary; leave them out"
+            )
         chosen = placement(target_devices, drafter_device, sp)
         return cls(load_placed(target, drafters[0], chosen, dtype, sp), algorithm, *numbers)
 
