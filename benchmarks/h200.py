@@ -2,8 +2,7 @@
 
 Models of real shapes with random weights: a forward takes as long as a trained one's, and guesses are right
 at a chosen rate, by an oracle. Each server has one slice; SI and non-SI have one for the target and one for
-the drafter. Where DSI leaves a slice of its eight idle, a second drafter stands by there, for the moment when
-the first is in the middle of a guess that nobody wants. Measured.
+the drafter. Measured.
 `--only` picks targets or parts. Needs an NVIDIA GPU with green contexts (driver of CUDA 12.4 or later).
 """
 
@@ -55,7 +54,6 @@ class Bench:
 
     targets: list[Graphed]
     drafter: Graphed
-    spare: Graphed | None
     costs: Costs
 
     def fleet(self, sp: int, acceptance: float, seed: int) -> PollingFleet:
@@ -64,10 +62,7 @@ class Bench:
         servers = [
             Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind)) for i, t in enumerate(self.targets[:sp], 1)
         ]
-        servers.append(Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess)))
-        if self.spare is not None and 1 < sp < len(self.targets):
-            servers.append(Server(f"{DRAFTER}-2", DRAFTER, Oracle(self.spare, guess)))
-        return PollingFleet(servers)
+        return PollingFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])
 
 
 @cache
@@ -90,12 +85,11 @@ def prepared(target: str, drafter: str, pieces: int | None = None) -> Bench:
 def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None) -> Bench:
     began = perf_counter()
     drafter = Graphed(small, ROOM, lane, pieces=1)
-    spare = Graphed(small, ROOM, lanes[-1], pieces=1) if len(lanes) > 1 else None
     targets: list[Graphed] = []
     for each in lanes:
         targets.append(Graphed(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
     say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
-    return Bench(targets, drafter, spare, costs(targets, drafter, PROMPT, stops(targets[0]), one_cache=True))
+    return Bench(targets, drafter, costs(targets, drafter, PROMPT, stops(targets[0]), one_cache=True))
 
 
 def stops(model: Graphed) -> int:
@@ -184,13 +178,15 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     sliced = prepared(shape, DRAFTER_SHAPE, options.pieces)
     say(f"  {sliced.costs.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in ACCEPTANCES]
-    found = {"shape": shape, "costs": sliced.costs.json(), "cells": cells}
-    if options.no_whole:
-        return found
     whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
     say(f"  the whole GPU: {whole.costs.json()}")
     undivided = [cell(whole, rate, options.tokens, 2, most=1) for rate in ACCEPTANCES]
-    return found | {"whole_gpu": {"costs": whole.costs.json(), "cells": undivided}}
+    return {
+        "shape": shape,
+        "costs": sliced.costs.json(),
+        "cells": cells,
+        "whole_gpu": {"costs": whole.costs.json(), "cells": undivided},
+    }
 
 
 def texts(options: argparse.Namespace) -> dict[str, Any]:
@@ -230,12 +226,10 @@ def show(path: Path) -> None:
     found = json.loads(path.read_text())
     print(f"{found['gpu']}, {found['date']}, torch {found['torch']}: {found['label']}\n")
     for target in found["targets"]:
-        for cell in target["cells"]:
-            row = f"{target['shape']} | {cell['acceptance']} | {chosen(cell)} | {ratios(cell)}"
-            print(f"| {row} | {fastest(cell):.2f} |")
-        for cell in target.get("whole_gpu", {}).get("cells", ()):
-            row = " | ".join(f"{ms:.2f}" for ms in best_of(cell))
-            print(f"| {target['shape']}, whole GPU: SI, non-SI | {cell['acceptance']} | {row} |")
+        whole = target["whole_gpu"]["cells"]
+        for cell, undivided in zip(target["cells"], whole):
+            print(f"| {target['shape']} | {cell['acceptance']} | {chosen(cell)} | {ratios(cell)} | ", end="")
+            print(" | ".join(f"{ms:.2f}" for ms in (fastest(cell), *best_of(undivided))) + " |")
     for row in found["table2"]:
         times = row["costs"]["by_width"]["1"], row["costs"]["drafter_ms"]
         print(f"| {row['pair']} | {times[0]:.1f} | {times[1]:.2f} | {row['published']} | {ratios(row)} |")
@@ -281,7 +275,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pieces", type=int)
-    parser.add_argument("--no-whole", action="store_true", help="only in slices")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
     options = parser.parse_args()
