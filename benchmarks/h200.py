@@ -13,10 +13,11 @@ import json
 import multiprocessing
 import platform
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -75,8 +76,9 @@ def say(*words: object) -> None:
     print(*words, file=sys.stderr, flush=True)
 
 
+@lru_cache(maxsize=1)
 def prepared(target: str, drafter: str, pieces: int | None = None) -> Bench:
-    """Each server on its slice; the target's replicas share their weights."""
+    """Each server on its slice; the target's replicas share their weights and their cache."""
     lanes = streams(0, SLICES, MOST + 1)
     big, small = (random_model(name, device="cuda:0", places=ROOM) for name in (target, drafter))
     return bench(big, small, lanes[0], lanes[1:], pieces)
@@ -178,15 +180,13 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     sliced = prepared(shape, DRAFTER_SHAPE, options.pieces)
     say(f"  {sliced.costs.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in ACCEPTANCES]
+    found = {"shape": shape, "costs": sliced.costs.json(), "cells": cells}
+    if options.no_whole:
+        return found
     whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
     say(f"  the whole GPU: {whole.costs.json()}")
     undivided = [cell(whole, rate, options.tokens, 2, most=1) for rate in ACCEPTANCES]
-    return {
-        "shape": shape,
-        "costs": sliced.costs.json(),
-        "cells": cells,
-        "whole_gpu": {"costs": whole.costs.json(), "cells": undivided},
-    }
+    return found | {"whole_gpu": {"costs": whole.costs.json(), "cells": undivided}}
 
 
 def texts(options: argparse.Namespace) -> dict[str, Any]:
@@ -200,25 +200,17 @@ def texts(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def paper_rows(options: argparse.Namespace) -> list[dict[str, Any]]:
+def paper_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Table 2 of the paper with latencies measured here, its acceptance rates and 50 tokens."""
-    rows: list[dict[str, Any]] = []
-    ready: dict[tuple[str, str], Bench] = {}
     for pair in PAIRS:
-        names = pair.target.lower(), pair.drafter.lower()
-        if names not in ready:
-            ready.clear()
-            torch.cuda.empty_cache()
-            say(*names)
-            ready[names] = prepared(*names, options.pieces)
-            say(f"  {ready[names].costs.json()}")
-        if ready[names].targets[0].why_not or ready[names].drafter.why_not:
+        if not pair.name.startswith(options.rows):
+            continue
+        ready = prepared(pair.target.lower(), pair.drafter.lower(), options.pieces)
+        say(f"{pair.name}: {ready.costs.json()}")
+        if ready.targets[0].why_not or ready.drafter.why_not:
             continue  # as it stands, a forward is mostly the interpreter's time
-        found = cell(ready[names], pair.acceptance, 50, options.repeats)
-        rows.append(
-            {"pair": pair.name, "published": pair.published, "costs": ready[names].costs.json(), **found}
-        )
-    return rows
+        found = cell(ready, pair.acceptance, 50, options.repeats)
+        yield {"pair": pair.name, "published": pair.published, "costs": ready.costs.json(), **found}
 
 
 def show(path: Path) -> None:
@@ -226,10 +218,12 @@ def show(path: Path) -> None:
     found = json.loads(path.read_text())
     print(f"{found['gpu']}, {found['date']}, torch {found['torch']}: {found['label']}\n")
     for target in found["targets"]:
-        whole = target["whole_gpu"]["cells"]
-        for cell, undivided in zip(target["cells"], whole):
-            print(f"| {target['shape']} | {cell['acceptance']} | {chosen(cell)} | {ratios(cell)} | ", end="")
-            print(" | ".join(f"{ms:.2f}" for ms in (fastest(cell), *best_of(undivided))) + " |")
+        for cell in target["cells"]:
+            row = f"{target['shape']} | {cell['acceptance']} | {chosen(cell)} | {ratios(cell)}"
+            print(f"| {row} | {fastest(cell):.2f} |")
+        for cell in target.get("whole_gpu", {}).get("cells", ()):
+            row = " | ".join(f"{ms:.2f}" for ms in best_of(cell))
+            print(f"| {target['shape']}, whole GPU: SI, non-SI | {cell['acceptance']} | {row} |")
     for row in found["table2"]:
         times = row["costs"]["by_width"]["1"], row["costs"]["drafter_ms"]
         print(f"| {row['pair']} | {times[0]:.1f} | {times[1]:.2f} | {row['published']} | {ratios(row)} |")
@@ -267,6 +261,16 @@ def circumstances() -> dict[str, Any]:
     }
 
 
+def parts(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """The results of a part, as they come."""
+    if name == "text":
+        yield "text", texts(options)
+    elif name == "table2":
+        yield from (("table2", row) for row in paper_rows(options))
+    else:
+        yield "targets", table(name, options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -275,6 +279,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pieces", type=int)
+    parser.add_argument("--no-whole", action="store_true", help="only in slices")
+    parser.add_argument("--rows", default="", help="of table2: those whose name begins so")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
     options = parser.parse_args()
@@ -286,15 +292,11 @@ def main() -> None:
     quiet()
     found: dict[str, Any] = circumstances() | {"targets": [], "table2": []}
     for part in options.only.split(","):
-        if part == "text":
-            found["text"] = texts(options)
-        elif part == "table2":
-            found["table2"] = paper_rows(options)
-        else:
-            found["targets"].append(table(part, options))
+        for name, result in parts(part, options):
+            found[name] = [*found[name], result] if name in found else result
+            if options.out:
+                options.out.write_text(json.dumps(found, indent=1) + "\n")
         torch.cuda.empty_cache()
-        if options.out:
-            options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found))
 
 
