@@ -205,7 +205,7 @@ class Graphed:
         if (other.model, other.context, other.pieces) != (self.model, self.context, self.pieces):
             raise ValueError("models that fill one cache must be the same, in the same pieces")
         self._shelf = other._shelf
-        self._shelf.tokens.clear()  # recording leaves its traces in the cache
+        self.held.clear()  # recording leaves its traces in the cache
         for mine, its in zip(self._cache.layers, other._cache.layers):
             mine.keys, mine.values = its.keys, its.values
 

@@ -57,21 +57,24 @@ class Flight:
 
 
 class Shelf:
-    """`tokens` is the text that the cache holds as soon as the forwards on their way have ended."""
-
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self._tokens: list[int] = []
         self._flying: list[Flight] = []  # in the order in which they began
         self._orphans: list[Flight] = []  # those whose server is gone, and which others need
         self._last: dict[int, Mark] = {}  # the end of the last forward through each piece
         self.reader: object = None  # who is in the middle of a long text: nobody else begins
 
+    @property
+    def tokens(self) -> list[int]:
+        """The text that the cache holds as soon as the forwards on their way have ended."""
+        self._sweep()
+        return self._tokens
+
     def begin(self, forward: Forward, begin: int, fresh: Sequence[int], cancelled: Flag) -> Flight:
         """A forward over these tokens, after the first `begin` of the text; the rest of it is forgotten."""
-        self._sweep()
         for other in self._flying:
             other.told = other.told and other.begin < begin
-        self.tokens[begin:] = fresh
+        self._tokens[begin:] = fresh
         flight = Flight(forward, begin, cancelled)
         self._flying.append(flight)
         try:
@@ -132,13 +135,12 @@ class Shelf:
         """It goes no further: what it was reading is not there."""
         self._flying.remove(flight)
         if flight.told:
-            del self.tokens[flight.begin :]
+            del self._tokens[flight.begin :]
 
     def _orphan(self, flight: Flight) -> None:
         if flight in self._flying:
             flight.cancelled = Gone()
             self._orphans.append(flight)
-            self._sweep()
 
     def _sweep(self) -> None:
         """Forget the forwards without a server that are through, or that nobody needs."""
