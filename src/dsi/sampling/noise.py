@@ -17,6 +17,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele, Lea and Flood, 2014)
 WORD = (1 << 64) - 1
 LN2 = 0.6931471805599453
+TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # what chance decides at a position: each has numbers of its own
 
 
 def namespace(array: Array) -> Any:
@@ -24,16 +25,32 @@ def namespace(array: Array) -> Any:
     return np if isinstance(array, np.ndarray) else sys.modules["torch"]
 
 
-def key(seed: int, position: int) -> int:
-    """One 64-bit number for all the tokens that could stand at this position."""
-    return scramble(scramble(seed & WORD) ^ (position * GOLDEN & WORD))
+def key(seed: int, position: int, purpose: int = TOKEN, block: int = 0) -> int:
+    """One 64-bit number for all the tokens that could stand at this position.
+
+    A rule that decides more than the token takes a key for each purpose, and one for each block (or each
+    of several guesses) in which the position is judged.
+    """
+    here = scramble(scramble(seed & WORD) ^ (position * GOLDEN & WORD))
+    aside = (block << 8 | purpose) & WORD
+    return scramble(here ^ scramble(aside)) if aside else here  # texts of old seeds stay as they were
+
+
+def coin(key: int) -> float:
+    """A number drawn evenly from between 0 and 1."""
+    # The complement, because scramble(key) is already the noise of token 1.
+    return float(_between(scramble(~key & WORD) >> 12))
 
 
 def exponential(key: int, tokens: Array) -> Array:
     """A draw from Exp(1), float64, for each token id of an int64 array."""
     bits = _scramble_all(tokens * _signed(GOLDEN) + _signed(key))
-    # 52 bits and a half: strictly between 0 and 1, and exact.
-    return _minus_log(double(_shift(bits, 12)) * 2.0**-52 + 2.0**-53)
+    return _minus_log(_between(double(_shift(bits, 12))))
+
+
+def _between(bits: Array) -> Array:
+    """52 bits and a half: strictly between 0 and 1, and exact."""
+    return bits * 2.0**-52 + 2.0**-53
 
 
 def _minus_log(u: Array) -> Array:
