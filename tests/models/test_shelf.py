@@ -135,12 +135,16 @@ class Play:
         ask, flag, steps = self.flying[server]
         try:
             next(steps)
+            return
         except Cancelled:
-            assert flag.gone
-            del self.flying[server]
+            found = None
         except StopIteration as end:
-            del self.flying[server]
-            assert end.value == self.plain.answer(Ask(ask.tokens, ask.start))
+            found = end.value
+        del self.flying[server]
+        if found is None:
+            assert flag.gone
+        else:
+            assert found == self.plain.answer(Ask(ask.tokens, ask.start))
 
     def cancel(self, server: int, wish: str) -> None:
         """A server that is killed computes no more; what others build on goes on without it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from dsi.core.context import Context, Tokens
 from dsi.core.messages import (
@@ -69,6 +70,7 @@ class Generation:
         self.end = max_new_tokens
         self.policy = policy
         self.sampling = sampling
+        self.block = 1  # guesses that the rule `block` judges together; the policy says how many
         self.root = Node(Context.of(prompt), None, 0)  # the last place known to be true
         self.open: dict[int, Job] = {}  # jobs in flight
         self.busy = 0  # drafts and verifications among them
@@ -124,19 +126,23 @@ class Generation:
 
     def _learn(self, event: Event) -> None:
         match event, self.open[event.id]:
-            case Drafted(token=token), Draft() as job:
-                self._learn_guess(job, token)
+            case Drafted(token=token, odds=odds, others=others), Draft() as job:
+                self._learn_guess(job, token, odds, others)
             case Verified(tokens=tokens), Verify() as job:
                 self._learn_truth(job, tokens)
             case Failed(), job:
                 self._learn_failure(job)
 
-    def _learn_guess(self, job: Draft, token: int) -> None:
+    def _learn_guess(self, job: Draft, token: int, odds: Any, others: Tokens) -> None:
         self.tally.drafted += 1
+        if self.sampling.needs_guess:
+            self._at[job.id].guesses = tuple((guess, odds) for guess in (token, *others))
+        for other in others:
+            self._grow(self._at[job.id], other)
         self._failures.pop(job.model, None)
         node = self._at[job.id]
         node.jobs.discard(job.id)
-        node = self._at[job.id] = self._tips[job.model] = node.child(token)
+        node = self._at[job.id] = self._tips[job.model] = self._grow(node, token)
         node.jobs.add(job.id)
         if node.context.length >= job.context.length + job.count:
             self._close(job.id)
@@ -144,12 +150,34 @@ class Generation:
             self._abandon([job.id])
 
     def _learn_truth(self, job: Verify, tokens: Tokens) -> None:
-        if len(tokens) != job.width:
+        if len(tokens) != job.width and not (self.sampling.rule == "block" and 0 < len(tokens) < job.width):
             raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
         self.tally.forwards += 1
-        node = self._close(job.id)
-        for judged, token in zip(node.lineage(job.width), reversed(tokens)):
-            judged.truth, judged.watcher = token, job.id
+        places = list(self._close(job.id).lineage(job.width))[::-1]
+        for place, token in zip(places, tokens):
+            place.truth, place.watcher = token, job.id
+            place.drawn = not place.guesses
+        if len(tokens) < len(places):
+            self._cut_short(places[len(tokens) - 1], tokens[-1], places[len(tokens)])
+
+    def _cut_short(self, last: Node, token: int, beyond: Node) -> None:
+        """The guesses beyond have been looked at: even where this place is reached, others are due."""
+        last.drawn = True
+        for child in beyond.children.values():
+            self._abandon(list(child.fall()))
+        self._abandon(list(beyond.jobs))
+        beyond.children, beyond.guesses, beyond.start = {}, (), beyond.context.length
+        for model, tip in self._tips.items():
+            if not tip.alive or tip is beyond:
+                self._tips[model] = self._grow(last, token)
+
+    def _grow(self, node: Node, token: int) -> Node:
+        """What comes next if this token does; it lies in the same block unless that is full or cut short."""
+        known = token in node.children
+        child = node.child(token)
+        if not known and not node.drawn and child.context.length - node.start < self.block:
+            child.start = node.start
+        return child
 
     def _learn_failure(self, job: Job) -> None:
         """A verification is asked for again as it was: deeper places may be watched by now, and a gap
@@ -167,7 +195,7 @@ class Generation:
         while self.root.truth is not None and not self.done:
             passed, token = self.root, self.root.truth
             self._account(passed, guessed=token in passed.children)
-            self.root = passed.child(token)
+            self.root = self._grow(passed, token)
             del passed.children[token]
             self._abandon(list(passed.fall()))
             self.root.parent = None  # what lies behind the root is only text now
@@ -226,7 +254,12 @@ class Generation:
         """How many guesses this drafter could usefully add after `tip`."""
         if self.lost(model) or (tip is not self.root and tip.token in self._stop):
             return 0
-        return self.end - 1 - tip.depth
+        last = self.end if self.sampling.needs_guess else self.end - 1
+        return last - tip.depth
+
+    def judgeable(self, tip: Node) -> Node | None:
+        """The last place up to `tip` that can be judged now: a rule may need the guess about it."""
+        return tip.parent if self.sampling.needs_guess and not tip.guesses else tip
 
     def unwatched(self, tip: Node) -> int:
         """How many places, ending at `tip`, no target has judged or is judging."""
@@ -243,11 +276,15 @@ class Generation:
         if count < 1:
             raise ValueError(f"a draft of {count} tokens: must be at least 1")
         self._drafting[model] = self._drafting.get(model, 0) + 1
-        self._want(Draft(next(self._ids), node.context, count, model, self.sampling), node)
+        job = Draft(next(self._ids), node.context, count, model, self.sampling, node.start, self.block)
+        self._want(job, node)
 
     def verify(self, node: Node, width: int) -> None:
         lead = node.depth - width + 1 - self.root.depth
-        job = Verify(next(self._ids), node.context, width, lead, self.sampling)
+        guesses = (
+            tuple(place.guesses for place in node.lineage(width))[::-1] if self.sampling.needs_guess else ()
+        )
+        job = Verify(next(self._ids), node.context, width, lead, self.sampling, guesses)
         for place in node.lineage(width):
             place.watcher = job.id
         self._want(job, node)

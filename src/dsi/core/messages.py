@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dsi.core.context import Context, Tokens
 
 TARGET = "target"
 DRAFTER = "drafter"
+RULES = ("match", "reject", "block", "specinfer")
+
+Guess = tuple[int, Any]  # a token, and what a rule must know of how it was drawn: only servers read it
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +23,19 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    rule: str = "match"
+    candidates: int = 2  # specinfer: guesses for each place
+
+    @property
+    def needs_guess(self) -> bool:
+        """Whether a place can be judged only together with the guess about it: without chance, never."""
+        return self.rule != "match" and self.temperature > 0
 
     def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"rule {self.rule!r}: must be one of {', '.join(RULES)}")
+        if self.candidates < 1:
+            raise ValueError(f"candidates {self.candidates}: must be at least 1")
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise ValueError(f"temperature {self.temperature}: must be 0 (greedy) or a positive number")
         if self.top_k < 0:
@@ -44,24 +59,33 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guess up to `count` tokens after this text, streaming each one."""
+    """Guess up to `count` tokens after this text, streaming each one.
+
+    Under the rule `block` the first of them lies in a block of `block` tokens that began at `start`.
+    """
 
     id: int
     context: Context
     count: int
     model: str = DRAFTER
     sampling: Sampling = GREEDY
+    start: int = 0
+    block: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Say which token truly follows each of the last `width` prefixes of this text."""
+    """Say which token truly follows each of the last `width` prefixes of this text.
+
+    A rule that needs them is given the guesses about each place; where there is none, it draws freely.
+    """
 
     id: int
     context: Context
     width: int
     lead: int = 0  # how far its first place lay beyond the sure text; 0 watches the root
     sampling: Sampling = GREEDY
+    guesses: tuple[tuple[Guess, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +95,18 @@ class Warmed:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
+    """A guess, how it was drawn if a rule asks, and further guesses about the same place."""
+
     id: int
     token: int
+    odds: Any = None
+    others: Tokens = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
+    """Under the rule `block` there may be fewer tokens than places: what follows the last was not judged."""
+
     id: int
     tokens: Tokens
 

@@ -52,6 +52,7 @@ def speculative(lookahead: int) -> Policy:
     def policy(g: Generation) -> None:
         if g.busy:
             return
+        g.block = lookahead
         tip = g.tip()
         guesses = tip.depth - g.root.depth
         wanted = min(lookahead - guesses, g.room(tip))
@@ -70,9 +71,13 @@ def pearl(lookahead: int) -> Policy:
     def policy(g: Generation) -> None:
         if g.busy:
             return
+        g.block = lookahead
         tip = g.tip()
-        g.verify(tip, g.unwatched(tip))
-        if room := g.room(tip):
+        room = g.room(tip)
+        last = g.judgeable(tip) or (None if room else tip)
+        if last is not None and (unwatched := g.unwatched(last)):
+            g.verify(last, unwatched)
+        if room:
             g.draft(tip, min(lookahead, room))
 
     return policy
@@ -96,20 +101,34 @@ def distributed(
     _at_least("number of drafters", len(drafters), 1)
 
     def policy(g: Generation) -> None:
+        if g.sampling.needs_guess:
+            _check_one_drafter(g.sampling.rule, drafters)
+        g.block = lookahead
+        whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
         for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
             tip = g.tip(model, drafters)
             lead = tip.depth - g.root.depth
-            room = int(min(g.room(tip, model), horizon - lead))
-            unwatched = g.unwatched(tip)
-            root_is_watched = unwatched <= lead
-            full = unwatched >= lookahead if root_is_watched else lead >= patience
-            if unwatched and (full or room <= 0):
-                g.verify(tip, unwatched)
+            left = g.room(tip, model)
+            room = int(min(left, horizon - lead))
+            last = g.judgeable(tip) or (None if left > 0 else tip)  # without a guess, the root draws freely
+            unwatched = 0 if last is None else g.unwatched(last)
+            root_is_watched = g.root.watcher is not None
+            full = unwatched >= lookahead if root_is_watched or whole else lead >= patience
+            if last is not None and unwatched and (full or (left if whole else room) <= 0):
+                g.verify(last, unwatched)
             if room > 0 and not g.drafting(model):
                 g.draft(tip, room, model)
         g.remind()  # any target may be next to watch this text
 
     return policy
+
+
+def _check_one_drafter(rule: str, drafters: Sequence[str]) -> None:
+    if len(drafters) > 1:
+        raise ValueError(
+            f"rule {rule} with {len(drafters)} drafters: whose guess is judged would depend on who was "
+            "faster, and the text would no longer be the target's; use one drafter, or the rule match"
+        )
 
 
 def _at_least(name: str, value: float, least: int) -> None:

@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsi.core.context import Context
+from dsi.core.messages import Guess
 
 
 class Node:
     """A place in the tree: the text up to here, and what is known or guessed to follow it."""
 
-    __slots__ = ("alive", "children", "context", "depth", "jobs", "parent", "truth", "watcher")
+    __slots__ = (
+        "alive",
+        "children",
+        "context",
+        "depth",
+        "drawn",
+        "guesses",
+        "jobs",
+        "parent",
+        "start",
+        "truth",
+        "watcher",
+    )
 
     def __init__(self, context: Context, parent: Node | None, depth: int) -> None:
         self.context = context
@@ -21,6 +34,9 @@ class Node:
         self.children: dict[int, Node] = {}
         self.jobs: set[int] = set()  # open jobs whose text ends here
         self.alive = True  # not yet passed by the root, and not fallen
+        self.guesses: tuple[Guess, ...] = ()  # about what comes next, where the rule needs to know them
+        self.drawn = False  # whether the truth was drawn by the target, and is no guess that stood
+        self.start = context.length  # where the block of guesses begins to which what comes next belongs
 
     @property
     def token(self) -> int:

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import astuple
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -69,8 +70,10 @@ class Wire:
 def pack_event(event: Event) -> tuple[Any, ...]:
     """Without the id of its job: a server has one at a time."""
     match event:
-        case Drafted():
+        case Drafted(odds=None, others=()):
             return 1, event.token
+        case Drafted():
+            return 1, event.token, event.odds, event.others
         case Verified():
             return 2, event.tokens
         case Failed():
@@ -118,24 +121,26 @@ class Receiver:
         self._held[number] = text
         if len(self._held) > TEXTS:
             self._held.popitem(last=False)
-        return KINDS[kind](
-            id, text, *(_sampling(*each) if isinstance(each, tuple) else each for each in rest[1:])
-        )
+        _, plain, numbers, more = rest
+        return KINDS[kind](id, text, *plain, *([_sampling(*numbers)] if numbers else ()), *more)
 
 
 def _rest(job: Job) -> tuple[Any, ...]:
-    """The length of the prompt, and what is left of a job besides its id and text."""
+    """The length of the prompt, and of a job besides its id and text what comes before its sampling, that,
+    and what comes after it.
+    """
     prompt = len(job.context.origin)
     match job:
         case Draft():
-            return prompt, job.count, job.model, _numbers(job.sampling)
+            return prompt, (job.count, job.model), _numbers(job.sampling), (job.start, job.block)
         case Verify():
-            return prompt, job.width, job.lead, _numbers(job.sampling)
-    return (prompt,)
+            return prompt, (job.width, job.lead), _numbers(job.sampling), (job.guesses,)
+    return prompt, (), (), ()
 
 
-def _numbers(sampling: Sampling) -> tuple[float, int, float, float, int]:
-    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed
+@lru_cache(TEXTS)
+def _numbers(sampling: Sampling) -> tuple[Any, ...]:
+    return astuple(sampling)
 
 
 @lru_cache(TEXTS)

@@ -20,7 +20,7 @@ from dsi.core.messages import (
     Warm,
     Warmed,
 )
-from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable
+from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable, drawn
 
 
 @dataclass
@@ -111,36 +111,42 @@ def steps(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event |
 
 def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> Iterator[Event | None]:
     width = job.width if isinstance(job, Verify) else 0
-    sampling = job.sampling if isinstance(job, Verify) else GREEDY
-    ask = Ask(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled)
+    sampling, guesses = (job.sampling, job.guesses) if isinstance(job, Verify) else (GREEDY, ())
+    ask = Ask(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled, guesses)
     model = server.model
     if server.memory.common:
         page.kept = len(page.tokens)
     answer = (yield from model.answering(ask)) if _is_polled(model) else model.answer(ask)
-    if len(answer) != width:
+    if len(answer) != width and not (sampling.rule == "block" and 0 < len(answer) < width):
         raise ValueError(f"{len(answer)} tokens in answer to {width} places")
     yield Verified(job.id, answer) if width else Warmed(job.id)
     page.kept = len(page.tokens)
 
 
 def _stream(job: Draft, server: Server, page: Page, cancelled: Flag) -> Iterator[Event | None]:
-    for token in _guesses(job, server.model, page, cancelled):
-        if token is None:
-            yield None
-            continue
-        yield Drafted(job.id, token)
-        page.kept = len(page.tokens)
-        page.append(token)
+    for guess in _guesses(job, server.model, page, cancelled):
+        yield guess
+        if guess is not None:
+            page.kept = len(page.tokens)
+            page.append(guess.token)
 
 
-def _guesses(job: Draft, model: Model, page: Page, cancelled: Flag) -> Iterator[int | None]:
+def _guesses(job: Draft, model: Model, page: Page, cancelled: Flag) -> Iterator[Drafted | None]:
     """One after the other: the page grows with each that has been taken."""
     if _is_polled(model):
         ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        yield from model.guessing(ask, job.count)
+        for token in model.guessing(ask, job.count):
+            yield None if token is None else Drafted(job.id, token)
         return
     for _ in range(job.count):
-        yield from model.answer(Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled))
+        ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
+        yield _drawn(job, model, ask) if job.sampling.needs_guess else Drafted(job.id, model.answer(ask)[0])
+
+
+def _drawn(job: Draft, model: Model, ask: Ask) -> Drafted:
+    start = job.start + (ask.start - job.start) // job.block * job.block
+    (token, *others), odds = drawn(model, ask, start)
+    return Drafted(job.id, token, odds, tuple(others))
 
 
 def _is_polled(model: Model) -> TypeGuard[Pollable]:

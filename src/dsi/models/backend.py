@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from dsi.core.context import Tokens
-from dsi.core.messages import GREEDY, Sampling
+from dsi.core.messages import GREEDY, Guess, Sampling
+from dsi.sampling.judge import Odds, guessed, judged
 from dsi.sampling.noise import Array
-from dsi.sampling.rules import match
 
 
 class Cancelled(Exception):
@@ -52,6 +52,7 @@ class Ask:
     kept: int | None = None  # how many of these the server has read before; None: the request is new to it
     sampling: Sampling = GREEDY
     cancelled: Flag = NEVER
+    guesses: tuple[tuple[Guess, ...], ...] = ()  # about each place, where the rule needs them
 
     @property
     def places(self) -> int:
@@ -62,6 +63,20 @@ class Model(Protocol):
     def answer(self, ask: Ask) -> Tokens:
         """One token for each place asked about, or `Cancelled`."""
         ...
+
+
+@runtime_checkable
+class Drawer(Model, Protocol):
+    """A model that can say how it drew its guesses."""
+
+    def draw(self, ask: Ask, start: int) -> tuple[Sequence[int], Odds | None]:
+        """Guesses about the place after this text, which lies in a block of guesses that began at `start`."""
+        ...
+
+
+def drawn(model: Model, ask: Ask, start: int) -> tuple[Sequence[int], Odds | None]:
+    """Of a model that knows no odds, the guess counts as the only one it could have made."""
+    return model.draw(ask, start) if isinstance(model, Drawer) else (model.answer(ask), None)
 
 
 @runtime_checkable
@@ -88,10 +103,14 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Speaker:
-    """A backend that has learnt to choose: its rows, judged by the rule `match`."""
+    """A backend that has learnt to choose: its rows, judged by the rule that is asked for."""
 
     backend: Backend
 
     def answer(self, ask: Ask) -> Tokens:
         rows = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
-        return match(rows, ask.sampling, ask.start)
+        return judged(rows, ask.sampling, ask.start, ask.guesses)
+
+    def draw(self, ask: Ask, start: int) -> tuple[Sequence[int], Odds | None]:
+        [row] = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
+        return guessed(row, ask.sampling, ask.start, start)

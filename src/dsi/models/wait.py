@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from dsi.core.context import Tokens
-from dsi.models.backend import Ask, Cancelled, Model
+from dsi.models.backend import Ask, Cancelled, Model, drawn
+from dsi.sampling.judge import Odds
 
 Time = Any  # float seconds, or a Fraction where virtual time is to be exact
 
@@ -65,9 +67,16 @@ class Wait:
         self.dice = Random(self.seed)
 
     def answer(self, ask: Ask) -> Tokens:
+        self._wait(ask)
+        return self.model.answer(ask) if ask.places else ()
+
+    def draw(self, ask: Ask, start: int) -> tuple[Sequence[int], Odds | None]:
+        self._wait(ask)
+        return drawn(self.model, ask, start)
+
+    def _wait(self, ask: Ask) -> None:
         seconds = self.latency.forward(ask)
         if self.latency.jitter:
             seconds *= 1 + self.latency.jitter * self.dice.uniform(-1, 1)
         if ask.cancelled.wait(seconds):
             raise Cancelled
-        return self.model.answer(ask) if ask.places else ()
