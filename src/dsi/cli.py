@@ -55,6 +55,9 @@ NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (vi
 Contention = Annotated[
     float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
 ]
+Rule = Annotated[
+    str, typer.Option(help="How guesses are judged: match, reject, block or specinfer; all are lossless.")
+]
 OneCache = Annotated[
     bool, typer.Option(help="Targets fill one cache: none reads what another is reading (virtual time only).")
 ]
@@ -179,6 +182,7 @@ def simulate(
     network_ms: NetworkMs = 0.0,
     contention: Contention = 0.0,
     one_cache: OneCache = False,
+    rule: Rule = "match",
     eager: Eager = True,
     waited: Waited = False,
     profile: Profile = None,
@@ -222,6 +226,7 @@ def timeline(
     network_ms: NetworkMs = 0.0,
     contention: Contention = 0.0,
     one_cache: OneCache = False,
+    rule: Rule = "match",
     eager: Eager = True,
     waited: Waited = False,
     out: Annotated[
@@ -266,6 +271,7 @@ def generate(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
+    rule: Rule = "match",
     seed: Annotated[int, typer.Option(help="Same seed, same text, whatever the algorithm.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this; repeatable.")] = None,
     dtype: Dtype = "float32",
@@ -282,6 +288,7 @@ def generate(
         "top_p": top_p,
         "min_p": min_p,
         "seed": seed,
+        "rule": rule,
         "stop": stop or [],
     }
     text = _prompt(prompt, file)
@@ -312,6 +319,7 @@ def chat(
     top_k: TopK = 0,
     top_p: TopP = 1.0,
     min_p: MinP = 0.0,
+    rule: Rule = "match",
     seed: Seed = 0,
     dtype: Dtype = "float32",
     threads: Threads = None,
@@ -320,7 +328,7 @@ def chat(
 ) -> None:
     """Talk with a model, line by line; an empty line or the end of the input ends it."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
-    options |= {"top_p": top_p, "min_p": min_p, "seed": seed}
+    options |= {"top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule}
     messages: list[dict[str, str]] = []
     with _engine(locals()) as engine:
         while line := _line():
@@ -347,6 +355,7 @@ def compare(
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    rule: Rule = "match",
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(help="Times that each prompt is run under each algorithm.")] = 3,
     dtype: Dtype = "float32",
@@ -355,7 +364,10 @@ def compare(
     drafter_device: DrafterDevice = None,
     json: Json = False,
 ) -> None:
-    """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal."""
+    """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.
+
+    Above temperature 0, rules other than match give each algorithm a text of its own, the same every time.
+    """
     from dsi.measure.compare import compare as measured
     from dsi.measure.compare import contenders
 
@@ -369,6 +381,7 @@ def compare(
         "top_p": top_p,
         "top_k": top_k,
         "seed": seed,
+        "rule": rule,
     }
     with (
         _engine(locals() | {"algorithm": "dsi"}) as engine,

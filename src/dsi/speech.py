@@ -134,18 +134,26 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
+        rule: str = "match",
         stop: str | Sequence[str] = (),
         algorithm: str | None = None,
         lookahead: int | None = None,
         patience: int | None = None,
     ) -> Writing:
-        """Begin to write; iterate over the result for the text as it becomes certain."""
+        """Begin to write; iterate over the result for the text as it becomes certain.
+
+        Under the rule `match` a seed gives one text, whatever the algorithm; under `reject`, `block` and
+        `specinfer` one for each algorithm and lookahead, all of them exactly as likely as the target says.
+        """
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
+        if rule != "match" and self.loaded.choices:
+            raise ValueError(f"rule {rule}: on devices there is only match; leave them out")
         tokens = self.text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         request = Request(
             tokens,
             self._room(tokens, max_new_tokens),
             self.policy(algorithm or self.algorithm, lookahead, patience),
-            Sampling(temperature, top_k, top_p, min_p, seed),
+            sampling,
             self.text.ends,
         )
         return Writing(self, request, [stop] if isinstance(stop, str) else stop)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import product
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -31,11 +31,11 @@ from dsi.sampling.rules import (
     several,
     standing,
 )
+from fate import Fate, law
 
 DRAWS = 20_000
 Row = np.ndarray
 Text = tuple[int, ...]
-Outcome = TypeVar("Outcome")
 
 
 def drawn(row: np.ndarray, seed: int = 1) -> np.ndarray:
@@ -74,25 +74,6 @@ def test_a_place_has_one_answer_whichever_block_it_is_judged_in() -> None:
 # ---- reject, several and block, by exact enumeration of what chance can do
 
 
-class Fate:
-    """Chance played along a script: it decides what the script says, and knows how likely that was."""
-
-    def __init__(self, script: tuple[int, ...]) -> None:
-        self.script, self.probability = script, 1.0
-        self.taken: tuple[int, ...] = ()
-        self.untried: list[tuple[int, ...]] = []
-
-    def draw(self, weights: Any) -> int:
-        ways = [way for way, weight in enumerate(weights) if weight > 0]
-        if len(self.taken) == len(self.script):
-            self.untried += [(*self.taken, other) for other in ways[1:]]
-            self.script = (*self.script, ways[0])
-        way = self.script[len(self.taken)]
-        self.taken = (*self.taken, way)
-        self.probability *= float(weights[way] / sum(weights))
-        return way
-
-
 Write = Callable[[Text, Fate], Text]  # a text to a longer one
 
 
@@ -123,17 +104,6 @@ class Noise:
 
     def argmax(self) -> int:
         return self.fate.draw(self.weights) if self.weights.any() else 0
-
-
-def law(run: Callable[[Fate], Outcome]) -> dict[Outcome, float]:
-    """Each thing that can come out of a run, with its exact probability."""
-    outcomes: dict[Outcome, float] = defaultdict(float)
-    scripts: list[tuple[int, ...]] = [()]
-    while scripts:
-        fate = Fate(scripts.pop())
-        outcomes[run(fate)] += fate.probability
-        scripts += fate.untried
-    return outcomes
 
 
 @cache

@@ -157,19 +157,8 @@ class Generation:
         for place, token in zip(places, tokens):
             place.truth, place.watcher = token, job.id
             place.drawn = not place.guesses
-        if len(tokens) < len(places):
-            self._cut_short(places[len(tokens) - 1], tokens[-1], places[len(tokens)])
-
-    def _cut_short(self, last: Node, token: int, beyond: Node) -> None:
-        """The guesses beyond have been looked at: even where this place is reached, others are due."""
-        last.drawn = True
-        for child in beyond.children.values():
-            self._abandon(list(child.fall()))
-        self._abandon(list(beyond.jobs))
-        beyond.children, beyond.guesses, beyond.start = {}, (), beyond.context.length
-        for model, tip in self._tips.items():
-            if not tip.alive or tip is beyond:
-                self._tips[model] = self._grow(last, token)
+        if len(tokens) < len(places):  # a correction, which is never the guess itself: that falls
+            places[len(tokens) - 1].drawn = True
 
     def _grow(self, node: Node, token: int) -> Node:
         """What comes next if this token does; it lies in the same block unless that is full or cut short."""

@@ -14,6 +14,12 @@ RULES = ("match", "reject", "block", "specinfer")
 Guess = tuple[int, Any]  # a token, and what a rule must know of how it was drawn: only servers read it
 
 
+def check_rule(name: str) -> str:
+    if name not in RULES:
+        raise ValueError(f"rule {name!r}: must be one of {', '.join(RULES)}")
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How a token is chosen from a row of scores. The core carries it; only servers read it."""
@@ -32,8 +38,7 @@ class Sampling:
         return self.rule != "match" and self.temperature > 0
 
     def __post_init__(self) -> None:
-        if self.rule not in RULES:
-            raise ValueError(f"rule {self.rule!r}: must be one of {', '.join(RULES)}")
+        check_rule(self.rule)
         if self.candidates < 1:
             raise ValueError(f"candidates {self.candidates}: must be at least 1")
         if not self.temperature >= 0 or self.temperature == float("inf"):

@@ -109,7 +109,7 @@ def distributed(
             tip = g.tip(model, drafters)
             lead = tip.depth - g.root.depth
             left = g.room(tip, model)
-            room = int(min(left, horizon - lead))
+            room = int(min(left, (max(horizon, lookahead) if whole else horizon) - lead))
             last = g.judgeable(tip) or (None if left > 0 else tip)  # without a guess, the root draws freely
             unwatched = 0 if last is None else g.unwatched(last)
             root_is_watched = g.root.watcher is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from dsi.core.generation import Policy
-from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.messages import DRAFTER, TARGET, Sampling, check_rule
 from dsi.core.policies import check_algorithm, named
 from dsi.engine import Loop
 from dsi.fleets.simulated import SimulatedFleet
@@ -48,8 +48,10 @@ class Setting:
     contention: float = 0
     eager: bool = True  # as the paper's thread pool
     one_cache: bool = False  # the targets fill one cache: none reads what another is reading
+    rule: str = "match"
 
     def __post_init__(self) -> None:
+        check_rule(self.rule)
         check_latencies(self.target_ms, self.drafter_ms)
         for name, value, least, most in (
             ("acceptance", self.acceptance, 0, 1),
@@ -83,6 +85,11 @@ class Setting:
             return None if algorithm == "nonsi" else self.lookahead
         return suitable_lookahead(algorithm, self.target_ms, self.drafter_ms, self.acceptance, self.sp)
 
+    @property
+    def sampling(self) -> Sampling:
+        """Toy models draw nothing: of a rule they show only that it needs the guess before it can judge."""
+        return Sampling(0.0 if self.rule == "match" else 1.0, rule=self.rule)
+
     def policy(self, algorithm: str) -> Policy:
         lookahead = self.lookahead_for(check_algorithm(algorithm)) or 1
         return named(algorithm, lookahead, self.drafter_names, self.patience, self.horizon)
@@ -115,7 +122,7 @@ class Setting:
         log: list[Span] = []
         fleet = self.waited(seed, log) if waited else self.simulated(seed, log)
         try:
-            [done] = Loop(fleet).run(Request(PROMPT, self.tokens, self.policy(algorithm)))
+            [done] = Loop(fleet).run(Request(PROMPT, self.tokens, self.policy(algorithm), self.sampling))
         finally:
             fleet.close()
         return Outcome(done, dict(fleet.busy), log, SECOND if waited else 1)

@@ -1,0 +1,294 @@
+"""Every rule inside the core: the text is exactly as likely as the target says, whatever the timing."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
+from math import prod
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsi.core.context import Tokens
+from dsi.core.generation import Policy
+from dsi.core.messages import DRAFTER, RULES, TARGET, Job, Sampling, Verify
+from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.engine import Loop
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.work import Server
+from dsi.loading import load_apart
+from dsi.models import backend
+from dsi.models.backend import NEVER, Ask, Flag, Speaker
+from dsi.models.wait import Latency, Wait
+from dsi.request import Request
+from dsi.sampling import judge, rules
+from dsi.sampling.probs import probabilities
+from fate import Fate, law
+
+WORDS = 3
+LENGTH = 4
+
+
+class Rows:
+    """A little model; now and then a token is impossible."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def probs(self, text: Tokens) -> np.ndarray:
+        rng = np.random.default_rng([self._number, len(text), *text])
+        weights = rng.dirichlet([0.7] * WORDS) * (np.arange(WORDS) != rng.integers(5))
+        return np.asarray(weights / weights.sum())
+
+    def forward(self, tokens: Any, start: int, cancelled: Flag) -> np.ndarray:  # noqa: ARG002
+        with np.errstate(divide="ignore"):
+            return np.log([self.probs(tuple(tokens[:i])) for i in range(start, len(tokens) + 1)])
+
+
+class Moody(Speaker):
+    """How long it takes depends on what it reads: whoever chose by arrival would be found out."""
+
+    def _wait(self, ask: Ask) -> None:
+        ask.cancelled.wait(1 + 7 * (hash(tuple(ask.tokens)) % 5))
+
+    def answer(self, ask: Ask) -> Tokens:
+        self._wait(ask)
+        return super().answer(ask)
+
+    def draw(self, ask: Ask, start: int) -> Any:
+        self._wait(ask)
+        return super().draw(ask, start)
+
+
+P, Q = Rows(1), Rows(2)
+
+
+class Keyed:
+    """Numbers that are a function of their key: asked again, they say the same."""
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
+        self.between: dict[Any, tuple[float, float]] = {}
+
+    def below(self, key: Any, chance: float) -> bool:
+        return self.token(key, np.array([chance, 1 - chance])) == 0
+
+    def token(self, key: Any, weights: np.ndarray) -> int:
+        """One number from 0 to 1 for each key, of which it is known only between which it lies."""
+        low, high = self.between.get(key, (0.0, 1.0))
+        edges = np.concatenate([[0.0], weights.cumsum() / weights.sum()])
+        begins, ends = edges[:-1].clip(low, high), edges[1:].clip(low, high)
+        token = self.fate.draw(ends - begins)
+        self.between[key] = float(begins[token]), float(ends[token])
+        return token
+
+
+class Coin:
+    def __init__(self, keyed: Keyed, key: Any) -> None:
+        self.keyed, self.key = keyed, key
+
+    def __lt__(self, chance: float) -> bool:
+        return self.keyed.below(self.key, chance)
+
+
+class Noise(Coin):
+    __array_ufunc__ = None
+
+    def __rtruediv__(self, weights: np.ndarray) -> "Noise":
+        self.weights = weights
+        return self
+
+    def argmax(self) -> int:
+        return self.keyed.token(self.key, self.weights)
+
+
+def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> Tokens:
+    keyed = Keyed(fate)
+    monkeypatch.setattr(judge, "key", lambda *numbers: numbers)
+    monkeypatch.setattr(judge, "coin", partial(Coin, keyed))
+    monkeypatch.setattr(judge, "_noise", lambda _, key: Noise(keyed, key))
+    monkeypatch.setattr(judge, "choose", lambda row, s, at: keyed.token(at, probabilities(row, s)))
+    servers = [Server(f"{TARGET}-{i}", TARGET, Moody(P)) for i in range(3)]
+    fleet = SimulatedFleet([*servers, Server(DRAFTER, DRAFTER, Moody(Q))])
+    [done] = Loop(fleet).run(Request((), LENGTH, policy, Sampling(1.0, rule=rule)))
+    return done.tokens
+
+
+def distance(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch) -> float:
+    """In total variation from the target's own texts."""
+    texts = law(partial(written, policy, rule, monkeypatch))
+    likely = {
+        text: prod(float(P.probs(text[:i])[token]) for i, token in enumerate(text))
+        for text in product(range(WORDS), repeat=LENGTH)
+    }
+    assert sum(texts.values()) == pytest.approx(1)
+    return sum(abs(texts.get(text, 0) - share) for text, share in likely.items()) / 2
+
+
+EXACT = {
+    "reject, SI": ("reject", speculative(1)),
+    "reject, PEARL": ("reject", pearl(1)),
+    "reject, DSI": ("reject", distributed(2, horizon=2)),
+    "reject, patient DSI": ("reject", distributed(1, patience=2, horizon=2)),
+    "block, SI": ("block", speculative(2)),
+    "block, PEARL": ("block", pearl(2)),
+    "block, DSI": ("block", distributed(2, horizon=3)),
+    "specinfer, DSI": ("specinfer", distributed(1, horizon=1)),
+}
+
+
+@pytest.mark.parametrize(("rule", "policy"), EXACT.values(), ids=EXACT)
+def test_texts_are_exactly_as_likely_as_the_target_says(
+    rule: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert distance(policy, rule, monkeypatch) < 1e-12
+
+
+def best_first(p: Any, guesses: Any, coins: Any, noise: Any) -> int:
+    return rules.several(p, sorted(guesses, key=lambda guess: -p[guess[0]]), coins, noise)
+
+
+def with_old_coins(row: Any, sampling: Sampling, position: int, _: int = 0) -> Any:
+    return guessed(row, sampling, position)
+
+
+guessed = judge.guessed
+FAULTS = {
+    "guesses beyond a cut block are drawn again alike": ("block, DSI", backend, "guessed", with_old_coins),
+    "the target's favourite comes first": ("specinfer, DSI", judge, "several", best_first),
+    "a correction may be anything": ("reject, DSI", rules, "residual", lambda p, *_: p),
+}
+
+
+@pytest.mark.parametrize(("case", "where", "name", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_inside_the_core_is_caught(
+    case: str, where: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, name, fault)
+    rule, policy = EXACT[case]
+    assert distance(policy, rule, monkeypatch) > 1e-3
+
+
+# ---- with real coins
+
+
+@given(
+    rule=st.sampled_from(["reject", "block", "specinfer"]),
+    lookahead=st.integers(1, 4),
+    seed=st.integers(0, 2**40),
+    worlds=st.lists(
+        st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=3
+    ),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_seed_gives_one_text_whatever_the_servers_the_timing_and_the_failures(
+    rule: str, lookahead: int, seed: int, worlds: list[tuple[int, int, int]]
+) -> None:
+    """`worlds` are numbers of targets, the patience, and how often a target's forward fails."""
+    texts = set()
+    for sp, patience, failures in worlds:
+        policy = distributed(lookahead, patience=patience, horizon=3 + seed % 9)
+        sampling = Sampling(1.0, seed=seed, rule=rule)
+        dice = Random(f"{seed} {worlds}")
+        latencies = [Latency(1 + dice.random() * 9, jitter=dice.random() * 0.9) for _ in range(sp + 1)]
+        servers = [Server(f"{TARGET}-{i}", TARGET, Wait(Speaker(P), latencies[i], i)) for i in range(sp)]
+        servers.append(Server(DRAFTER, DRAFTER, Wait(Speaker(Q), latencies[-1], sp)))
+
+        def fails(job: Job, rate: int = failures, dice: Random = dice) -> bool:
+            return isinstance(job, Verify) and dice.random() < rate / 20
+
+        fleet = SimulatedFleet(servers, fails=fails)
+        [done] = Loop(fleet).run(Request((1, 2), 12, policy, sampling))
+        texts.add(done.tokens)
+    assert len(texts) == 1
+
+
+def test_without_chance_every_rule_writes_the_greedy_text() -> None:
+    texts = set()
+    for rule in RULES:
+        for policy in (autoregressive(), speculative(3), pearl(2), distributed(2)):
+            servers = [Server(f"{TARGET}-{i}", TARGET, Wait(Speaker(P), Latency(3))) for i in range(3)]
+            servers.append(Server(DRAFTER, DRAFTER, Wait(Speaker(Q), Latency(1))))
+            [done] = Loop(SimulatedFleet(servers)).run(Request((1,), 9, policy, Sampling(rule=rule)))
+            texts.add(done.tokens)
+    assert len(texts) == 1
+
+
+def test_a_lost_drafter_leaves_the_target_to_draw_freely() -> None:
+    servers = [Server(TARGET, TARGET, Wait(Speaker(P), Latency(3)))]
+    for rule in ("reject", "block", "specinfer"):
+        sampling = Sampling(1.0, seed=5, rule=rule)
+        [done] = Loop(SimulatedFleet(servers)).run(Request((1,), 9, distributed(2), sampling))
+        [plain] = Loop(SimulatedFleet(servers)).run(Request((1,), 9, autoregressive(), sampling))
+        assert done.tokens == plain.tokens
+
+
+def test_several_drafters_are_refused_where_arrival_would_choose() -> None:
+    servers = [Server(TARGET, TARGET, Wait(Speaker(P), Latency(3)))]
+    policy = distributed(2, (DRAFTER, "second"))
+    with pytest.raises(ValueError, match="rule reject with 2 drafters: whose guess is judged would depend"):
+        Loop(SimulatedFleet(servers)).run(Request((1,), 9, policy, Sampling(1.0, rule="reject")))
+
+
+class Remembered:
+    """Rows of a real model, each computed once."""
+
+    def __init__(self, backend: Any) -> None:
+        self._row = cache(lambda text: backend.forward(text, len(text), NEVER)[0].numpy())
+
+    def forward(self, tokens: Any, start: int, cancelled: Flag) -> np.ndarray:  # noqa: ARG002
+        return np.array([self._row(tuple(tokens[:i])) for i in range(start, len(tokens) + 1)])
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Remembered, Remembered]:
+    found = load_apart("builtin", "builtin")
+    return Remembered(found.target.backend), Remembered(found.drafter.backend)
+
+
+SAMPLES = 4000
+PROMPT = (407, 311, 68, 272)
+COLD = Sampling(0.8, top_k=12)  # on few tokens a chi-square sees more
+
+
+def chi_square(pair: tuple[Remembered, Remembered], rule: str) -> float:
+    """Of texts of two tokens under DSI at SP 3, against the target's own probabilities; in units of sigma."""
+    target, drafter = pair
+    counts = Counter(text_of(target, drafter, rule, seed) for seed in range(SAMPLES))
+    first = probabilities(target.forward(PROMPT, len(PROMPT), NEVER)[0], COLD)
+    expected: dict[Tokens, float] = {}
+    for a in first.nonzero()[0].tolist():
+        second = probabilities(target.forward((*PROMPT, a), len(PROMPT) + 1, NEVER)[0], COLD)
+        expected |= {(a, b): SAMPLES * first[a] * second[b] for b in second.nonzero()[0].tolist()}
+    assert set(counts) <= set(expected)
+    often = {text: mean for text, mean in expected.items() if mean >= 8}
+    rest = SAMPLES - sum(often.values()), SAMPLES - sum(counts[text] for text in often)
+    terms = [(counts[text] - mean) ** 2 / mean for text, mean in often.items()]
+    terms += [(rest[1] - rest[0]) ** 2 / rest[0]] if rest[0] >= 8 else []
+    freedom = len(terms) - 1
+    return float((sum(terms) - freedom) / (2 * freedom) ** 0.5)
+
+
+def text_of(target: Remembered, drafter: Remembered, rule: str, seed: int) -> Tokens:
+    servers = [Server(f"{TARGET}-{i}", TARGET, Wait(Speaker(target), Latency(5 + i))) for i in range(3)]
+    servers.append(Server(DRAFTER, DRAFTER, Wait(Speaker(drafter), Latency(2))))
+    sampling = replace(COLD, seed=seed, rule=rule)
+    policy = distributed(2 if rule == "block" else 1)
+    [done] = Loop(SimulatedFleet(servers)).run(Request(PROMPT, 2, policy, sampling))
+    return done.tokens
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_texts_of_the_built_in_pair_are_as_likely_as_the_target_says(rule: str, pair: Any) -> None:
+    assert chi_square(pair, rule) < 4
+
+
+def test_the_same_test_catches_a_rule_that_takes_what_the_target_likes_best(
+    pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "several", best_first)
+    assert chi_square(pair, "specinfer") > 8
