@@ -59,6 +59,18 @@ def test_a_seed_gives_one_text_under_every_algorithm(engine: Engine) -> None:
     assert engine.generate(PROMPTS[0], **options | {"seed": 8}).text not in texts
 
 
+TEXTS_BY_RULE: dict[str, set[str]] = {"reject": set(), "block": set(), "specinfer": set()}
+
+
+@pytest.mark.parametrize("rule", TEXTS_BY_RULE)
+def test_a_rule_gives_one_text_whatever_the_number_of_targets(engine: Engine, rule: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 7, "lookahead": 3}
+    for top_p in (1.0, 0.9):  # whole rows on the wire, and parts of them
+        text = engine.generate(PROMPTS[0], rule=rule, top_p=top_p, **options).text
+        TEXTS_BY_RULE[rule].add(text)
+    assert len(TEXTS_BY_RULE[rule]) <= 2
+
+
 def test_a_killed_target_changes_nothing(engine: Engine, expected: dict[str, str]) -> None:
     writing = engine.stream(PROMPTS[0], max_new_tokens=60)
     pieces = []

@@ -388,7 +388,7 @@ def compare(
         show.progress("texts", len(names) * len(texts) * repeats) as advance,
     ):
         rows = measured(engine, names, texts, repeats, options, advance)
-    show.comparison(rows, json)
+    show.comparison(rows, json, rule == "match" or temperature == 0)
 
 
 @app.command(epilog="Example: dsi plan --target-ms 20 --drafter-ms 1 --gpus 7 --target-gpus 2")

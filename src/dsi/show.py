@@ -91,7 +91,7 @@ def summary(algorithm: str, done: Completion) -> str:
     )
 
 
-def comparison(rows: list[Row], json: bool) -> None:
+def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
     if json:
         document(label="measured", results=[row.json() for row in rows], equal=True)
         return
@@ -106,7 +106,8 @@ def comparison(rows: list[Row], json: bool) -> None:
         for row in rows
     ]
     _print_columns([row.name for row in rows], columns)
-    print(f"measured: {rows[0].runs} texts each, all equal; ratios are medians within a prompt and repeat")
+    equal = "all equal" if one_text else "those of one algorithm and prompt equal"
+    print(f"measured: {rows[0].runs} texts each, {equal}; ratios are medians within a prompt and repeat")
 
 
 def simulations(results: list[Result], json: bool) -> None:
