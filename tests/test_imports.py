@@ -28,7 +28,7 @@ MAY_USE = {
     "repo": set(),
     "speech": {"core", "engine", "loading", "models", "placed", "placement", "request", "translation"},
     "prompts": {"core", "models"},
-    "measure": {"core", "engine", "fleets", "loading", "models", "planner", "request", "speech"},
+    "measure": {"core", "engine", "fleets", "loading", "models", "planner", "request", "sampling", "speech"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot", "theory"},
     "show": {"measure", "plot", "request"},
@@ -50,7 +50,7 @@ MAY_USE = {
 CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing", "socket")
 # Modules of the world that only some parts may touch.
 KEEPERS = {
-    "numpy": {"models", "paper", "plot", "sampling", "theory"},
+    "numpy": {"measure", "models", "paper", "plot", "sampling", "theory"},
     "torch": {"dropin", "loading", "models", "placed", "placement"},
     "transformers": {"loading", "models"},
     "datasets": {"prompts"},
