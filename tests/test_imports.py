@@ -28,7 +28,7 @@ MAY_USE = {
     "repo": set(),
     "speech": {"core", "engine", "loading", "models", "placed", "placement", "request", "translation"},
     "prompts": {"core", "models"},
-    "measure": {"core", "engine", "fleets", "loading", "models", "planner", "request", "speech"},
+    "measure": {"core", "engine", "fleets", "loading", "models", "planner", "request", "sampling", "speech"},
     "plot": {"measure"},
     "paper": {"measure", "planner", "plot", "theory"},
     "show": {"measure", "plot", "request"},
