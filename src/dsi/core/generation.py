@@ -194,7 +194,8 @@ class Generation:
         """Follow the truth as far as it is known; every other guess falls off the tree."""
         while self.root.truth is not None and not self.done:
             passed, token = self.root, self.root.truth
-            self._account(passed, guessed=token in passed.children)
+            corrected = passed.drawn and passed.guesses  # a block cut short has grown its correction already
+            self._account(passed, guessed=token in passed.children and not corrected)
             self.root = self._grow(passed, token)
             del passed.children[token]
             self._abandon(list(passed.fall()))
