@@ -192,7 +192,7 @@ def _print_rules(results: list[Accepted], lookahead: int) -> None:
     rows = [
         [
             f"{each.temperature:g}",
-            each.rule,
+            each.rule + (f", {each.guesses} guesses" if each.guesses > 1 else ""),
             _with_interval(each.places),
             _share(each.promised),
             _share(each.ceiling),

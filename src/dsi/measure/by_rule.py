@@ -75,6 +75,7 @@ class Accepted:
     """One rule at one temperature; what theory promises is None where chance has no part."""
 
     rule: str
+    guesses: int  # tried for each place
     temperature: float
     places: Figure | None  # accepted per place; None under `block`
     promised: float | None
@@ -237,10 +238,14 @@ def promise(p: Array, q: Array, sampling: Sampling) -> float:
     if sampling.rule == "match":
         return coupled(p, q)
     missed = 1.0
-    for _ in range(sampling.candidates if sampling.rule == "specinfer" else 1):
+    for _ in range(tried(sampling)):
         missed *= 1 - accepts(p, q)
         p = residual(p, *excess(p, 0, q))
     return 1 - missed
+
+
+def tried(sampling: Sampling) -> int:
+    return sampling.candidates if sampling.rule == "specinfer" else 1
 
 
 def expected(
@@ -264,6 +269,7 @@ def summary(temperature: float, rule: str, found: Sequence[Trial]) -> Accepted:
     hits = [each.hits for each in found]
     return Accepted(
         rule,
+        tried(Sampling(temperature, rule="match" if rule == ANY else rule)),
         temperature,
         Figure.share(hits) if any(hits) else None,
         mean(each.promises for each in found),
