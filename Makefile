@@ -34,6 +34,7 @@ bench: setup
 	$(BIN)/python benchmarks/orchestration.py
 	$(BIN)/python benchmarks/stale.py
 	$(BIN)/python benchmarks/vocabularies.py
+	$(BIN)/python benchmarks/rules.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -80,6 +80,49 @@ def test_both_measure_into_one_profile_that_others_read(tmp_path: Path) -> None:
     assert simulated["acceptance"] == found["acceptance"]["rate"]
 
 
+def test_rules_are_compared_on_the_same_texts(tmp_path: Path) -> None:
+    out = tmp_path / "profile.json"
+    few = ("measure", "acceptance", "--count", 2, "--tokens", 10, "--lookahead", 2, "--out", out)
+    table = dsi(*few, "--rule", "reject,specinfer", "--rule", "block", "--temperature", "0,0.7")
+    assert table.returncode == 0, table.stderr
+    heads, *rows = (line.split() for line in table.stdout.splitlines()[:5])
+    assert heads[:2] == ["temperature", "rule"]
+    assert [row[:2] for row in rows] == [
+        ["0", "any"],
+        ["0.7", "reject"],
+        ["0.7", "specinfer,"],
+        ["0.7", "block"],
+    ]
+    assert "at temperature 0 nothing is left to chance: all rules are one, and measured once" in table.stdout
+    found = Profile.load(out).parts["rules"]
+    assert (found["prompts"], found["lookahead"]) == (2, 2)
+    _, reject, specinfer, _ = found["results"]
+    assert [(each["rule"], each["guesses"]) for each in (reject, specinfer)] == [
+        ("reject", 1),
+        ("specinfer", 2),
+    ]
+    assert reject["places"]["count"] == specinfer["places"]["count"] == 20
+    assert reject["blocks"]["count"] == 10
+    assert reject["promised"] == pytest.approx(reject["ceiling"])
+    assert reject["promised"] < specinfer["promised"]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--rule guess", "rule 'guess': must be one of match, reject, block, specinfer"),
+        ("--rule match, --temperature 1", "rule '': must be one of"),
+        ("--rule match --temperature 0,-1", "temperature -1.0: must be 0 (greedy) or a positive number"),
+        ("--rule match --temperature warm", "temperature 'warm': must be numbers separated by commas"),
+        ("--rule match --lookahead 0", "lookahead 0: must be at least 1"),
+        ("--rule match --tokens 4", "tokens 4: must be at least the lookahead, 5"),
+        ("--temperature 1", "temperature 1: needs a --rule"),
+    ],
+)
+def test_a_rule_that_cannot_be_measured_is_refused(options: str, sentence: str) -> None:
+    assert sentence in refused("measure", "acceptance", *options.split())
+
+
 def test_a_pair_from_folders_on_a_file_of_prompts(tmp_path: Path, tiny: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     texts = ["Tom had a cat.", "A very long story. " * 30, "The sun was up.", "Lily sang."]

@@ -14,6 +14,7 @@ from dsi import show
 if TYPE_CHECKING:
     from dsi.loading import Apart
     from dsi.measure.acceptance import Acceptance
+    from dsi.measure.by_rule import Accepted, Figure
     from dsi.measure.latency import Latencies
     from dsi.measure.profile import Profile
     from dsi.prompts import Chosen
@@ -26,6 +27,7 @@ measure = typer.Typer(
 )
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of runs that the table shows
 RARE = 0.005  # share of runs below which a length is not shown
+TEMPERATURES, BLOCK = "0,0.7,1", 5  # where rules are compared
 
 Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
 Drafter = Annotated[str, typer.Option(help="A smaller model of the same vocabulary, likewise.")]
@@ -57,6 +59,14 @@ Shape = Annotated[
 RandomWeights = Annotated[
     bool, typer.Option("--random-weights", help="With --shape: its weights are random, and its times real.")
 ]
+Rule = Annotated[
+    list[str] | None,
+    typer.Option(help="Instead: compare match, reject, block or specinfer; several separated by commas."),
+]
+Temperatures = Annotated[
+    str | None, typer.Option(help=f"With --rule: several separated by commas; without it, {TEMPERATURES}.")
+]
+Lookahead = Annotated[int | None, typer.Option(help=f"With --rule: guesses in a block; without it, {BLOCK}.")]
 Device = Annotated[str, typer.Option(help="With --shape: cpu, or cuda:0.")]
 
 
@@ -108,10 +118,22 @@ def acceptance(
     seed: Seed = 0,
     dtype: Dtype = "float32",
     threads: Threads = None,
+    rule: Rule = None,
+    temperature: Temperatures = None,
+    lookahead: Lookahead = None,
     out: Out = None,
     json: Json = False,
 ) -> None:
-    """How often the drafter is right: the paper's estimate, a count, and whether luck has a memory."""
+    """How often the drafter is right: the paper's estimate, a count, and whether luck has a memory.
+
+    With --rule: how many guesses each rule accepts, beside what theory promises of the same places.
+    """
+    if rule is not None:
+        _measure_rules(locals())
+        return
+    for name, value in (("temperature", temperature), ("lookahead", lookahead)):
+        if value is not None:
+            raise ValueError(f"{name} {value}: needs a --rule; without one the texts are greedy")
     bench = _bench(locals(), count=2, tokens=1)
     from dsi.measure.acceptance import acceptance as measured
 
@@ -124,6 +146,68 @@ def acceptance(
         _print_acceptance(found)
         print(f"measured: {bench.said} at most, greedy; the law is that of independent luck at this rate")
     bench.keep("acceptance", found.json())
+
+
+def _measure_rules(options: dict[str, Any]) -> None:
+    from dsi.measure.by_rule import check, settings, summary, trials
+
+    rules = [name.strip() for each in options["rule"] for name in each.split(",")]
+    warmths = _numbers("temperature", options["temperature"] or TEMPERATURES)
+    lookahead = BLOCK if options["lookahead"] is None else options["lookahead"]
+    settings(rules, warmths)
+    check(options["count"], options["tokens"], lookahead)
+    bench = _bench(options, count=2, tokens=1)
+    pair, chosen = bench.pair, bench.chosen
+    with show.progress("texts", len(chosen.prompts) * len(set(warmths))) as advance:
+        found = trials(
+            lambda: pair.target.fresh().backend,
+            lambda: pair.drafter.fresh().backend,
+            chosen.prompts,
+            options["tokens"],
+            rules,
+            warmths,
+            lookahead,
+            pair.text.ends,
+            options["seed"],
+            advance,
+        )
+    results = [summary(*which, each) for which, each in found.items()]
+    if not options["json"]:
+        _print_rules(results, lookahead)
+        print(f"measured: {bench.said} at most, written by the target alone; promised: from the same rows")
+    figures = {"lookahead": lookahead, "results": [each.json() for each in results]}
+    bench.keep("rules", figures)
+
+
+def _numbers(name: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} {text!r}: must be numbers separated by commas") from None
+
+
+def _print_rules(results: list[Accepted], lookahead: int) -> None:
+    heads = ["temperature", "rule", "accepted per place (95%)", "promised", "1 - TV"]
+    heads += [f"per block of {lookahead} (95%)", "promised"]
+    rows = [
+        [
+            f"{each.temperature:g}",
+            each.rule + (f", {each.guesses} guesses" if each.guesses > 1 else ""),
+            _with_interval(each.places),
+            _share(each.promised),
+            _share(each.ceiling),
+            _with_interval(each.blocks),
+            _share(each.block_promised),
+        ]
+        for each in results
+    ]
+    show.table(heads, rows)
+    if any(each.temperature == 0 for each in results):
+        print("at temperature 0 nothing is left to chance: all rules are one, and measured once")
+
+
+def _with_interval(figure: Figure | None) -> str:
+    return "-" if figure is None else f"{figure.mean:.3f} ({figure.low:.3f} to {figure.high:.3f})"
 
 
 @dataclass(frozen=True)

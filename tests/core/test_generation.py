@@ -82,6 +82,15 @@ def test_si_keeps_what_was_right_and_the_correction() -> None:
     assert (story.g.tally.drafted, story.g.tally.accepted, story.g.tally.exposed) == (2, 1, 1)
 
 
+def test_the_correction_of_a_block_that_was_cut_short_had_not_been_guessed() -> None:
+    story = Story(speculative(3), sampling=Sampling(1.0, rule="block"))
+    for guess in (1, 2, 3):
+        story.says(Drafted(story.drafting(), guess))
+    verdict = Verified(story.id("verify", (7, 1, 2, 3), 4), (1, 9))
+    assert story.says(verdict) == ((1, 9), [(DRAFTER, (7, 1, 9), 3)])
+    assert (story.g.tally.drafted, story.g.tally.accepted, story.g.tally.exposed) == (3, 1, 1)
+
+
 def test_dsi_never_waits_for_a_verdict() -> None:
     story = Story(distributed(2))
     assert story.begun == [("verify", (7,), 1), (DRAFTER, (7,), 8)]

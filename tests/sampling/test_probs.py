@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsi.core.messages import Sampling
+from dsi.sampling.noise import double, namespace
 from dsi.sampling.probs import choose, probabilities
 
 LOGS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
@@ -48,6 +49,17 @@ def test_ties_stay_together() -> None:
     flat = np.zeros(4, dtype=np.float32)
     for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.3), Sampling(1.0, min_p=1.0)):
         assert probabilities(flat, sampling).tolist() == [0.25] * 4
+
+
+@pytest.mark.parametrize("k", [1, 2, 50, 299])
+def test_top_k_is_the_same_to_the_bit_as_by_a_sort(k: int) -> None:
+    scores = np.random.default_rng(k).normal(0, 3, 300).round(1).astype(np.float32)  # with ties
+    for row in (scores, torch.from_numpy(scores)):
+        weights = namespace(row).exp(double(row - row.max()))
+        kept = weights / weights.sum()
+        kept = kept * (kept >= sorted(kept.tolist())[-k])
+        kept = kept / kept.sum()
+        assert probabilities(row, Sampling(1.0, top_k=k)).tolist() == (kept / kept.sum()).tolist()
 
 
 samplings = st.builds(

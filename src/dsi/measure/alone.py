@@ -1,20 +1,23 @@
-"""One model writing by itself, greedily: what speculation is measured against."""
+"""One model writing by itself: what speculation is measured against."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
 from dsi.core.context import Tokens
+from dsi.core.messages import GREEDY, Sampling
 from dsi.models.backend import Ask, Model
 
 Fresh = Callable[[], Model]  # the model, with nothing read yet
 
 
-def write(model: Model, prompt: Tokens, tokens: int, ends: Collection[int] = ()) -> Iterator[int]:
+def write(
+    model: Model, prompt: Tokens, tokens: int, ends: Collection[int] = (), sampling: Sampling = GREEDY
+) -> Iterator[int]:
     """One forward for each token, up to so many or to an end token, which is the last."""
     text = list(prompt)
     for _ in range(tokens):
-        [token] = model.answer(Ask(text, len(text)))
+        [token] = model.answer(Ask(text, len(text), sampling=sampling))
         yield token
         if token in ends:
             return

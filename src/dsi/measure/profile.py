@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 NAMES = ("target", "drafter", "dataset")
-PARTS = ("latency", "acceptance")  # by the command that measures them
+PARTS = ("latency", "acceptance", "rules")  # the last is what `dsi measure acceptance --rule` gives
 # The options of other commands, and where a profile has them.
 NUMBERS = {
     "target_ms": ("latency", "target", "tpot_ms", "mean"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from dsi.core.messages import Sampling
 from dsi.sampling.noise import Array, double, exponential, key, namespace
 
@@ -11,7 +13,7 @@ def probabilities(scores: Array, sampling: Sampling) -> Array:
     scores = double(scores - scores.max()) / sampling.temperature  # no overflow, however cold
     probs = _normalised(namespace(scores).exp(scores))
     if 0 < sampling.top_k < len(probs):
-        probs = _at_least(_descending(probs)[sampling.top_k - 1], probs)
+        probs = _at_least(_largest(probs, sampling.top_k), probs)
     if sampling.top_p < 1:
         probs = _at_least(_nucleus(_descending(probs), sampling.top_p), probs)
     return _at_least(sampling.min_p * probs.max(), probs)
@@ -33,6 +35,13 @@ def choose(scores: Array, sampling: Sampling, position: int) -> int:
 
 def _normalised(weights: Array) -> Array:
     return weights / weights.sum()
+
+
+def _largest(probs: Array, k: int) -> Array:
+    """The k-th largest, without a sort of all the others."""
+    if isinstance(probs, np.ndarray):
+        return np.partition(probs, len(probs) - k)[len(probs) - k]
+    return probs.topk(k).values[-1]
 
 
 def _descending(probs: Array) -> Array:
