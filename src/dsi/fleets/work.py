@@ -20,7 +20,7 @@ from dsi.core.messages import (
     Warm,
     Warmed,
 )
-from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable, drawn
+from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable, drawn, ranking
 
 
 @dataclass
@@ -140,7 +140,16 @@ def _guesses(job: Draft, model: Model, page: Page, cancelled: Flag) -> Iterator[
         return
     for _ in range(job.count):
         ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        yield _drawn(job, model, ask) if job.sampling.needs_guess else Drafted(job.id, model.answer(ask)[0])
+        yield _guess(job, model, ask)
+
+
+def _guess(job: Draft, model: Model, ask: Ask) -> Drafted:
+    if job.sampling.needs_guess:
+        return _drawn(job, model, ask)
+    if job.branches == 1:
+        return Drafted(job.id, model.answer(ask)[0])
+    token, *others = ranking(model, ask, job.branches, job.doubt)
+    return Drafted(job.id, token, others=tuple(others))
 
 
 def _drawn(job: Draft, model: Model, ask: Ask) -> Drafted:
