@@ -46,7 +46,7 @@ def ranked(scores: Array, sampling: Sampling, position: int, count: int, doubt: 
 def _marks(scores: Array, sampling: Sampling, position: int) -> Array:
     """What the race is decided by, p / e, up to a factor; without noise, p."""
     if sampling.temperature == 0:
-        return namespace(scores).exp(double(scores - scores.max()))
+        return namespace(scores).exp(double(scores) - double(scores).max())
     return probabilities(scores, sampling) / _noise(scores, sampling, position)
 
 
