@@ -116,7 +116,8 @@ def distributed(
         if g.sampling.needs_guess:
             _check_one_guess(g.sampling.rule, drafters, branches)
         g.block = lookahead
-        g.branches, g.doubt = branches, doubt
+        g.branches = branches
+        g.doubt = doubt
         whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
         for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
             tip = g.tip(model, drafters)

@@ -138,16 +138,15 @@ def _guesses(job: Draft, model: Model, page: Page, cancelled: Flag) -> Iterator[
         for token in model.guessing(ask, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
+    plain = job.branches == 1 and not job.sampling.needs_guess
     for _ in range(job.count):
         ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        yield _guess(job, model, ask)
+        yield Drafted(job.id, model.answer(ask)[0]) if plain else _guess(job, model, ask)
 
 
 def _guess(job: Draft, model: Model, ask: Ask) -> Drafted:
     if job.sampling.needs_guess:
         return _drawn(job, model, ask)
-    if job.branches == 1:
-        return Drafted(job.id, model.answer(ask)[0])
     token, *others = ranking(model, ask, job.branches, job.doubt)
     return Drafted(job.id, token, others=tuple(others))
 
