@@ -27,7 +27,15 @@ policies = st.one_of(
     st.just(autoregressive()),
     lookaheads.map(speculative),
     lookaheads.map(pearl),
-    st.builds(distributed, lookaheads, drafters, st.integers(0, 6), st.sampled_from([1, 1.5, 3, 8, 1e9])),
+    st.builds(
+        distributed,
+        lookaheads,
+        drafters,
+        st.integers(0, 6),
+        st.sampled_from([1, 1.5, 3, 8, 1e9]),
+        branches=st.integers(1, 2),
+        spare=st.sampled_from([0, 1, 3, 1000]),
+    ),
 )
 samplings = st.builds(
     Sampling,
@@ -110,7 +118,10 @@ def test_any_order_of_answers_and_any_failures(
 ) -> None:
     target = ToyTarget(seed)
     models: dict[str, ToyTarget | ToyDrafter] = {TARGET: target}
-    models |= {name: ToyDrafter(target, rate, seed + i) for i, (name, rate) in enumerate(zip(NAMES, rates))}
+    models |= {
+        name: ToyDrafter(target, rate, seed + i, second=0.6, sure=0.3)
+        for i, (name, rate) in enumerate(zip(NAMES, rates))
+    }
     fleet = ShuffledFleet(models, Random(seed), failures)
     done = Loop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
@@ -147,7 +158,7 @@ def test_any_latencies_and_any_number_of_servers(
     aim = Latency(slow, slow * 3, slow / 10, jitter)
     servers = [Server(f"target-{i}", TARGET, Wait(target, aim, seed + i)) for i in range(targets)]
     for i, (name, (latency, rate)) in enumerate(zip(NAMES, crew)):
-        drafter = ToyDrafter(target, rate, seed + i)
+        drafter = ToyDrafter(target, rate, seed + i, second=0.6, sure=0.3)
         servers.append(Server(name, name, Wait(drafter, Latency(latency, jitter=jitter), ~i)))
     fleet = SimulatedFleet(
         servers,
@@ -174,10 +185,11 @@ def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float)
         pearl(4),
         distributed(2),
         distributed(3, patience=3),
+        distributed(3, branches=2, spare=2),
     ]
     for policy in policies:
         servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(targets)]
-        servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.7), Latency(1.0))))
+        servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.7, second=0.5), Latency(1.0))))
         [done] = Loop(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
         texts.add(done.tokens)
     assert texts == {alone(target, Request((1, 2), 40, autoregressive(), sampling))}

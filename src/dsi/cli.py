@@ -174,6 +174,16 @@ def simulate(
         ),
     ] = "0",
     horizon: Horizon = float("inf"),
+    branches: Annotated[int, typer.Option(help="dsi: guesses for each place; 2 has second guesses.")] = 1,
+    second_hit: Annotated[
+        float, typer.Option(help="How often a second guess is right where the first is wrong: 0 to 1.")
+    ] = 0.0,
+    sure: Annotated[
+        float, typer.Option(help="How often there is no second guess where the first is right: 0 to 1.")
+    ] = 0.0,
+    spare: Annotated[
+        int, typer.Option(help="dsi: targets, of the SP degree, that look past second guesses.")
+    ] = 0,
     pieces: Pieces = 0,
     target_ttft_ms: TargetTtftMs = None,
     drafter_ttft_ms: DrafterTtftMs = None,

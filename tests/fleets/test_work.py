@@ -111,3 +111,28 @@ def test_an_answer_of_the_wrong_length_fails_the_job() -> None:
 def test_two_servers_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two servers are called 's'"):
         by_name([server()[0], server()[0]])
+
+
+class Doubtful(Notebook):
+    """It can name runners-up, from the same forward."""
+
+    def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:
+        [token] = self.answer(ask)
+        return (token, *(token + 100 * i for i in range(1, count) if doubt < 0.5))
+
+
+def test_a_model_is_asked_for_runners_up_where_they_are_wanted() -> None:
+    model = Doubtful()
+    at, text = Server("d", "drafter", model), Context.of((1, 2))
+    assert done(Draft(1, text, 2, branches=2), at) == [
+        Drafted(1, 2, None, (102,)),
+        Drafted(1, 3, None, (103,)),
+    ]
+    assert done(Draft(2, text, 1, branches=2, doubt=0.6), at) == [Drafted(2, 2)]
+    assert done(Draft(3, text, 1), at) == [Drafted(3, 2)]
+    assert len(model.asked) == 4  # a forward for each place, and no more
+
+
+def test_a_model_that_knows_no_runners_up_has_its_guess_alone() -> None:
+    at, _ = server()
+    assert done(Draft(1, Context.of((1, 2)), 1, branches=2), at) == [Drafted(1, 2)]

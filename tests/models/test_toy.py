@@ -72,3 +72,23 @@ def test_an_impossible_rate_is_refused() -> None:
 
 def test_targets_of_different_seeds_write_different_texts() -> None:
     assert len({tuple(text(ToyTarget(seed), 30)) for seed in range(-5, 5)}) == 10
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+def test_where_the_first_guess_is_wrong_the_second_is_right_at_its_rate(sampling: Sampling) -> None:
+    target = ToyTarget(3)
+    drafter = ToyDrafter(target, 0.6, second=0.3, sure=0.8)
+    tokens = text(target, 3000, sampling)
+    alone, seconds, hits, wrong = 0, 0, 0, 0
+    for i in range(1, len(tokens)):
+        ask = Ask(tokens[:i], i, sampling=sampling)
+        first, *others = drafter.rank(ask, 2, 0.1)
+        assert (first,) == drafter.answer(ask)
+        assert first not in others
+        wrong += first != tokens[i]
+        hits += tokens[i] in others
+        alone += not others
+        seconds += len(others) * (first != tokens[i])
+    assert seconds == wrong
+    assert hits / wrong == pytest.approx(0.3, abs=0.05)
+    assert alone / (len(tokens) - 1 - wrong) == pytest.approx(0.8, abs=0.04)

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsi.core.messages import Sampling
-from dsi.sampling.noise import double, namespace
-from dsi.sampling.probs import choose, probabilities
+from dsi.sampling.noise import double, exponential, key, namespace
+from dsi.sampling.probs import choose, probabilities, ranked
 
 LOGS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
 
@@ -112,3 +112,40 @@ def test_an_impossible_token_is_never_chosen() -> None:
 def test_impossible_settings_are_refused_by_name(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         Sampling(**settings)  # type: ignore[arg-type]
+
+
+floats = st.integers(-600, 600).map(lambda sixty_fourths: sixty_fourths / 64)  # no nearer than rounding is
+
+
+@given(
+    st.lists(floats, min_size=2, max_size=12),
+    st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    st.integers(0, 2**40),
+    st.integers(0, 999),
+)
+def test_the_runner_up_is_who_wins_without_the_winner(
+    scores: list[float], temperature: float, seed: int, position: int
+) -> None:
+    sampling, row = Sampling(temperature, seed=seed), np.array(scores, np.float32)
+    first, second = ranked(row, sampling, position, 2, 0.0)
+    assert first == choose(row, sampling, position)
+    assert ranked(torch.from_numpy(row), sampling, position, 2, 0.0) == (first, second)
+    row[first] = -np.inf
+    assert second == choose(row, sampling, position)
+
+
+def test_a_runner_up_counts_only_if_it_came_close() -> None:
+    greedy, warm = Sampling(), Sampling(1.0, seed=3)
+    assert ranked(LOGS, greedy, 0, 9, 0.0) == (0, 1, 2, 3)
+    assert ranked(LOGS, greedy, 0, 9, 0.29) == (0, 1, 2)
+    assert ranked(LOGS, greedy, 0, 2, 0.29) == (0, 1)
+    assert ranked(LOGS, greedy, 0, 2, 0.61) == (0,)
+    marks = np.exp(LOGS) / exponential(key(3, 5), np.arange(4))
+    order = np.argsort(-marks)
+    share = float(marks[order[1]] / marks[order[0]])
+    assert ranked(LOGS, warm, 5, 2, share * 0.99) == tuple(order[:2])
+    assert ranked(LOGS, warm, 5, 2, share * 1.01) == (order[0],)
+
+
+def test_an_impossible_token_is_no_runner_up() -> None:
+    assert ranked(LOGS, Sampling(1.0, top_k=1), 0, 3, 0.0) == (0,)

@@ -1,7 +1,8 @@
 """Which waiting job goes to which idle server. Pure bookkeeping: fleets do as it says.
 
-The watch on a root goes before any deeper job. Among idle servers, the one that has read most of the
-request comes first. A server with nothing else to do catches up with the sure text of the requests.
+The watch on a root goes before any deeper job, and a look aside after all others. Among idle servers, the
+one that has read most of the request comes first. A server with nothing else to do catches up with the sure
+text of the requests.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Dispatch:
         self.roles: dict[str, str] = {}  # the living servers
         self.working: dict[str, Job] = {}  # what each busy one is doing
         self._idle: dict[str, dict[str, None]] = {}  # servers of each role that wait for a job, in order
-        self._queues: dict[str, tuple[OrderedDict[int, Job], OrderedDict[int, Job]]] = {}  # urgent, deep
+        self._queues: dict[str, tuple[OrderedDict[int, Job], ...]] = {}  # urgent, deep, aside
         self._standing: dict[int, Warm] = {}  # the newest sure text of each request
         self._read: dict[str, dict[Context, int]] = {}  # tokens of each request a server has seen
         self._stopping: set[str] = set()  # servers whose job was withdrawn
@@ -46,7 +47,7 @@ class Dispatch:
         self._read[server] = {}
         self._idle.setdefault(role, {})[server] = self._resting[server] = None
         self._changed = True
-        self._queues.setdefault(role, (OrderedDict(), OrderedDict()))
+        self._queues.setdefault(role, (OrderedDict(), OrderedDict(), OrderedDict()))
 
     def remove(self, server: str) -> None:
         """The server is gone: its job, and all jobs only it could have done, are stranded."""
@@ -81,14 +82,15 @@ class Dispatch:
         elif role not in self.roles.values():
             self._strand(job)
         else:
-            deep = isinstance(job, Verify) and job.lead > 0
-            self._queues[role][deep][job.id] = job
+            turn = 1 + job.aside if isinstance(job, Verify) and job.lead > 0 else 0
+            self._queues[role][turn][job.id] = job
 
     def promote(self, id: int) -> None:
         """This job has become the watch on a root: if it still waits, it goes before the deeper ones."""
-        for urgent, deep in self._queues.values():
-            if id in deep:
-                urgent[id] = deep.pop(id)
+        for urgent, *later in self._queues.values():
+            for queue in later:
+                if id in queue:
+                    urgent[id] = queue.pop(id)
 
     def withdraw(self, id: int) -> list[str]:
         """Forget a job; returns the servers that are at it, busy until they are released."""

@@ -7,6 +7,7 @@ node is judged, walked and cut off at most once, so an event costs the same at a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -71,6 +72,7 @@ class Generation:
         self.policy = policy
         self.sampling = sampling
         self.block = 1  # guesses that the rule `block` judges together; the policy says how many
+        self.branches, self.doubt = 1, 0.0  # guesses wanted for each place, and how close; likewise
         self.root = Node(Context.of(prompt), None, 0)  # the last place known to be true
         self.open: dict[int, Job] = {}  # jobs in flight
         self.busy = 0  # drafts and verifications among them
@@ -81,6 +83,8 @@ class Generation:
         self._tips: dict[str, Node] = {}  # the last guess of each drafter
         self._drafting: dict[str, int] = {}  # open drafts of each drafter
         self._failures: dict[str, int] = {}  # of each drafter, in a row
+        self._seconds: deque[Node] = deque()  # second guesses that nobody has looked past
+        self._asides: set[int] = set()  # open verifications of such
         self._judge: int | None = None  # the verification whose truth the root followed last
         self._wanted: list[Job] = []
         self._cancelled: list[int] = []
@@ -134,11 +138,13 @@ class Generation:
                 self._learn_failure(job)
 
     def _learn_guess(self, job: Draft, token: int, odds: Any, others: Tokens) -> None:
-        self.tally.drafted += 1
+        self.tally.drafted += 1 + len(others)
         if self.sampling.needs_guess:
             self._at[job.id].guesses = tuple((guess, odds) for guess in (token, *others))
         for other in others:
-            self._grow(self._at[job.id], other)
+            node = self._grow(self._at[job.id], other)
+            if self.branches > 1 and other not in self._stop:
+                self._seconds.append(node)
         self._failures.pop(job.model, None)
         node = self._at[job.id]
         node.jobs.discard(job.id)
@@ -174,7 +180,7 @@ class Generation:
         """
         self.tally.failed += 1
         if isinstance(job, Verify):
-            self.verify(self._close(job.id), job.width)
+            self.verify(self._close(job.id), job.width, job.aside)
         elif isinstance(job, Draft):
             self._close(job.id)
             self._failures[job.model] = self._failures.get(job.model, 0) + 1
@@ -211,6 +217,7 @@ class Generation:
         if isinstance(job, Draft):
             self._drafting[job.model] -= 1
         if isinstance(job, Verify):
+            self._asides.discard(id)
             for place in node.lineage(job.width):
                 if place.watcher == id:
                     place.watcher = None
@@ -259,21 +266,40 @@ class Generation:
             node = node.parent
         return run
 
+    @property
+    def asides(self) -> int:
+        """Second guesses that are being looked past; if one has become the root, it is no aside any more."""
+        return len(self._asides) - (self.root.watcher in self._asides)
+
+    def second(self) -> Node | None:
+        """The first second guess that nobody looks past yet, once the guess it stands by is being judged.
+
+        Before that, deeper guesses would find it watched, and the gap above it would never close.
+        """
+        while self._seconds:
+            node = self._seconds[0]
+            if node.watcher is None and node.alive and (above := node.parent) and above.truth is None:
+                return None if above.watcher is None else node
+            self._seconds.popleft()
+        return None
+
     # ...and what it may ask for.
 
     def draft(self, node: Node, count: int, model: str = DRAFTER) -> None:
         if count < 1:
             raise ValueError(f"a draft of {count} tokens: must be at least 1")
         self._drafting[model] = self._drafting.get(model, 0) + 1
-        job = Draft(next(self._ids), node.context, count, model, self.sampling, node.start, self.block)
-        self._want(job, node)
+        how = self.sampling, node.start, self.block, self.branches, self.doubt
+        self._want(Draft(next(self._ids), node.context, count, model, *how), node)
 
-    def verify(self, node: Node, width: int) -> None:
+    def verify(self, node: Node, width: int, aside: bool = False) -> None:
         lead = node.depth - width + 1 - self.root.depth
         guesses = (
             tuple(place.guesses for place in node.lineage(width))[::-1] if self.sampling.needs_guess else ()
         )
-        job = Verify(next(self._ids), node.context, width, lead, self.sampling, guesses)
+        job = Verify(next(self._ids), node.context, width, lead, self.sampling, guesses, aside)
+        if aside:
+            self._asides.add(job.id)
         for place in node.lineage(width):
             place.watcher = job.id
         self._want(job, node)

@@ -66,7 +66,8 @@ class Warm:
 class Draft:
     """Guess up to `count` tokens after this text, streaming each one.
 
-    Under the rule `block` the first of them lies in a block of `block` tokens that began at `start`.
+    Under the rule `block` the first of them lies in a block of `block` tokens that began at `start`. With
+    `branches` the runners-up for each token are wanted too, if they came to at least `doubt` of the winner.
     """
 
     id: int
@@ -76,6 +77,8 @@ class Draft:
     sampling: Sampling = GREEDY
     start: int = 0
     block: int = 1
+    branches: int = 1
+    doubt: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class Verify:
     lead: int = 0  # how far its first place lay beyond the sure text; 0 watches the root
     sampling: Sampling = GREEDY
     guesses: tuple[tuple[Guess, ...], ...] = ()
+    aside: bool = False  # about a second guess, in case the first one falls: for a server to spare
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
 
 ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
+DOUBT = 0.1  # how close a runner-up must come to the winner to be worth a look
 
 
 def check_algorithm(name: str) -> str:
@@ -23,6 +24,8 @@ def named(
     drafters: Sequence[str] = (DRAFTER,),
     patience: int = 0,
     horizon: float = inf,
+    branches: int = 1,
+    spare: int = 1,
 ) -> Policy:
     """The policy that users know by this name; each takes what it has a use for."""
     match check_algorithm(algorithm):
@@ -32,7 +35,7 @@ def named(
             return speculative(lookahead)
         case "pearl":
             return pearl(lookahead)
-    return distributed(lookahead, drafters, patience, horizon)
+    return distributed(lookahead, drafters, patience, horizon, branches, spare)
 
 
 def autoregressive() -> Policy:
@@ -88,22 +91,33 @@ def distributed(
     drafters: Sequence[str] = (DRAFTER,),
     patience: int = 0,
     horizon: float = inf,
+    branches: int = 1,
+    spare: int = 1,
+    doubt: float = DOUBT,
 ) -> Policy:
     """DSI: never let a drafter rest; never leave the root, or a full block, unwatched (Timor et al., 2025).
 
     `patience` holds the watch on a fresh root until that many guesses can be judged with it: 0 is the
     paper's Algorithm 1, and with one target and patience = lookahead it is SI. `horizon` is how far
     beyond the sure text a drafter may guess.
+
+    With `branches` a drafter also names the runners-up for each place, where they came to at least `doubt`
+    of the winner, and up to `spare` targets look past them: if the first guess falls and a second one is
+    the truth, what follows it is known already. The rule match allows it, whose truth needs no guess.
     """
     _at_least("lookahead", lookahead, 1)
     _at_least("patience", patience, 0)
     _at_least("horizon", horizon, 1)
     _at_least("number of drafters", len(drafters), 1)
+    _at_least("branches", branches, 1)
+    _at_least("spare", spare, 0)
 
     def policy(g: Generation) -> None:
         if g.sampling.needs_guess:
-            _check_one_drafter(g.sampling.rule, drafters)
+            _check_one_guess(g.sampling.rule, drafters, branches)
         g.block = lookahead
+        g.branches = branches
+        g.doubt = doubt
         whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
         for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
             tip = g.tip(model, drafters)
@@ -118,12 +132,25 @@ def distributed(
                 g.verify(last, unwatched)
             if room > 0 and not g.drafting(model):
                 g.draft(tip, room, model)
+        if branches > 1 and g.root.watcher is not None:
+            _look_aside(g, spare)
         g.remind()  # any target may be next to watch this text
 
     return policy
 
 
-def _check_one_drafter(rule: str, drafters: Sequence[str]) -> None:
+def _look_aside(g: Generation, spare: int) -> None:
+    """Let targets that are to spare look past second guesses."""
+    while g.asides < spare and (node := g.second()) is not None:
+        g.verify(node, 1, aside=True)
+
+
+def _check_one_guess(rule: str, drafters: Sequence[str], branches: int) -> None:
+    if branches > 1:
+        raise ValueError(
+            f"rule {rule} with {branches} branches: it judges the guesses it is given, and second ones would "
+            "change the text; use 1 branch, or the rule match"
+        )
     if len(drafters) > 1:
         raise ValueError(
             f"rule {rule} with {len(drafters)} drafters: whose guess is judged would depend on who was "

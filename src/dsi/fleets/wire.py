@@ -132,9 +132,10 @@ def _rest(job: Job) -> tuple[Any, ...]:
     prompt = len(job.context.origin)
     match job:
         case Draft():
-            return prompt, (job.count, job.model), _numbers(job.sampling), (job.start, job.block)
+            more = job.start, job.block, job.branches, job.doubt
+            return prompt, (job.count, job.model), _numbers(job.sampling), more
         case Verify():
-            return prompt, (job.width, job.lead), _numbers(job.sampling), (job.guesses,)
+            return prompt, (job.width, job.lead), _numbers(job.sampling), (job.guesses, job.aside)
     return prompt, (), (), ()
 
 

@@ -20,7 +20,7 @@ from dsi.core.messages import (
     Warm,
     Warmed,
 )
-from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable, drawn
+from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable, drawn, ranking
 
 
 @dataclass
@@ -138,9 +138,17 @@ def _guesses(job: Draft, model: Model, page: Page, cancelled: Flag) -> Iterator[
         for token in model.guessing(ask, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
+    plain = job.branches == 1 and not job.sampling.needs_guess
     for _ in range(job.count):
         ask = Ask(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        yield _drawn(job, model, ask) if job.sampling.needs_guess else Drafted(job.id, model.answer(ask)[0])
+        yield Drafted(job.id, model.answer(ask)[0]) if plain else _guess(job, model, ask)
+
+
+def _guess(job: Draft, model: Model, ask: Ask) -> Drafted:
+    if job.sampling.needs_guess:
+        return _drawn(job, model, ask)
+    token, *others = ranking(model, ask, job.branches, job.doubt)
+    return Drafted(job.id, token, others=tuple(others))
 
 
 def _drawn(job: Draft, model: Model, ask: Ask) -> Drafted:

@@ -38,6 +38,10 @@ class Setting:
     drafters: int = 1
     patience: int = 0
     horizon: float = inf
+    branches: int = 1  # guesses for each place
+    second_hit: float = 0.0  # where the first is wrong: how often the second is right
+    sure: float = 0.0  # where the first is right: how often there is no second
+    spare: int = 0  # targets, of the SP degree, that look past second guesses
     pieces: int = 0
     target_ttft_ms: Number | None = None
     drafter_ttft_ms: Number | None = None
@@ -61,6 +65,10 @@ class Setting:
             ("drafters", self.drafters, 1, MOST_SERVERS),
             ("patience", self.patience, 0, inf),
             ("horizon", self.horizon, 1, inf),
+            ("branches", self.branches, 1, inf),
+            ("second hit", self.second_hit, 0, 1),
+            ("sure", self.sure, 0, 1),
+            ("spare targets", self.spare, 0, self.sp - 1),
             ("pieces", self.pieces, 0, inf),
             ("target latency in ms", self.target_ms, LEAST_MS, MOST_MS),
             ("drafter latency in ms", self.drafter_ms, LEAST_MS, MOST_MS),
@@ -83,7 +91,8 @@ class Setting:
         """What was asked for, or what suits the algorithm."""
         if algorithm == "nonsi" or self.lookahead is not None:
             return None if algorithm == "nonsi" else self.lookahead
-        return suitable_lookahead(algorithm, self.target_ms, self.drafter_ms, self.acceptance, self.sp)
+        sp = self.sp - self.spare
+        return suitable_lookahead(algorithm, self.target_ms, self.drafter_ms, self.acceptance, sp)
 
     @property
     def sampling(self) -> Sampling:
@@ -92,7 +101,8 @@ class Setting:
 
     def policy(self, algorithm: str) -> Policy:
         lookahead = self.lookahead_for(check_algorithm(algorithm)) or 1
-        return named(algorithm, lookahead, self.drafter_names, self.patience, self.horizon)
+        aside = self.branches, self.spare
+        return named(algorithm, lookahead, self.drafter_names, self.patience, self.horizon, *aside)
 
     def servers(self, seed: int, unit: int = 1) -> list[Server]:
         """The targets, then the drafters, each erring on its own; `unit` is how many ms make one of time."""
@@ -113,7 +123,7 @@ class Setting:
                 server.memory = fleet[0].memory
             fleet[0].memory.common = True
         for i, name in enumerate(self.drafter_names):
-            drafter = ToyDrafter(target, self.acceptance, seed * 1013 + i)
+            drafter = ToyDrafter(target, self.acceptance, seed * 1013 + i, self.second_hit, self.sure)
             fleet.append(Server(name, name, Wait(drafter, fast, ~seed - i)))
         return fleet
 

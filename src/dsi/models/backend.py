@@ -14,6 +14,7 @@ from dsi.core.context import Tokens
 from dsi.core.messages import GREEDY, Guess, Sampling
 from dsi.sampling.judge import Odds, guessed, judged
 from dsi.sampling.noise import Array
+from dsi.sampling.probs import ranked
 
 
 class Cancelled(Exception):
@@ -80,6 +81,20 @@ def drawn(model: Model, ask: Ask, start: int) -> tuple[Sequence[int], Odds | Non
 
 
 @runtime_checkable
+class Ranker(Model, Protocol):
+    """A model that can name runners-up."""
+
+    def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:
+        """What `answer` says about the place after this text, then up to `count - 1` that came close."""
+        ...
+
+
+def ranking(model: Model, ask: Ask, count: int, doubt: float) -> Tokens:
+    """A model that knows no runners-up has its guess alone."""
+    return model.rank(ask, count, doubt) if isinstance(model, Ranker) else model.answer(ask)
+
+
+@runtime_checkable
 class Pollable(Model, Protocol):
     """A model that computes elsewhere, on a GPU say, and is looked at now and then."""
 
@@ -110,6 +125,10 @@ class Speaker:
     def answer(self, ask: Ask) -> Tokens:
         rows = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
         return judged(rows, ask.sampling, ask.start, ask.guesses)
+
+    def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:
+        [row] = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
+        return ranked(row, ask.sampling, ask.start, count, doubt)
 
     def draw(self, ask: Ask, start: int) -> tuple[Sequence[int], Odds | None]:
         [row] = self.backend.forward(ask.tokens, ask.start, ask.cancelled)

@@ -2,7 +2,7 @@
 
 The true token after a text is a hash of its length and last two tokens, and always even. A drafter that
 errs names the odd token beside it, which is never true; so it agrees at exactly its rate, independently
-at every place, greedy or with any temperature.
+at every place, greedy or with any temperature. So does its second guess, where the first is wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsi.sampling.rules import match
 
 VOCABULARY = 64
 HALF = VOCABULARY // 2
-TRUTH, ERROR = 0, 1  # what a hash is about
+TRUTH, ERROR, SECOND, SURE = range(4)  # what a hash is about
 
 
 def place(about: int, seed: int, tokens: Sequence[int], i: int) -> int:
@@ -57,15 +57,28 @@ class ToyDrafter:
     target: ToyTarget
     acceptance: float
     seed: int = 1
+    second: float = 0.0  # where the first guess is wrong: how often the second is right
+    sure: float = 0.0  # where the first guess is right: how often there is no second
 
     def __post_init__(self) -> None:
-        if not 0 <= self.acceptance <= 1:
-            raise ValueError(f"acceptance {self.acceptance}: must be between 0 and 1")
+        for name in ("acceptance", "second", "sure"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 1")
 
     def answer(self, ask: Ask) -> Tokens:
         truths = self.target.answer(ask)
         errs = (self.errs(ask.tokens, i) for i in range(ask.start, len(ask.tokens) + 1))
         return tuple(truth + err for truth, err in zip(truths, errs))
+
+    def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:  # noqa: ARG002
+        """A second guess beside the first; further ones are never right, and left out."""
+        [truth], [guess] = self.target.answer(ask), self.answer(ask)
+        if count < 2 or (guess == truth and self.luck(SURE, ask.tokens, ask.start) < self.sure):
+            return (guess,)
+        if guess == truth:
+            return guess, truth + 1
+        right = self.luck(SECOND, ask.tokens, ask.start) < self.second
+        return guess, truth if right else (truth + 3) % VOCABULARY
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: Flag) -> Array:
         rows = self.target.forward(tokens, start, cancelled)
@@ -73,3 +86,7 @@ class ToyDrafter:
 
     def errs(self, tokens: Sequence[int], i: int) -> bool:
         return (place(ERROR, self.seed, tokens, i) >> 11) * 2.0**-53 >= self.acceptance
+
+    def luck(self, about: int, tokens: Sequence[int], i: int) -> float:
+        """A number between 0 and 1, of its own for each place."""
+        return (place(about, self.seed, tokens, i) >> 11) * 2.0**-53

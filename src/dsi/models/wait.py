@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from dsi.core.context import Tokens
-from dsi.models.backend import Ask, Cancelled, Model, drawn
+from dsi.models.backend import Ask, Cancelled, Model, drawn, ranking
 from dsi.sampling.judge import Odds
 
 Time = Any  # float seconds, or a Fraction where virtual time is to be exact
@@ -69,6 +69,10 @@ class Wait:
     def answer(self, ask: Ask) -> Tokens:
         self._wait(ask)
         return self.model.answer(ask) if ask.places else ()
+
+    def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:
+        self._wait(ask)
+        return ranking(self.model, ask, count, doubt)
 
     def draw(self, ask: Ask, start: int) -> tuple[Sequence[int], Odds | None]:
         self._wait(ask)

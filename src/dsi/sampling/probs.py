@@ -28,9 +28,34 @@ def choose(scores: Array, sampling: Sampling, position: int) -> int:
     """The token that a row of scores gives at this position of the text."""
     if sampling.temperature == 0:
         return int(scores.argmax())
+    return race(probabilities(scores, sampling), _noise(scores, sampling, position))
+
+
+def ranked(scores: Array, sampling: Sampling, position: int, count: int, doubt: float) -> tuple[int, ...]:
+    """The token that `choose` gives, and up to `count - 1` runners-up that came to `doubt` of it or more."""
+    marks = _marks(scores, sampling, position)
+    found = [int(marks.argmax())]
+    least = doubt * float(marks[found[0]])
+    for _ in range(count - 1):
+        marks[found[-1]] = 0.0  # out of the race
+        token = int(marks.argmax())
+        if not least <= float(marks[token]) > 0:
+            break
+        found.append(token)
+    return tuple(found)
+
+
+def _marks(scores: Array, sampling: Sampling, position: int) -> Array:
+    """What the race is decided by, p / e, up to a factor; without noise, p."""
+    if sampling.temperature == 0:
+        return namespace(scores).exp(double(scores) - double(scores).max())
+    return probabilities(scores, sampling) / _noise(scores, sampling, position)
+
+
+def _noise(scores: Array, sampling: Sampling, position: int) -> Array:
     xp = namespace(scores)
     tokens = xp.arange(len(scores), dtype=xp.int64, device=scores.device)
-    return race(probabilities(scores, sampling), exponential(key(sampling.seed, position), tokens))
+    return exponential(key(sampling.seed, position), tokens)
 
 
 def _normalised(weights: Array) -> Array:

@@ -1,0 +1,150 @@
+"""What second guesses are worth: DSI's time with them over that of one chain, and over Proposition 1's bound.
+
+Simulated: target 37.7 ms, drafter 2.5 ms, as many targets as Eq. (1) asks for and one more, and some to
+spare; the drafter names no second guess at a share `--sure` of the places where its first one is right. With
+`--measure`: how often the built-in drafter's runner-up is right where its first guess is wrong (measured).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+from dsi import prompts as shelf
+from dsi.core.context import Tokens
+from dsi.core.messages import Sampling
+from dsi.core.policies import DOUBT
+from dsi.loading import Apart, load_apart
+from dsi.measure.acceptance import interval
+from dsi.measure.settings import Setting
+from dsi.models.backend import NEVER, Ask
+from dsi.paper.claims import bound
+from dsi.planner import exact, servers_needed
+from dsi.sampling.probs import ranked
+
+TARGET_MS, DRAFTER_MS, TOKENS = 37.7, 2.5, 200
+ACCEPTANCES = (0.63, 0.8, 0.93)
+HITS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SPARES = (0, 1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Cell:
+    acceptance: float
+    hit: float
+    spare: int
+    over_chain: float  # time over that of one chain
+    over_bound: float
+
+
+def mean_ms(acceptance: float, hit: float, spare: int, options: argparse.Namespace) -> float:
+    setting = Setting(
+        TARGET_MS,
+        DRAFTER_MS,
+        acceptance,
+        servers_needed(TARGET_MS, DRAFTER_MS, options.lookahead) + 1 + spare,
+        TOKENS,
+        options.lookahead,
+        branches=2,
+        second_hit=hit,
+        sure=options.sure,
+        spare=spare,
+    )
+    return fmean(setting.run("dsi", seed).ms for seed in range(options.repeats))
+
+
+def cells(options: argparse.Namespace) -> Iterator[Cell]:
+    for acceptance in ACCEPTANCES:
+        chain = mean_ms(acceptance, 0.0, 0, options)
+        most = TARGET_MS * float(bound(exact(DRAFTER_MS) / exact(TARGET_MS), TOKENS, acceptance))
+        for hit in HITS:
+            for spare in SPARES:
+                ms = chain if spare == 0 else mean_ms(acceptance, hit, spare, options)
+                yield Cell(acceptance, hit, spare, ms / chain, ms / most)
+
+
+def show(found: list[Cell]) -> None:
+    for acceptance in ACCEPTANCES:
+        print(f"\nacceptance {acceptance}: time over one chain's, and over Proposition 1's bound (simulated)")
+        print("second guess right   " + "   ".join(f"{spare} spare   " for spare in SPARES))
+        for hit in HITS:
+            row = [cell for cell in found if (cell.acceptance, cell.hit) == (acceptance, hit)]
+            figures = "   ".join(f"{cell.over_chain:.2f}, {cell.over_bound:.2f}" for cell in row)
+            print(f"{hit:18}   {figures}")
+
+
+def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
+    """The drafter reads what the target wrote, and ranks its guesses at each place of it."""
+    pair = load_apart("builtin", "builtin")
+    chosen = shelf.choose(shelf.read("builtin", None, None), pair.text, prompts, 0, tokens, pair.context)
+    for temperature in (0.0, 1.0):
+        texts = [
+            judged(pair, prompt, tokens, Sampling(temperature, seed=seed))
+            for seed, prompt in enumerate(chosen.prompts)
+        ]
+        hits = [[hit for first, hit, _ in text if not first] for text in texts]
+        rate = sum(map(sum, hits)) / sum(map(len, hits))
+        low, high = interval(hits, rate)
+        places = [place for text in texts for place in text]
+        first, close = fmean(f for f, _, _ in places), [place for place in places if place[2]]
+        yield {
+            "temperature": temperature,
+            "places": len(places),
+            "acceptance": first,
+            "second": rate,
+            "low": low,
+            "high": high,
+            "close_second": sum(hit for f, hit, _ in close if not f) / sum(not f for f, _, _ in places),
+            "sure": 1 - sum(f for f, _, _ in close) / (first * len(places)),
+        }
+
+
+def judged(pair: Apart, prompt: Tokens, tokens: int, sampling: Sampling) -> list[tuple[bool, bool, bool]]:
+    """Of each place: whether the first guess is right, whether the second is, and whether it came close."""
+    model, text = pair.target.fresh(), list(prompt)
+    while len(text) < len(prompt) + tokens and (len(text) == len(prompt) or text[-1] not in pair.text.ends):
+        text += model.answer(Ask(text, len(text), sampling=sampling))
+    rows = pair.drafter.fresh().backend.forward(text[:-1], len(prompt), NEVER)
+    found = []
+    for position, (row, truth) in enumerate(zip(rows, text[len(prompt) :]), len(prompt)):
+        first, second = ranked(row, sampling, position, 2, 0.0)
+        close = len(ranked(row, sampling, position, 2, DOUBT)) == 2
+        found.append((first == truth, second == truth, close))
+    return found
+
+
+def show_measured(row: dict[str, float]) -> None:
+    print(
+        f"temperature {row['temperature']:g}: first guess right {row['acceptance']:.3f} of {row['places']} "
+        f"places; where it is wrong, the runner-up is right {row['second']:.3f} "
+        f"(95%: {row['low']:.3f} to {row['high']:.3f}), {row['close_second']:.3f} if only those that came "
+        f"to {DOUBT:g} of the winner count; then {row['sure']:.3f} of the right guesses stay alone (measured)"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--lookahead", type=int, default=1)
+    parser.add_argument("--sure", type=float, default=0.6, help="about what the built-in drafter has")
+    parser.add_argument("--measure", action="store_true", help="also measure the built-in pair: two minutes")
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    found = list(cells(options))
+    measured = list(measure(options.prompts, options.tokens)) if options.measure else []
+    if options.json:
+        rows = [asdict(cell) for cell in found]
+        print(json.dumps({"label": "simulated", "rows": rows, "measured": measured}))
+        return
+    show(found)
+    for row in measured:
+        show_measured(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Second guesses: what follows them is judged by targets to spare, in case the first guess falls."""
+
+from dataclasses import replace
+from fractions import Fraction
+from statistics import fmean
+
+import pytest
+
+from dsi.core.dispatch import Dispatch
+from dsi.core.generation import Generation
+from dsi.core.messages import DRAFTER, Draft, Drafted, Failed, Job, Sampling, Verified, Verify
+from dsi.core.policies import distributed
+from dsi.measure.settings import Setting
+from dsi.paper.claims import bound
+from dsi.planner import servers_needed
+
+TARGET_MS, DRAFTER_MS, TOKENS = Fraction(10), Fraction(1), 60
+
+
+def watches(jobs: tuple[Job, ...]) -> list[tuple[tuple[int, ...], int, bool]]:
+    return [(tuple(job.context), job.width, job.aside) for job in jobs if isinstance(job, Verify)]
+
+
+def open_draft(g: Generation) -> int:
+    [id] = [job.id for job in g.open.values() if isinstance(job, Draft)]
+    return id
+
+
+def open_watch(g: Generation, *context: int) -> int:
+    [id] = [job.id for job in g.open.values() if isinstance(job, Verify) and tuple(job.context) == context]
+    return id
+
+
+def guessed(g: Generation, token: int, *others: int) -> list[tuple[tuple[int, ...], int, bool]]:
+    return watches(g.handle(Drafted(open_draft(g), token, others=others)).start)
+
+
+def test_a_second_guess_that_is_true_finds_its_continuation_judged() -> None:
+    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    assert watches(g.start().start) == [((7,), 1, False)]
+    assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
+    assert g.handle(Verified(open_watch(g, 7, 2), (5,))).emit == ()
+    step = g.handle(Verified(open_watch(g, 7), (2,)))
+    assert step.emit == (2, 5)
+    assert watches(step.start) == [((7, 2, 5), 1, False)]
+
+
+def test_a_second_guess_that_became_the_root_is_not_watched_twice_and_no_longer_aside() -> None:
+    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    g.start()
+    guessed(g, 1, 2)
+    aside = open_watch(g, 7, 2)
+    step = g.handle(Verified(open_watch(g, 7), (2,)))
+    assert (step.emit, step.promote, watches(step.start)) == ((2,), (aside,), [])
+    assert guessed(g, 3, 4) == [((7, 2, 3), 1, False), ((7, 2, 4), 1, True)]
+
+
+def test_no_more_second_guesses_are_looked_past_than_there_are_targets_to_spare() -> None:
+    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    g.start()
+    assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
+    assert guessed(g, 3, 4) == [((7, 1, 3), 1, False)]
+    fallen = open_watch(g, 7, 2)
+    step = g.handle(Verified(open_watch(g, 7), (1,)))
+    assert fallen in step.cancel
+    assert watches(step.start) == [((7, 1, 4), 1, True)]
+
+
+def test_a_block_is_watched_before_the_second_guesses_in_it() -> None:
+    g = Generation((7,), 20, distributed(3, branches=2, spare=9))
+    g.start()
+    assert guessed(g, 1, 2) == [((7, 2), 1, True)]  # the root is watched
+    assert guessed(g, 3, 4) == []
+    block = ((7, 1, 3, 5), 3, False)
+    assert guessed(g, 5, 6) == [block, ((7, 1, 4), 1, True), ((7, 1, 3, 6), 1, True)]
+
+
+def test_a_failed_look_aside_is_asked_for_again_as_one() -> None:
+    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    g.start()
+    guessed(g, 1, 2)
+    assert watches(g.handle(Failed(open_watch(g, 7, 2))).start) == [((7, 2), 1, True)]
+
+
+def test_nothing_follows_a_stop_token() -> None:
+    g = Generation((7,), 20, distributed(1, branches=2, spare=9), stop={2})
+    g.start()
+    assert guessed(g, 1, 2) == [((7, 1), 1, False)]
+
+
+def test_a_look_aside_waits_for_all_others_until_it_becomes_the_watch_on_the_root() -> None:
+    g = Generation((7,), 20, distributed(1, branches=2, spare=9))
+    dispatch = Dispatch({"t": "target"})
+    for step in (g.start(), g.handle(Drafted(open_draft(g), 1, others=(2,)))):
+        for job in step.start:
+            dispatch.offer(job)
+    for job in g.handle(Drafted(open_draft(g), 3)).start:
+        dispatch.offer(job)
+    order = []
+    for _ in range(4):
+        order += [tuple(job.context) for _, job in dispatch.assign() if isinstance(job, Verify)]
+        dispatch.release("t")
+    assert order == [(7,), (7, 1), (7, 1, 3), (7, 2)]
+
+
+def setting(acceptance: float, spare: int, second_hit: float, lookahead: int, branches: int = 2) -> Setting:
+    """As many targets as one chain can ever want, and some to spare."""
+    needed = servers_needed(TARGET_MS, DRAFTER_MS, lookahead) + 1
+    return Setting(
+        TARGET_MS,
+        DRAFTER_MS,
+        acceptance,
+        needed + spare,
+        TOKENS,
+        lookahead,
+        branches=branches,
+        spare=spare,
+        second_hit=second_hit,
+    )
+
+
+def times(what: Setting, seeds: int = 20) -> list[float]:
+    return [what.run("dsi", seed).ms for seed in range(seeds)]
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
+def test_second_guesses_that_are_never_right_cost_no_time(acceptance: float, lookahead: int) -> None:
+    chain = times(setting(acceptance, 0, 0.0, lookahead, branches=1))
+    for spare in (1, 4):
+        assert times(setting(acceptance, spare, 0.0, lookahead)) == chain
+
+
+@pytest.mark.parametrize("lookahead", [1, 3])
+@pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
+def test_second_guesses_that_are_right_save_time_and_the_more_the_more_spare(
+    acceptance: float, lookahead: int
+) -> None:
+    chain = times(setting(acceptance, 0, 0.0, lookahead, branches=1))
+    few, many = (times(setting(acceptance, spare, 1.0, lookahead)) for spare in (1, 11))
+    assert all(mine <= theirs for mine, theirs in zip(many, chain))  # on every path, not only on average
+    assert fmean(many) < fmean(few) < fmean(chain)
+
+
+def test_one_chain_is_bound_by_proposition_1_and_second_guesses_are_not() -> None:
+    """The bound has each rejection cost a target forward."""
+    most = float(TARGET_MS) * bound(DRAFTER_MS / TARGET_MS, TOKENS, 0.5)
+    chain, branched = (fmean(times(setting(0.5, 11, 1.0, 1, n), 100)) for n in (1, 2))
+    assert chain == pytest.approx(most, rel=0.05)
+    assert branched < 0.85 * most
+
+
+def test_looks_aside_never_delay_a_watch_that_waits_for_a_target() -> None:
+    """Blocks queue for two targets all the time: what is to be looked at aside comes after them."""
+    scarce = Setting(TARGET_MS, DRAFTER_MS, 1.0, 2, TOKENS, 1, branches=2, spare=1)
+    assert times(scarce, 3) == times(replace(scarce, branches=1), 3)
+
+
+@pytest.mark.parametrize("rule", ["reject", "block", "specinfer"])
+def test_rules_that_judge_the_guesses_refuse_second_ones(rule: str) -> None:
+    g = Generation((7,), 20, distributed(1, branches=2), sampling=Sampling(1.0, rule=rule))
+    with pytest.raises(ValueError, match=f"rule {rule} with 2 branches: .* use 1 branch, or the rule match"):
+        g.start()
+    Generation((7,), 20, distributed(1, branches=2), sampling=Sampling(0.0, rule=rule)).start()
+
+
+def test_impossible_numbers_are_refused() -> None:
+    for branches, spare in ((0, 1), (2, -1)):
+        with pytest.raises(ValueError, match="must be at least"):
+            distributed(1, branches=branches, spare=spare)
+    possible = Setting(10, 1, 0.5, 3, 9, branches=2, spare=2, second_hit=0.5)
+    for wrong in ({"spare": 3}, {"second_hit": 1.5}, {"sure": -0.1}, {"branches": 0}):
+        with pytest.raises(ValueError, match="must be"):
+            replace(possible, **wrong)
+
+
+def test_drafter_is_asked_for_second_guesses_only_if_they_are_wanted() -> None:
+    for branches in (1, 2):
+        g = Generation((7,), 20, distributed(1, branches=branches, doubt=0.3))
+        [job] = [job for job in g.start().start if isinstance(job, Draft)]
+        assert (job.model, job.branches, job.doubt) == (DRAFTER, branches, 0.3)
