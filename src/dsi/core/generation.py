@@ -160,11 +160,10 @@ class Generation:
             raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
         self.tally.forwards += 1
         places = list(self._close(job.id).lineage(job.width))[::-1]
-        for place, token in zip(places, tokens):
+        cut = len(tokens) < job.width  # it ends with a correction, never the guess itself: that falls
+        for place, token in zip(places, tokens[job.width - len(places) :]):
             place.truth, place.watcher = token, job.id
-            place.drawn = not place.guesses
-        if len(tokens) < len(places):  # a correction, which is never the guess itself: that falls
-            places[len(tokens) - 1].drawn = True
+            place.drawn = not place.guesses or (cut and place is places[len(tokens) - job.width - 1])
 
     def _grow(self, node: Node, token: int) -> Node:
         """What comes next if this token does; it lies in the same block unless that is full or cut short."""
