@@ -239,7 +239,7 @@ def pair() -> tuple[Remembered, Remembered]:
     return Remembered(found.target.backend), Remembered(found.drafter.backend)
 
 
-SAMPLES = 3000  # `benchmarks/rules.py` takes enough to see a total variation of 0.02
+SAMPLES = 1500  # `benchmarks/rules.py` takes enough to see a total variation of 0.02
 PROMPT = (407, 311, 68, 272)
 
 

@@ -28,7 +28,7 @@ def test_a_useless_drafter_leaves_plain_decoding() -> None:
 
 
 def test_fewer_targets_are_chosen_where_they_crowd_each_other() -> None:
-    free, crowded = (choose(costs(crowd=crowd), 0.8, most=7) for crowd in (1.0, 6.0))
+    free, crowded = (choose(costs(crowd=crowd), 0.8, most=7, tokens=40) for crowd in (1.0, 6.0))
     degrees = [{each.algorithm: each for each in found}["dsi"].sp for found in (free, crowded)]
     assert degrees[1] < degrees[0]
 
