@@ -109,7 +109,7 @@ def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, fate: Fa
     keyed = Keyed(fate)
     monkeypatch.setattr(judge, "key", lambda *numbers: numbers)
     monkeypatch.setattr(judge, "coin", partial(Coin, keyed))
-    monkeypatch.setattr(judge, "_noise", lambda _, key: Noise(keyed, key))
+    monkeypatch.setattr(judge, "noise", lambda _, key: Noise(keyed, key))
     monkeypatch.setattr(judge, "choose", lambda row, s, at: keyed.token(at, probabilities(row, s)))
     servers = [Server(f"{TARGET}-{i}", TARGET, Moody(P)) for i in range(3)]
     fleet = SimulatedFleet([*servers, Server(DRAFTER, DRAFTER, Moody(Q))])

@@ -156,7 +156,7 @@ class Generation:
             self._abandon([job.id])
 
     def _learn_truth(self, job: Verify, tokens: Tokens) -> None:
-        if len(tokens) != job.width and not (self.sampling.rule == "block" and 0 < len(tokens) < job.width):
+        if not job.fits(tokens):
             raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
         self.tally.forwards += 1
         places = list(self._close(job.id).lineage(job.width))[::-1]

@@ -37,6 +37,11 @@ class Sampling:
         """Whether a place can be judged only together with the guess about it: without chance, never."""
         return self.rule != "match" and self.temperature > 0
 
+    @property
+    def guesses(self) -> int:
+        """For each place."""
+        return self.candidates if self.rule == "specinfer" else 1
+
     def __post_init__(self) -> None:
         check_rule(self.rule)
         if self.candidates < 1:
@@ -95,6 +100,11 @@ class Verify:
     sampling: Sampling = GREEDY
     guesses: tuple[tuple[Guess, ...], ...] = ()
     aside: bool = False  # about a second guess, in case the first one falls: for a server to spare
+
+    def fits(self, tokens: Tokens) -> bool:
+        """A token for each place; the rule `block` may cut the answer short."""
+        cut_short = self.sampling.rule == "block" and 0 < len(tokens) < self.width
+        return len(tokens) == self.width or cut_short
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> It
     if server.memory.common:
         page.kept = len(page.tokens)
     answer = (yield from model.answering(ask)) if _is_polled(model) else model.answer(ask)
-    if len(answer) != width and not (sampling.rule == "block" and 0 < len(answer) < width):
+    if not (job.fits(answer) if isinstance(job, Verify) else not answer):
         raise ValueError(f"{len(answer)} tokens in answer to {width} places")
     yield Verified(job.id, answer) if width else Warmed(job.id)
     page.kept = len(page.tokens)

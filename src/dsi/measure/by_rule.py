@@ -238,14 +238,10 @@ def promise(p: Array, q: Array, sampling: Sampling) -> float:
     if sampling.rule == "match":
         return coupled(p, q)
     missed = 1.0
-    for _ in range(tried(sampling)):
+    for _ in range(sampling.guesses):
         missed *= 1 - accepts(p, q)
         p = residual(p, *excess(p, 0, q))
     return 1 - missed
-
-
-def tried(sampling: Sampling) -> int:
-    return sampling.candidates if sampling.rule == "specinfer" else 1
 
 
 def expected(
@@ -269,7 +265,7 @@ def summary(temperature: float, rule: str, found: Sequence[Trial]) -> Accepted:
     hits = [each.hits for each in found]
     return Accepted(
         rule,
-        tried(Sampling(temperature, rule="match" if rule == ANY else rule)),
+        Sampling(temperature, rule="match" if rule == ANY else rule).guesses,
         temperature,
         Figure.share(hits) if any(hits) else None,
         mean(each.promises for each in found),

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsi.core.messages import Guess, Sampling
-from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, Array, coin, double, exponential, key, namespace
-from dsi.sampling.probs import choose, probabilities, race
+from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, Array, coin, double, key, namespace
+from dsi.sampling.probs import choose, noise, probabilities, race
 from dsi.sampling.rules import block, match, several
 
 
@@ -44,9 +44,8 @@ def guessed(scores: Array, sampling: Sampling, position: int, start: int = 0) ->
     row = probabilities(scores, sampling)
     odds = Odds.of(row if isinstance(row, np.ndarray) else row.cpu().numpy())
     row = odds.row()
-    count = sampling.candidates if sampling.rule == "specinfer" else 1
-    draws = [start + 1] if sampling.rule == "block" else range(count)
-    return [race(row, _noise(row, key(sampling.seed, position, DRAFT, draw))) for draw in draws], odds
+    draws = [start + 1] if sampling.rule == "block" else range(sampling.guesses)
+    return [race(row, noise(row, key(sampling.seed, position, DRAFT, draw))) for draw in draws], odds
 
 
 def judged(
@@ -82,8 +81,8 @@ def _judged_together(
     known = _rows_like(rows[0], [guess for [guess] in filter(None, guesses)])
     ps = [probabilities(row, sampling) for row in rows[: len(known)]]
     coins = [_coin(sampling, position + i, position + 1) for i in range(len(known))]
-    noise: Callable[[int], Array] = lambda i: _residual(ps[i], sampling, position + i, position + 1)  # noqa: E731
-    found = block(ps, known, coins, noise)
+    drawn: Callable[[int], Array] = lambda i: _residual(ps[i], sampling, position + i, position + 1)  # noqa: E731
+    found = block(ps, known, coins, drawn)
     stood = found == tuple(token for token, _ in known)
     free = rows[len(known) :] if stood else ()
     return (*found, *(choose(row, sampling, position + len(known) + i) for i, row in enumerate(free)))
@@ -103,9 +102,4 @@ def _coin(sampling: Sampling, position: int, draw: int) -> float:
 
 
 def _residual(row: Array, sampling: Sampling, position: int, draw: int) -> Array:
-    return _noise(row, key(sampling.seed, position, RESIDUAL, draw))
-
-
-def _noise(row: Array, number: int) -> Array:
-    xp = namespace(row)
-    return exponential(number, xp.arange(len(row), dtype=xp.int64, device=row.device))
+    return noise(row, key(sampling.seed, position, RESIDUAL, draw))

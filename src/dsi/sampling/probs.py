@@ -28,7 +28,7 @@ def choose(scores: Array, sampling: Sampling, position: int) -> int:
     """The token that a row of scores gives at this position of the text."""
     if sampling.temperature == 0:
         return int(scores.argmax())
-    return race(probabilities(scores, sampling), _noise(scores, sampling, position))
+    return race(probabilities(scores, sampling), noise(scores, key(sampling.seed, position)))
 
 
 def ranked(scores: Array, sampling: Sampling, position: int, count: int, doubt: float) -> tuple[int, ...]:
@@ -49,13 +49,13 @@ def _marks(scores: Array, sampling: Sampling, position: int) -> Array:
     """What the race is decided by, p / e, up to a factor; without noise, p."""
     if sampling.temperature == 0:
         return namespace(scores).exp(double(scores) - double(scores).max())
-    return probabilities(scores, sampling) / _noise(scores, sampling, position)
+    return probabilities(scores, sampling) / noise(scores, key(sampling.seed, position))
 
 
-def _noise(scores: Array, sampling: Sampling, position: int) -> Array:
-    xp = namespace(scores)
-    tokens = xp.arange(len(scores), dtype=xp.int64, device=scores.device)
-    return exponential(key(sampling.seed, position), tokens)
+def noise(row: Array, number: int) -> Array:
+    """A draw from Exp(1) for each token of a row, under one key."""
+    xp = namespace(row)
+    return exponential(number, xp.arange(len(row), dtype=xp.int64, device=row.device))
 
 
 def _normalised(weights: Array) -> Array:
