@@ -77,9 +77,9 @@ def say(*words: object) -> None:
 
 
 @lru_cache(maxsize=1)
-def prepared(target: str, drafter: str, pieces: int | None = None) -> Bench:
-    """Each server on its slice; the target's replicas share their weights and their cache."""
-    lanes = streams(0, SLICES, MOST + 1)
+def prepared(target: str, drafter: str, pieces: int | None, share: int) -> Bench:
+    """Each server on its slice, the drafter on `share`; targets share their weights and their cache."""
+    lanes = streams(0, SLICES, [share] + [1] * MOST)
     big, small = (random_model(name, device="cuda:0", places=ROOM) for name in (target, drafter))
     return bench(big, small, lanes[0], lanes[1:], pieces)
 
@@ -177,10 +177,15 @@ def virtual_ms(bench: Bench, choice: Choice, acceptance: float, tokens: int, see
 def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """One target in slices, and the whole GPU given to SI and non-SI."""
     say(shape)
-    sliced = prepared(shape, DRAFTER_SHAPE, options.pieces)
+    sliced = prepared(shape, DRAFTER_SHAPE, options.pieces, options.drafter_slices)
     say(f"  {sliced.costs.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in ACCEPTANCES]
-    found = {"shape": shape, "costs": sliced.costs.json(), "cells": cells}
+    found = {
+        "shape": shape,
+        "drafter_slices": options.drafter_slices,
+        "costs": sliced.costs.json(),
+        "cells": cells,
+    }
     if options.no_whole:
         return found
     whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
@@ -205,7 +210,7 @@ def paper_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for pair in PAIRS:
         if not pair.name.startswith(options.rows):
             continue
-        ready = prepared(pair.target.lower(), pair.drafter.lower(), options.pieces)
+        ready = prepared(pair.target.lower(), pair.drafter.lower(), options.pieces, options.drafter_slices)
         say(f"{pair.name}: {ready.costs.json()}")
         if ready.targets[0].why_not or ready.drafter.why_not:
             continue  # as it stands, a forward is mostly the interpreter's time
@@ -279,6 +284,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--pieces", type=int)
+    parser.add_argument("--drafter-slices", type=int, default=1, help="for the drafter alone")
     parser.add_argument("--no-whole", action="store_true", help="only in slices")
     parser.add_argument("--rows", default="", help="of table2: those whose name begins so")
     parser.add_argument("--out", type=Path)

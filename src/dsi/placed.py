@@ -120,7 +120,7 @@ def slice_streams(chosen: Placement) -> dict[Place, Any]:
     cut = [place for place in (*chosen.targets, chosen.drafter) if place.slices]
     for device, slices in sorted({(place.index, place.slices) for place in cut}):
         mine = [place for place in cut if (place.index, place.slices) == (device, slices)]
-        lanes = streams(device, slices, max(place.number for place in mine) + 1)
+        lanes = streams(device, slices, [1] * (max(place.number for place in mine) + 1))
         found |= {place: lanes[place.number] for place in mine}
     return found
 

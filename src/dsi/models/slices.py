@@ -7,7 +7,9 @@ the way to it, and so one copy of the weights.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,10 +57,11 @@ def size_of_slice(processors: int, slices: int) -> int:
     return size
 
 
-def streams(device: int, slices: int, wanted: int) -> list[Any]:
-    """Streams on the first `wanted` of so many equal slices of a GPU. They stay until the process ends."""
+def streams(device: int, slices: int, shares: Sequence[int]) -> list[Any]:
+    """Streams on so many equal slices of a GPU, each with its share of them, until the process ends."""
+    wanted = sum(shares)
     if wanted > slices:
-        raise ValueError(f"{wanted} servers: the GPU is cut into {slices} slices")
+        raise ValueError(f"{wanted} slices for the servers: the GPU is cut into {slices}")
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
     whole = Resource()
@@ -79,12 +82,14 @@ def streams(device: int, slices: int, wanted: int) -> list[Any]:
     )
     if found.value < wanted:
         raise ValueError(f"{wanted} slices of {size} multiprocessors: the GPU gives only {found.value}")
-    return [_stream(device, group) for group in groups]
+    ends = list(accumulate(shares))
+    return [_stream(device, groups[end - share : end]) for share, end in zip(shares, ends)]
 
 
-def _stream(device: int, group: Resource) -> Any:
+def _stream(device: int, groups: Sequence[Resource]) -> Any:
+    together = (Resource * len(groups))(*groups)
     description, context, stream = (ctypes.c_void_p() for _ in range(3))
-    _call("cuDevResourceGenerateDesc", ctypes.byref(description), ctypes.byref(group), 1)
+    _call("cuDevResourceGenerateDesc", ctypes.byref(description), together, len(groups))
     _call("cuGreenCtxCreate", ctypes.byref(context), description, device, DEFAULT_STREAM)
     _call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, NON_BLOCKING, 0)
     return torch.cuda.ExternalStream(stream.value or 0, device=device)  # type: ignore[no-untyped-call]
