@@ -9,6 +9,8 @@ from typing import Protocol
 from dsi.core.context import Tokens
 from dsi.core.generation import Generation
 from dsi.core.messages import Event, Failed, Job, Step, Verify
+from dsi.core.policies import Crowd
+from dsi.core.scoring import Scoring
 from dsi.models.wait import Time
 from dsi.request import Completion, Request
 
@@ -16,12 +18,16 @@ FAILURES = 32  # of verifications in a row, without a token between them, that a
 
 
 class Fleet(Protocol):
-    """Where jobs run. Cancelling is advice: a late answer is harmless."""
+    """Where jobs run. Cancelling is advice: a late answer is harmless.
+
+    All but `wake` is for one thread; after `wake` the next event is told at once, if only `WOKEN`.
+    """
 
     def start(self, job: Job) -> None: ...
     def promote(self, id: int) -> None: ...
     def cancel(self, id: int) -> None: ...
     def next_event(self) -> Event: ...
+    def wake(self) -> None: ...
     def now(self) -> Time: ...
     def close(self) -> None: ...
 
@@ -33,7 +39,7 @@ class FleetError(RuntimeError):
 class Run:
     """One request under way."""
 
-    def __init__(self, generation: Generation, began: Time) -> None:
+    def __init__(self, generation: Generation | Scoring, began: Time) -> None:
         self.generation = generation
         self.began = began
         self.tokens: list[int] = []
@@ -51,17 +57,37 @@ class Run:
         reason = self.generation.finish_reason
         if reason is None:
             raise RuntimeError("the request is still running")
-        return Completion(tuple(self.tokens), reason, tuple(self.times), self.generation.tally)
+        return Completion(
+            tuple(self.tokens),
+            reason,
+            tuple(self.times),
+            self.generation.tally,
+            tuple(self.generation.origins),
+            tuple(self.generation.notes),
+        )
 
 
 class Loop:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self._ids = count()
+        self.crowd = Crowd()
         self._owners: dict[int, Run] = {}  # whose each open job is
+        self._verifying: set[int] = set()  # which of them are verifications
+        self._running: dict[Run, None] = {}  # in the order in which they came
 
     def submit(self, request: Request) -> Run:
-        generation = Generation(
+        """A request for no new token with notes is one for what the target thinks of the prompt."""
+        run = Run(self._machine(request), self.fleet.now())
+        self._running[run] = None
+        self.crowd.requests = len(self._running)
+        self._obey(run, run.generation.start())
+        return run
+
+    def _machine(self, request: Request) -> Generation | Scoring:
+        if request.max_new_tokens == 0 and request.sampling.logprobs is not None:
+            return Scoring(request.prompt, request.sampling, self._ids)
+        return Generation(
             request.prompt,
             request.max_new_tokens,
             request.policy,
@@ -69,9 +95,6 @@ class Loop:
             sampling=request.sampling,
             ids=self._ids,
         )
-        run = Run(generation, self.fleet.now())
-        self._obey(run, generation.start())
-        return run
 
     def cancel(self, run: Run) -> None:
         """Nobody wants this text any longer."""
@@ -87,8 +110,9 @@ class Loop:
             self._count_failure(run, event)
         step = run.generation.handle(event)
         if event.id not in run.generation.open:
-            self._owners.pop(event.id, None)
+            self._forget(event.id)
         self._obey(run, step)
+        self._share_out()
         return run, step.emit
 
     def tokens(self, request: Request) -> Iterator[Tokens]:
@@ -119,19 +143,39 @@ class Loop:
             self.step()
         return [run.completion() for run in runs]
 
+    def _share_out(self) -> None:
+        """A target has nothing to do: the next request in turn need not wait for more guesses."""
+        if not self.crowd.idle or self.crowd.requests < 2:
+            return
+        for run in [run for run in self._running if run.generation.waits]:
+            if not self.crowd.idle:
+                return
+            self._running.pop(run)  # and to the end of the line
+            self._running[run] = None
+            self._obey(run, run.generation.look())
+
+    def _forget(self, id: int) -> None:
+        self._owners.pop(id, None)
+        self._verifying.discard(id)
+
     def _obey(self, run: Run, step: Step) -> None:
         for id in step.cancel:
-            self._owners.pop(id, None)
+            self._forget(id)
             self.fleet.cancel(id)
         for id in step.promote:
             self.fleet.promote(id)
         for job in step.start:
             self._owners[job.id] = run
+            if isinstance(job, Verify):
+                self._verifying.add(job.id)
             self.fleet.start(job)
         if step.emit:
             run.failures = 0
             run.tokens += step.emit
             run.times += [self.fleet.now() - run.began] * len(step.emit)
+        if run.done:
+            self._running.pop(run, None)
+        self.crowd.requests, self.crowd.verifying = len(self._running), len(self._verifying)
 
     def _count_failure(self, run: Run, event: Failed) -> None:
         run.failures += 1

@@ -46,6 +46,7 @@ LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first guess for any other
 REHEARSAL = 96  # tokens of virtual text by which a patience is chosen
 PIECES = 8  # places within a forward where it can be stopped: a layer each, more or less
+TEXTS = 4  # that a server keeps in its caches, unless more is asked for
 WIDE = 8  # new tokens of the forward that tells what each one adds
 
 
@@ -77,6 +78,14 @@ class Loaded:
             return self.choices[algorithm].lookahead
         pace = self.pace
         return suitable_lookahead(algorithm, pace.target_ms, pace.drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
+
+    @property
+    def block(self) -> int:
+        """For requests that share the targets: as many guesses as the drafter makes while each target is at
+        its work, and no more than SI would take.
+        """
+        often = self.pace.target_ms / (self.sp * self.pace.drafter_ms)
+        return max(1, min(self.lookahead("si"), int(often)))
 
     def patience(self, lookahead: int) -> int:
         """What is fastest in virtual time with the latencies of these models."""
@@ -183,8 +192,10 @@ def load_pair(
     dtype: str = "float32",
     threads: int | None = None,
     vocab: str = AUTO,
+    texts: int = TEXTS,
 ) -> Loaded:
-    """A target and its drafters; `ngram` is one that needs no model.
+    """A target and its drafters; `ngram` is one that needs no model. `texts` is how many of them each server
+    keeps in its caches: as many as there are requests at once, or they are read again and again.
 
     `vocab` is how guesses reach the target: `same` tokens, by token (`tli`) or by text (`slem`) from a
     drafter with another vocabulary, or `auto`.
@@ -197,8 +208,8 @@ def load_pair(
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
     big = load(folder(target, TARGET), dtype)
     text = tokenizer(folder(target, TARGET), big)
-    judge = backend(big)
-    guessers = [guesser(name, text, big, target, dtype, vocab) for name in drafters]
+    judge = backend(big, texts)
+    guessers = [guesser(name, text, big, target, dtype, vocab, texts) for name in drafters]
     names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(guessers) + 1))
     servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(judge)) for i in range(1, sp + 1)]
     servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
@@ -220,11 +231,11 @@ def load_pair(
     return Loaded(fleet, text, context, sp, pace, names)
 
 
-def guesser(name: str, text: Text, big: Any, target: str, dtype: str, vocab: str) -> Guesser:
+def guesser(name: str, text: Text, big: Any, target: str, dtype: str, vocab: str, texts: int) -> Guesser:
     if name == NGRAM:
         return Guesser(NGram())  # it guesses from the target's own tokens, whatever they mean
     model = load(folder(name, DRAFTER), dtype)
-    own, small = tokenizer(folder(name, DRAFTER), model), backend(model)
+    own, small = tokenizer(folder(name, DRAFTER), model), backend(model, texts)
     if vocab == SAME or (vocab == AUTO and text.same_vocabulary(own)):
         check_vocabulary(text, own, target, name)
         return Guesser(Speaker(small), forward_ms(small), small.context)
@@ -238,9 +249,9 @@ def rows(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[0])
 
 
-def backend(model: Any) -> Transformer:
+def backend(model: Any, texts: int = TEXTS) -> Transformer:
     """The leanest way to run this model."""
-    return Lean(model) if Lean.fits(model) else Transformer(model)
+    return Lean(model, texts) if Lean.fits(model) else Transformer(model, texts)
 
 
 def place(targets: Sequence[str], drafters: Sequence[str], cores: Sequence[int]) -> dict[str, list[int]]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy, Tally
-from dsi.core.messages import GREEDY, Sampling
+from dsi.core.messages import GREEDY, Note, Sampling
 from dsi.models.wait import Time
 
 __all__ = ["Completion", "Request", "Sampling"]
@@ -29,6 +29,8 @@ class Completion:
     finish_reason: str
     times: tuple[Time, ...] = field(repr=False)  # when each token became certain
     tally: Tally
+    origins: tuple[str, ...] = field(default=(), repr=False)  # accepted, corrected or plain, for each token
+    notes: tuple[Note, ...] = field(default=(), repr=False)  # what the target thought of each, if asked
     text: str = ""  # where the engine speaks text
     prompt: Tokens = field(default=(), repr=False)
 

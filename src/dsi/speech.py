@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import check_algorithm, named
+from dsi.core.policies import check_algorithm, considerate, named
 from dsi.engine import Loop
 from dsi.models.text import Detokenizer, Stops
 from dsi.request import Completion, Request
@@ -61,6 +61,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
     def __init__(self, loaded: Loaded, algorithm: str, lookahead: int | None, patience: int | None) -> None:
         super().__init__(loaded.fleet)
+        self.crowd.targets = loaded.sp
         self.text = loaded.text
         self.loaded = loaded
         self._algorithm, self._lookahead, self._patience = algorithm, lookahead, patience
@@ -80,6 +81,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         target_devices: str | None = None,
         drafter_device: str | None = None,
         vocab: str = "auto",
+        texts: int | None = None,
     ) -> Self:
         """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
 
@@ -87,17 +89,19 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         (`cuda:1,cuda:2`, or `cuda:0/8` for slices of one GPU) the servers compute there, SP degree, lookahead
         and patience are those that are fastest by what is measured, and the algorithm may be `auto`. With
         another vocabulary a drafter goes by shared tokens (`vocab` `tli`) or text (`slem`); `auto` chooses.
+        Where more than a few requests run at once, `texts` says how many.
         """
         if algorithm != "auto" or target_devices is None:
             check_algorithm(algorithm)
         numbers = [whole("lookahead", lookahead, 1), whole("patience", patience, 0)]
         drafters = [drafter] if isinstance(drafter, str) else list(drafter)
         if target_devices is None:
-            from dsi.loading import load_pair
+            from dsi.loading import TEXTS, load_pair
 
             if drafter_device is not None:
                 raise ValueError(f"drafter device {drafter_device!r}: the targets need devices as well")
-            pair = load_pair(target, drafters, 1 if sp is None else sp, dtype, threads, vocab)
+            degree = 1 if sp is None else sp
+            pair = load_pair(target, drafters, degree, dtype, threads, vocab, texts or TEXTS)
             return cls(pair, algorithm, *numbers)
         from dsi.placed import load_placed
         from dsi.placement import placement
@@ -135,6 +139,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         min_p: float = 0.0,
         seed: int = 0,
         rule: str = "match",
+        logprobs: int | None = None,
         stop: str | Sequence[str] = (),
         algorithm: str | None = None,
         lookahead: int | None = None,
@@ -145,25 +150,28 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         Under the rule `match` a seed gives one text, whatever the algorithm; under `reject`, `block` and
         `specinfer` one for each algorithm and lookahead, all of them exactly as likely as the target says.
         """
-        sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule)
-        if rule != "match" and self.loaded.choices:
-            raise ValueError(f"rule {rule}: on devices there is only match; leave them out")
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule, logprobs=logprobs)
         tokens = self.text.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        request = Request(
-            tokens,
-            self._room(tokens, max_new_tokens),
-            self.policy(algorithm or self.algorithm, lookahead, patience),
-            sampling,
-            self.text.ends,
-        )
+        policy = self.policy(algorithm or self.algorithm, lookahead, patience)
+        request = self.request(tokens, max_new_tokens, policy, sampling)
         return Writing(self, request, [stop] if isinstance(stop, str) else stop)
+
+    def request(self, prompt: Tokens, wanted: int, policy: Policy, sampling: Sampling) -> Request:
+        """No more than there is room for, and nothing that these models cannot do."""
+        if self.loaded.choices and (sampling.rule != "match" or sampling.logprobs is not None):
+            what = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
+            raise ValueError(f"{what}: on devices there are only match and no logprobs; leave them out")
+        return Request(prompt, self._room(prompt, wanted), policy, sampling, self.text.ends)
 
     def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
         block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
         asked = self._patience if patience is None else patience
         if asked is None:
             asked = self.loaded.patience(block) if algorithm == "dsi" else 0
-        return named(algorithm, block, self.loaded.drafters, asked, self.loaded.horizon(block))
+        policy = named(algorithm, block, self.loaded.drafters, asked, self.loaded.horizon(block))
+        if algorithm != "dsi":
+            return policy
+        return considerate(policy, min(block, self.loaded.block), self.loaded.drafters, self.crowd)
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
         """No more tokens than the context has room for."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dsi.core.context import Context
 from dsi.core.messages import TARGET, Draft, Failed, Job, Verify, Warm
 
-REMEMBERED = 32  # requests of which it is known how much each server has read
+REMEMBERED = 128  # requests of which it is known how much each server has read
 LAG = 8  # tokens a server may be behind before catching up is worth a forward
 
 Assignments = list[tuple[str, Job]]

@@ -22,6 +22,7 @@ from dsi.core.messages import (
     Event,
     Failed,
     Job,
+    Note,
     Sampling,
     Step,
     Verified,
@@ -34,6 +35,7 @@ from dsi.core.tree import Node
 Policy = Callable[["Generation"], None]
 
 WARM_EVERY = 16  # sure tokens between two reminders to idle servers
+ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came to stand in the text
 TRIES = 3  # failures in a row after which a drafter is left alone until the root moves
 
 
@@ -77,6 +79,8 @@ class Generation:
         self.open: dict[int, Job] = {}  # jobs in flight
         self.busy = 0  # drafts and verifications among them
         self.tally = Tally()
+        self.origins: list[str] = []  # how each token of the text came
+        self.notes: list[Note] = []  # what the target thought of each place, where somebody asks
         self._stop = frozenset(stop)
         self._stopped = False
         self._at: dict[int, Node] = {}  # the node each job in flight has reached
@@ -106,13 +110,17 @@ class Generation:
         return "cancelled" if self._stopped else None
 
     def start(self) -> Step:
-        return self._step(())
+        return self.look()
 
     def handle(self, event: Event) -> Step:
         if event.id not in self.open or isinstance(event, Warmed):
             return Step()  # the last word of a cancelled job, or nothing new
         self._learn(event)
         return self._step(tuple(self._advance()))
+
+    def look(self) -> Step:
+        """Nothing has happened here, but the policy may see the world with other eyes."""
+        return self._step(())
 
     def stop(self) -> Step:
         """Give up: nothing more will be emitted, and every job in flight is cancelled."""
@@ -132,8 +140,8 @@ class Generation:
         match event, self.open[event.id]:
             case Drafted(token=token, odds=odds, others=others), Draft() as job:
                 self._learn_guess(job, token, odds, others)
-            case Verified(tokens=tokens), Verify() as job:
-                self._learn_truth(job, tokens)
+            case Verified(tokens=tokens, notes=notes), Verify() as job:
+                self._learn_truth(job, tokens, notes)
             case Failed(), job:
                 self._learn_failure(job)
 
@@ -155,14 +163,15 @@ class Generation:
         elif token in self._stop:  # nothing follows a stop token: the rest of the stream is not wanted
             self._abandon([job.id])
 
-    def _learn_truth(self, job: Verify, tokens: Tokens) -> None:
+    def _learn_truth(self, job: Verify, tokens: Tokens, notes: tuple[Note, ...]) -> None:
         if not job.fits(tokens):
             raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
         self.tally.forwards += 1
         places = list(self._close(job.id).lineage(job.width))[::-1]
         cut = len(tokens) < job.width  # it ends with a correction, never the guess itself: that falls
-        for place, token in zip(places, tokens[job.width - len(places) :]):
-            place.truth, place.watcher = token, job.id
+        passed = job.width - len(places)  # by the root, since it was asked for
+        for place, token, note in zip(places, tokens[passed:], notes[passed:] or ((),) * len(places)):
+            place.truth, place.watcher, place.note = token, job.id, note
             place.drawn = not place.guesses or (cut and place is places[len(tokens) - job.width - 1])
 
     def _grow(self, node: Node, token: int) -> Node:
@@ -188,7 +197,7 @@ class Generation:
         """Follow the truth as far as it is known; every other guess falls off the tree."""
         while self.root.truth is not None and not self.done:
             passed, token = self.root, self.root.truth
-            self._account(passed, guessed=token in passed.children)
+            self._account(passed, token)
             self.root = self._grow(passed, token)
             del passed.children[token]
             self._abandon(list(passed.fall()))
@@ -197,7 +206,11 @@ class Generation:
             self._failures.clear()
             yield token
 
-    def _account(self, passed: Node, guessed: bool) -> None:
+    def _account(self, passed: Node, token: int) -> None:
+        guessed = token in passed.children
+        self.origins.append(ACCEPTED if guessed else CORRECTED if passed.children else PLAIN)
+        if self.sampling.logprobs is not None:
+            self.notes.append(passed.note)
         self.tally.useful += passed.watcher != self._judge
         self.tally.accepted += guessed
         self.tally.exposed += not guessed
@@ -227,6 +240,11 @@ class Generation:
         """The watch on the new root was deeper speculation until now."""
         watcher = self.root.watcher
         return () if watcher is None or watcher not in self.open else (watcher,)
+
+    @property
+    def waits(self) -> bool:
+        """Whether nobody watches the root."""
+        return not self.done and self.root.watcher is None
 
     # What a policy may ask...
 

@@ -11,6 +11,7 @@ TARGET = "target"
 DRAFTER = "drafter"
 RULES = ("match", "reject", "block", "specinfer")
 
+Note = tuple[tuple[int, float], ...]  # tokens and the logarithms of their probabilities, the likeliest first
 Guess = tuple[int, Any]  # a token, and what a rule must know of how it was drawn: only servers read it
 
 
@@ -31,6 +32,7 @@ class Sampling:
     seed: int = 0
     rule: str = "match"
     candidates: int = 2  # specinfer: guesses for each place
+    logprobs: int | None = None  # how many of the likeliest tokens to name for each place; None: nobody asks
 
     @property
     def needs_guess(self) -> bool:
@@ -46,6 +48,8 @@ class Sampling:
         check_rule(self.rule)
         if self.candidates < 1:
             raise ValueError(f"candidates {self.candidates}: must be at least 1")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise ValueError(f"logprobs {self.logprobs}: must be at least 0")
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise ValueError(f"temperature {self.temperature}: must be 0 (greedy) or a positive number")
         if self.top_k < 0:
@@ -128,6 +132,7 @@ class Verified:
 
     id: int
     tokens: Tokens
+    notes: tuple[Note, ...] = ()  # on each of them, where somebody asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +142,8 @@ class Failed:
     id: int
     reason: str = ""
 
+
+WOKEN = Failed(-1, "woken")  # a fleet that was woken and has nothing to tell; no job has this number
 
 Job = Warm | Draft | Verify
 Event = Warmed | Drafted | Verified | Failed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 from dsi.core.generation import Generation, Policy
@@ -115,28 +116,67 @@ def distributed(
     def policy(g: Generation) -> None:
         if g.sampling.needs_guess:
             _check_one_guess(g.sampling.rule, drafters, branches)
-        g.block = lookahead
         g.branches = branches
         g.doubt = doubt
-        whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
-        for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
-            tip = g.tip(model, drafters)
-            lead = tip.depth - g.root.depth
-            left = g.room(tip, model)
-            room = int(min(left, (max(horizon, lookahead) if whole else horizon) - lead))
-            last = g.judgeable(tip) or (None if left > 0 else tip)  # without a guess, the root draws freely
-            unwatched = 0 if last is None else g.unwatched(last)
-            root_is_watched = g.root.watcher is not None
-            full = unwatched >= lookahead if root_is_watched or whole else lead >= patience
-            if last is not None and unwatched and (full or (left if whole else room) <= 0):
-                g.verify(last, unwatched)
-            if room > 0 and not g.drafting(model):
-                g.draft(tip, room, model)
+        _go_ahead(g, lookahead, drafters, patience, horizon)
         if branches > 1 and g.root.watcher is not None:
             _look_aside(g, spare)
         g.remind()  # any target may be next to watch this text
 
     return policy
+
+
+@dataclass
+class Crowd:
+    """The requests that share a fleet, as they stand now."""
+
+    targets: int = 1
+    requests: int = 0
+    verifying: int = 0  # verifications asked for and not answered
+
+    @property
+    def idle(self) -> bool:
+        return self.verifying < self.targets
+
+
+def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: Crowd) -> Policy:
+    """DSI among others: what an idle server would be spent on is another request's now.
+
+    The fewer targets there are for each request, the less far it goes beyond its root; with less than two it
+    drafts one block and lets it be verified whole, as SI does, but never makes a target wait for guesses. A
+    rule whose text depends on its blocks keeps to them.
+    """
+    _at_least("lookahead", lookahead, 1)
+
+    def policy(g: Generation) -> None:
+        if crowd.requests < 2 or g.sampling.needs_guess:
+            alone(g)
+            return
+        g.branches = 1
+        share = crowd.targets // crowd.requests
+        horizon = lookahead * (share + 1 if share > 1 else 1)
+        _go_ahead(g, lookahead, drafters, 0 if crowd.idle else lookahead, horizon)
+
+    return policy
+
+
+def _go_ahead(g: Generation, lookahead: int, drafters: Sequence[str], patience: int, horizon: float) -> None:
+    """Let no drafter rest within the horizon; leave neither the root nor a full block unwatched."""
+    g.block = lookahead
+    whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
+    for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
+        tip = g.tip(model, drafters)
+        lead = tip.depth - g.root.depth
+        left = g.room(tip, model)
+        room = int(min(left, (max(horizon, lookahead) if whole else horizon) - lead))
+        last = g.judgeable(tip) or (None if left > 0 else tip)  # without a guess, the root draws freely
+        unwatched = 0 if last is None else g.unwatched(last)
+        root_is_watched = g.root.watcher is not None
+        full = unwatched >= lookahead if root_is_watched or whole else lead >= patience
+        if last is not None and unwatched and (full or (left if whole else room) <= 0):
+            g.verify(last, unwatched)
+        if room > 0 and not g.drafting(model):
+            g.draft(tip, room, model)
 
 
 def _look_aside(g: Generation, spare: int) -> None:

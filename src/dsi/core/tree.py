@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dsi.core.context import Context
-from dsi.core.messages import Guess
+from dsi.core.messages import Guess, Note
 
 
 class Node:
@@ -19,6 +19,7 @@ class Node:
         "drawn",
         "guesses",
         "jobs",
+        "note",
         "parent",
         "start",
         "truth",
@@ -35,6 +36,7 @@ class Node:
         self.jobs: set[int] = set()  # open jobs whose text ends here
         self.alive = True  # not yet passed by the root, and not fallen
         self.guesses: tuple[Guess, ...] = ()  # about what comes next, where the rule needs to know them
+        self.note: Note = ()  # what the target thinks may come next, where somebody asks
         self.drawn = False  # whether the truth was drawn by the target, and is no guess that stood
         self.start = context.length  # where the block of guesses begins to which what comes next belongs
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from dsi.core.context import Context
 from dsi.core.dispatch import Dispatch
-from dsi.core.messages import Draft, Drafted, Event, Failed, Job
+from dsi.core.messages import WOKEN, Draft, Drafted, Event, Failed, Job
 from dsi.fleets.spans import Span, span
 from dsi.fleets.work import Server, by_name, steps
 from dsi.models.backend import Cancelled
@@ -94,6 +94,9 @@ class PollingFleet:
         """Every server is gone: what is still open fails."""
         for name in list(self._dispatch.roles):
             self.kill(name)
+
+    def wake(self) -> None:
+        self._ready.append(WOKEN)
 
     def next_event(self) -> Event:
         self._begin()

@@ -11,23 +11,26 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any
 
 from dsi.core.context import Context
 from dsi.core.dispatch import Dispatch
-from dsi.core.messages import TARGET, Drafted, Event, Job
+from dsi.core.messages import TARGET, WOKEN, Drafted, Event, Job
 from dsi.fleets.spans import Span, span
-from dsi.fleets.wire import Receiver, Sender, Wire, pack_event, unpack_event
+from dsi.fleets.wire import READ, Receiver, Sender, Wire, pack_event, unpack_event
 from dsi.fleets.work import Server, by_name, work
 from dsi.models.backend import Cancelled
 
 FORK = multiprocessing.get_context("fork")
+STDERR = 2
 NOTHING = -1  # the id of no job
-RESTARTS = 5  # of one server, after which it stays dead
+RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 POLL_SECONDS = 0.0005
 JOIN_SECONDS = 2.0
 AWAKE_SECONDS = 0.05  # that the driver may spin for an answer; in a longer wait, waking up is nothing
@@ -61,6 +64,7 @@ def serve(
 ) -> None:
     """The life of a server process."""
     _die_with_parent()
+    _keep_only(wire.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
     if cores:
         os.sched_setaffinity(0, cores)
@@ -98,6 +102,12 @@ def _die_with_parent() -> None:
     """PR_SET_PDEATHSIG: even a parent that is killed leaves no process behind."""
     if hasattr(signal, "SIGKILL"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _keep_only(wire: int) -> None:
+    """Close what the parent had open: a connection of its own would stay open until this process ends."""
+    for first, after in ((STDERR + 1, wire), (wire + 1, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(first, after)
 
 
 class Seat:
@@ -139,7 +149,8 @@ class ProcessFleet:
     ) -> None:
         self._began = time.perf_counter()
         self.log = log
-        self.deaths: dict[str, int] = {}
+        self.deaths: dict[str, int] = {}  # of each server, so far
+        self._fruitless: dict[str, int] = {}  # since its last answer
         self._cores, self._prepare, self._restart = cores or {}, prepare, restart
         self._servers = by_name(servers)
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
@@ -147,6 +158,10 @@ class ProcessFleet:
         self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
         self._ready: deque[Event] = deque()
         self._selector = DefaultSelector()
+        self._bell, self._ringer = socket.socketpair()  # which other threads wake this one by
+        self._bell.setblocking(False)
+        self._ringer.setblocking(False)
+        self._selector.register(self._bell, EVENT_READ, None)
         self._seats: dict[str, Seat] = {}
         for name in self._servers:
             self._seat(name)
@@ -179,6 +194,12 @@ class ProcessFleet:
         for name in list(self._seats):
             self._bury(name)
         self._selector.close()
+        self._bell.close()
+        self._ringer.close()
+
+    def wake(self) -> None:
+        with suppress(BlockingIOError):  # it rings already
+            self._ringer.send(b".")
 
     def next_event(self) -> Event:
         self._begin()
@@ -186,7 +207,10 @@ class ProcessFleet:
             if not self._dispatch.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             for key, _ in self._listen():
-                if key.data in self._seats and self._seats[key.data].wire is key.fileobj:
+                if key.fileobj is self._bell:
+                    self._bell.recv(READ)
+                    self._ready.append(WOKEN)
+                elif key.data in self._seats and self._seats[key.data].wire is key.fileobj:
                     self._hear(key.data)
         return self._ready.popleft()
 
@@ -217,6 +241,7 @@ class ProcessFleet:
             self._bury(name)
             return
         for forwards, free in messages:
+            self._fruitless.pop(name, None)
             for forward in forwards:
                 self._take(seat, *forward)
             if free:
@@ -252,7 +277,8 @@ class ProcessFleet:
         seat.dismiss()
         self._ready.extend(self._dispatch.stranded())
         self.deaths[name] = self.deaths.get(name, 0) + 1
-        if self._restart and self.deaths[name] <= RESTARTS:
+        self._fruitless[name] = self._fruitless.get(name, 0) + 1
+        if self._restart and self._fruitless[name] <= RESTARTS:
             self._seat(name)
             self._dispatch.add(name, self._servers[name].role)
 

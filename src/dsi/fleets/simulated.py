@@ -15,7 +15,7 @@ from math import floor
 
 from dsi.core.context import Context
 from dsi.core.dispatch import Dispatch
-from dsi.core.messages import TARGET, Draft, Drafted, Event, Failed, Job
+from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job
 from dsi.fleets.spans import Span, span
 from dsi.fleets.work import Server, by_name, work
 from dsi.models.wait import Time
@@ -114,6 +114,9 @@ class SimulatedFleet:
         """Every server is gone: what is still open fails."""
         for name in list(self._dispatch.roles):
             self.kill(name)
+
+    def wake(self) -> None:
+        self._ready.append(WOKEN)
 
     def next_event(self) -> Event:
         self._begin()

@@ -12,7 +12,7 @@ from threading import Thread
 
 from dsi.core.context import Context
 from dsi.core.dispatch import Dispatch
-from dsi.core.messages import Drafted, Event, Job
+from dsi.core.messages import WOKEN, Drafted, Event, Job
 from dsi.fleets.spans import Span, span
 from dsi.fleets.work import Server, by_name, work
 from dsi.models.backend import Cancelled
@@ -171,12 +171,17 @@ class ThreadFleet:
         for seat in seats:
             seat.thread.join(JOIN_SECONDS)
 
+    def wake(self) -> None:
+        self.outbox.put(("", WOKEN, False))
+
     def next_event(self) -> Event:
         self._begin()
         while not self._ready:
             if not self._dispatch.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             name, event, free = self.outbox.get()
+            if event is WOKEN:
+                return WOKEN
             if name not in self._seats:
                 continue  # the last word of a dead server
             if event is not None:

@@ -19,7 +19,7 @@ from typing import Any
 from dsi.core.context import Context
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
 
-TEXTS = 32  # requests that both ends remember; the same for both, so that they forget alike
+TEXTS = 128  # requests that both ends remember; the same for both, so that they forget alike
 KINDS: dict[str, Callable[..., Job]] = {"warm": Warm, "draft": Draft, "verify": Verify}
 NAMES = {kind: name for name, kind in KINDS.items()}
 EVENTS: tuple[Callable[..., Event], ...] = (Warmed, Drafted, Verified, Failed)
@@ -75,7 +75,7 @@ def pack_event(event: Event) -> tuple[Any, ...]:
         case Drafted():
             return 1, event.token, event.odds, event.others
         case Verified():
-            return 2, event.tokens
+            return (2, event.tokens, event.notes) if event.notes else (2, event.tokens)
         case Failed():
             return 3, event.reason
     return (0,)

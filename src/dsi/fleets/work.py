@@ -15,12 +15,13 @@ from dsi.core.messages import (
     Event,
     Failed,
     Job,
+    Note,
     Verified,
     Verify,
     Warm,
     Warmed,
 )
-from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable, drawn, ranking
+from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model, Pollable, drawn, ranking, scored
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Memory:
     Where servers fill one cache (`common`), a text counts as read as soon as one of them begins.
     """
 
-    capacity: int = 32
+    capacity: int = 128
     common: bool = False
     pages: OrderedDict[Context, Page] = field(default_factory=OrderedDict)
 
@@ -116,10 +117,16 @@ def _once(job: Warm | Verify, server: Server, page: Page, cancelled: Flag) -> It
     model = server.model
     if server.memory.common:
         page.kept = len(page.tokens)
-    answer = (yield from model.answering(ask)) if _is_polled(model) else model.answer(ask)
+    notes: tuple[Note, ...] = ()
+    if _is_polled(model):
+        answer = yield from model.answering(ask)
+    elif sampling.logprobs is None:
+        answer = model.answer(ask)
+    else:
+        answer, notes = scored(model, ask)
     if not (job.fits(answer) if isinstance(job, Verify) else not answer):
         raise ValueError(f"{len(answer)} tokens in answer to {width} places")
-    yield Verified(job.id, answer) if width else Warmed(job.id)
+    yield Verified(job.id, answer, notes) if width else Warmed(job.id)
     page.kept = len(page.tokens)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from dsi.core.context import Tokens
-from dsi.core.messages import GREEDY, Guess, Sampling
+from dsi.core.messages import GREEDY, Guess, Note, Sampling
 from dsi.sampling.judge import Odds, guessed, judged
 from dsi.sampling.noise import Array
-from dsi.sampling.probs import ranked
+from dsi.sampling.probs import noted, ranked
 
 
 class Cancelled(Exception):
@@ -95,6 +95,20 @@ def ranking(model: Model, ask: Ask, count: int, doubt: float) -> Tokens:
 
 
 @runtime_checkable
+class Scorer(Model, Protocol):
+    """A model that can say what it thinks of each place."""
+
+    def score(self, ask: Ask) -> tuple[Tokens, tuple[Note, ...]]:
+        """What `answer` says, and a note on each: the likeliest tokens, the answer and the guesses."""
+        ...
+
+
+def scored(model: Model, ask: Ask) -> tuple[Tokens, tuple[Note, ...]]:
+    """A model that has no scores leaves no notes."""
+    return model.score(ask) if isinstance(model, Scorer) else (model.answer(ask), ())
+
+
+@runtime_checkable
 class Pollable(Model, Protocol):
     """A model that computes elsewhere, on a GPU say, and is looked at now and then."""
 
@@ -125,6 +139,13 @@ class Speaker:
     def answer(self, ask: Ask) -> Tokens:
         rows = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
         return judged(rows, ask.sampling, ask.start, ask.guesses)
+
+    def score(self, ask: Ask) -> tuple[Tokens, tuple[Note, ...]]:
+        rows = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
+        found = judged(rows, ask.sampling, ask.start, ask.guesses)
+        about = ask.guesses or ((),) * len(found)
+        named = [(token, *(guess for guess, _ in each)) for token, each in zip(found, about)]
+        return found, noted(rows, ask.sampling.logprobs or 0, named)
 
     def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:
         [row] = self.backend.forward(ask.tokens, ask.start, ask.cancelled)

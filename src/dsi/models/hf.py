@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from dsi.models.backend import NEVER, Cancelled, Flag
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what could be a name on the hub
+SPARED = 32  # tokens that one text may cost another in a cache: reading so many again is nothing
 SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
 
 
@@ -53,6 +54,11 @@ class Shelf(DynamicLayer):  # type: ignore[misc]
             self.keys[..., : self.length, :] = held[0][..., : self.length, :]
             self.values[..., : self.length, :] = held[1][..., : self.length, :]
 
+    def copy(self, length: int) -> Shelf:
+        other = Shelf()
+        other.update(self.keys[..., :length, :], self.values[..., :length, :])
+        return other
+
     def get_seq_length(self) -> int:
         return self.length
 
@@ -63,6 +69,13 @@ class Slot:
 
     cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=Shelf))
     tokens: list[int] = field(default_factory=list)
+
+    def branch(self, length: int) -> Slot:
+        """A cache of its own for a text that begins as this one does."""
+        shelves = [shelf.copy(length) for shelf in self.cache.layers] if length else []
+        branch = Slot(tokens=self.tokens[:length])
+        branch.cache.layers[:] = shelves
+        return branch
 
     def cut(self, length: int) -> None:
         del self.tokens[length:]
@@ -124,16 +137,27 @@ class Transformer:
         return logits[logits.shape[0] - places :].float()
 
     def _slot(self, tokens: Sequence[int], start: int) -> tuple[Slot, int]:
-        """The cache with most of this text, and how much of it helps: a place asked about is read anew."""
-        shared = [(common(slot.tokens, tokens), slot) for slot in self._slots]
-        best, slot = max(shared, key=lambda pair: pair[0], default=(0, Slot()))
-        if best == 0 or (best < len(slot.tokens) // 2 and len(self._slots) < self._capacity):
-            slot, best = Slot(), 0
-            self._slots = [*self._slots[-(self._capacity - 1) :], slot] if self._capacity > 1 else [slot]
-        else:
-            self._slots.remove(slot)
-            self._slots.append(slot)
+        """The cache with most of this text, and how much of it helps: a place asked about is read anew.
+
+        A text that would cost another one much of what is held of it branches off into a cache of its own.
+        """
+        best, slot = self._nearest(tokens)
+        if len(slot.tokens) - best > SPARED:
+            slot = slot.branch(best)
+        self._slots = [each for each in self._slots if each is not slot][-(self._capacity - 1) :]
+        self._slots = [*self._slots, slot] if self._capacity > 1 else [slot]
         return slot, min(best, start - 1)
+
+    def _nearest(self, tokens: Sequence[int]) -> tuple[int, Slot]:
+        """Mostly the last one, which this text goes on from: then the others are not looked at."""
+        best, found = 0, Slot()
+        for slot in reversed(self._slots):
+            shared = common(slot.tokens, tokens)
+            if shared and shared == len(slot.tokens) and slot is self._slots[-1]:
+                return shared, slot
+            if shared > best or (shared and shared == best and len(slot.tokens) < len(found.tokens)):
+                best, found = shared, slot
+        return best, found
 
     def _look(self, *_: Any) -> None:
         if self._flag.is_set():

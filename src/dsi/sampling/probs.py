@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from dsi.core.messages import Sampling
+from dsi.core.messages import Note, Sampling
 from dsi.sampling.noise import Array, double, exponential, key, namespace
 
 
@@ -43,6 +45,22 @@ def ranked(scores: Array, sampling: Sampling, position: int, count: int, doubt: 
             break
         found.append(token)
     return tuple(found)
+
+
+def noted(rows: Array, count: int, named: Sequence[Sequence[int]]) -> tuple[Note, ...]:
+    """The likeliest tokens of each row, and those that are named, by what the model itself says.
+
+    Without temperature or anything else that a request may do to its scores.
+    """
+    return tuple(_note(row, count, names) for row, names in zip(rows, named))
+
+
+def _note(scores: Array, count: int, named: Sequence[int]) -> Note:
+    scores = double(scores - scores.max())
+    logs = scores - namespace(scores).log(namespace(scores).exp(scores).sum())
+    best = (-logs).argsort()[:count].tolist()
+    found = {int(token): float(logs[token]) for token in (*best, *named)}
+    return tuple(sorted(found.items(), key=lambda each: -each[1]))
 
 
 def _marks(scores: Array, sampling: Sampling, position: int) -> Array:

@@ -1,0 +1,171 @@
+// One request: what is asked of the server, and the record of what it says.
+
+export class ServerError extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** A request as it is recorded. All times are the server's, in seconds since the request began to run. */
+export class Run {
+  constructor(algorithm, prompt) {
+    this.algorithm = algorithm;
+    this.prompt = prompt;
+    this.id = "";
+    this.text = "";
+    this.tokens = []; // {text, how, at, alternatives}
+    this.lanes = new Map(); // server -> {name, role, spans, marks, alive, restarts}
+    this.curve = [{ t: 0, root: 0, tip: 0 }];
+    this.now = 0;
+    this.heard = 0; // when the page last heard of it, by the page's clock
+    this.finish = null;
+    this.metrics = null;
+  }
+
+  get end() {
+    return this.metrics?.timing?.elapsed_s ?? this.now;
+  }
+
+  get lost() {
+    return [...this.lanes.values()].flatMap((lane) => lane.marks.map((mark) => ({ ...mark, name: lane.name })));
+  }
+
+  /** The time now, by the page's clock since the last chunk. */
+  clock() {
+    return this.finish ? this.end : this.now + (this.heard ? (performance.now() - this.heard) / 1000 : 0);
+  }
+
+  /** How many tokens were sure at a time, and how many were sure or guessed. */
+  at(t) {
+    const sure = upTo(this.tokens, t, (token) => token.at);
+    const point = this.curve[Math.max(0, upTo(this.curve, t, (p) => p.t) - 1)];
+    return { root: sure, tip: Math.max(sure, point.tip) };
+  }
+
+  servers(list) {
+    for (const { name, role, alive, restarts } of list) {
+      const lane = this.lane(name, role);
+      if (lane.alive !== undefined) {
+        if (!alive && lane.alive) lane.marks.push({ t: this.now, kind: "lost" });
+        if (restarts > lane.restarts && lane.alive && alive) lane.marks.push({ t: this.now, kind: "lost" });
+        if (alive && (!lane.alive || restarts > lane.restarts)) lane.marks.push({ t: this.now, kind: "back" });
+      }
+      Object.assign(lane, { alive, restarts });
+    }
+  }
+
+  lane(name, role) {
+    if (!this.lanes.has(name)) this.lanes.set(name, { name, role, spans: [], marks: [] });
+    return this.lanes.get(name);
+  }
+
+  /** Drafters first, then targets, each by name. */
+  sorted() {
+    const lanes = [...this.lanes.values()];
+    const rank = (lane) => (lane.role === "target" ? 1 : 0);
+    return lanes.sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
+  }
+
+  take(chunk) {
+    this.id = chunk.id ?? this.id;
+    this.heard = performance.now();
+    const choice = chunk.choices?.[0];
+    const trace = chunk.trace;
+    this.text += choice?.text ?? "";
+    if (trace) {
+      this.now = Math.max(this.now, trace.now ?? 0);
+      if (trace.servers) this.servers(trace.servers);
+      for (const span of trace.spans ?? []) {
+        this.lane(span.server, span.role).spans.push(span);
+        this.now = Math.max(this.now, span.end);
+      }
+      for (const token of trace.tokens ?? []) this.add(token);
+      const last = this.curve.at(-1);
+      this.curve.push({ t: Math.max(last.t, trace.now ?? 0), root: trace.root ?? last.root, tip: trace.tip ?? last.tip });
+    } else if (choice?.text) {
+      this.add({ text: choice.text, how: "plain", at: this.now });
+    }
+    if (chunk.metrics) this.metrics = chunk.metrics;
+    if (choice?.finish_reason) this.finish = choice.finish_reason;
+  }
+
+  add(token) {
+    const last = this.curve.at(-1);
+    this.tokens.push(token);
+    const root = this.tokens.length;
+    this.curve.push({ t: Math.max(last.t, token.at), root, tip: Math.max(last.tip, root) });
+  }
+}
+
+/** How many of a sorted list come at or before t. */
+export function upTo(list, t, time) {
+  let low = 0, high = list.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (time(list[middle]) <= t) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+async function failure(response) {
+  let message = `The server answered ${response.status}.`;
+  try {
+    message = (await response.json()).error.message || message;
+  } catch { /* not an error object */ }
+  return new ServerError(message, response.status);
+}
+
+export async function get(path, key, signal) {
+  const response = await reach(path, { headers: headers(key), signal });
+  if (!response.ok) throw await failure(response);
+  return response;
+}
+
+async function reach(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError("The server cannot be reached.");
+  }
+}
+
+/** Ask, and record the answer in `run` as it comes. `heard` is called after each chunk. */
+export async function stream(body, run, { key, signal, heard }) {
+  const response = await reach("v1/completions", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headers(key) },
+    body: JSON.stringify(body),
+    signal,
+  });
+  if (!response.ok) throw await failure(response);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) break;
+      const lines = (rest + value).split(/\r?\n/);
+      rest = lines.pop();
+      for (const line of lines) {
+        if (!line.startsWith("data:")) continue;
+        const data = line.slice(5).trim();
+        if (data === "[DONE]") return;
+        const chunk = JSON.parse(data);
+        if (chunk.error) throw new ServerError(chunk.error.message ?? "The server failed.");
+        run.take(chunk);
+      }
+      heard();
+    }
+  } catch (error) {
+    if (error instanceof ServerError || error.name === "AbortError") throw error;
+    throw new ServerError("The connection to the server broke.");
+  } finally {
+    heard();
+  }
+  if (!run.finish) throw new ServerError("The answer ended before it was finished.");
+}

@@ -1,0 +1,459 @@
+// Who computed what, when: one lane for each server, time to the right, and above them how far the text is.
+
+import { upTo } from "./stream.js";
+
+const COLOURS = ["paper", "card", "ink", "soft", "line", "guess", "target", "fix", "lost", "on-target"];
+const FONT = '"Helvetica Neue", Arial, "Liberation Sans", sans-serif';
+
+export class Timeline {
+  /** `groups`: [{title, run}]. With one of them the plot shows root, tip and lead; with more, how each one gets on. */
+  constructor(canvas, pointed = () => {}) {
+    this.canvas = canvas;
+    this.context = canvas.getContext("2d");
+    this.groups = [];
+    this.view = [0, 1];
+    this.head = null; // what comes after it is not drawn
+    this.cursor = null; // a time to mark
+    this.over = null; // the span under the pointer
+    this.message = "";
+    this.pointed = pointed;
+    this.touch();
+    canvas.addEventListener("pointermove", (event) => this.point(event));
+    canvas.addEventListener("pointerdown", (event) => this.point(event));
+    canvas.addEventListener("pointerleave", () => this.unpoint());
+    new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
+  }
+
+  /** Read the colours anew: the style sheet has them, for light and dark. */
+  touch() {
+    const probe = document.createElement("span");
+    document.body.append(probe);
+    this.colour = {};
+    for (const name of COLOURS) {
+      probe.style.color = `var(--${name})`;
+      this.colour[name] = getComputedStyle(probe).color;
+    }
+    probe.remove();
+    this.hatches = {};
+  }
+
+  hatch(name) {
+    if (this.hatches[name]) return this.hatches[name];
+    const size = 6, scale = this.scale, tile = document.createElement("canvas");
+    tile.width = tile.height = size * scale;
+    const pen = tile.getContext("2d");
+    pen.scale(scale, scale);
+    pen.strokeStyle = this.colour[name];
+    pen.lineWidth = 1.1;
+    pen.beginPath();
+    for (const x of [-size, 0, size]) {
+      pen.moveTo(x - 1, size + 1);
+      pen.lineTo(x + size + 1, -1);
+    }
+    pen.stroke();
+    const pattern = this.context.createPattern(tile, "repeat");
+    pattern.setTransform(new DOMMatrix().scale(1 / scale));
+    return (this.hatches[name] = pattern);
+  }
+
+  get single() {
+    return this.groups.length < 2;
+  }
+
+  /** Where everything stands, for the width there is. */
+  layout() {
+    const width = this.canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(this.canvas.parentElement).paddingLeft);
+    const narrow = width < 620;
+    const most = Math.max(0, ...this.groups.map((group) => group.run.lanes.size));
+    const tall = this.single ? (most > 6 ? 18 : 26) : most > 4 ? 11 : 15;
+    const gap = this.single ? 9 : 4;
+    const rows = [];
+    let y = 4;
+    const row = (kind, height, after, more = {}) => {
+      rows.push({ kind, y, height, ...more });
+      y += height + after;
+    };
+    row("plot", this.single ? (narrow ? 96 : 120) : narrow ? 96 : 130, this.single ? 14 : 16);
+    if (this.single && this.groups[0]) row("lead", 30, 14, { run: this.groups[0].run });
+    for (const group of this.groups) {
+      if (!this.single) row("title", 16, 4, { group });
+      for (const lane of group.run.sorted()) {
+        if (narrow) y += this.single ? 12 : 0;
+        row("lane", tall, gap, { lane, group });
+      }
+      if (!this.single) y += 10;
+    }
+    const bottom = y;
+    return { width, height: bottom + 20, rows, bottom, narrow, left: narrow ? (this.single ? 0 : 0) : 84, right: narrow ? 6 : 74 };
+  }
+
+  x(t) {
+    const { left, right, width } = this.place;
+    return left + ((t - this.view[0]) / (this.view[1] - this.view[0])) * (width - left - right);
+  }
+
+  time(x) {
+    const { left, right, width } = this.place;
+    return this.view[0] + ((x - left) / (width - left - right)) * (this.view[1] - this.view[0]);
+  }
+
+  draw() {
+    const place = (this.place = this.layout());
+    const { canvas, context: pen } = this;
+    const scale = Math.max(1, devicePixelRatio || 1);
+    if (scale !== this.scale) this.hatches = {};
+    this.scale = scale;
+    const [w, h] = [Math.round(place.width * scale), Math.round(place.height * scale)];
+    if (canvas.width !== w || canvas.height !== h) {
+      canvas.width = w;
+      canvas.height = h;
+      canvas.style.width = `${place.width}px`;
+      canvas.style.height = `${place.height}px`;
+    }
+    pen.setTransform(scale, 0, 0, scale, 0, 0);
+    pen.clearRect(0, 0, place.width, place.height);
+    this.axis();
+    for (const row of place.rows) this[row.kind](row);
+    if (this.cursor !== null) this.rule(this.cursor, this.colour.fix, [2, 3]);
+    if (this.head !== null && this.head < this.view[1]) this.rule(this.head, this.colour.ink, []);
+    if (this.message) this.label(this.message, (place.left + place.width - place.right) / 2, place.rows[0].y + place.rows[0].height / 2, { align: "center", size: 13 });
+  }
+
+  label(text, x, y, { align = "left", size = 11, colour = this.colour.soft, weight = 400, halo = false } = {}) {
+    const pen = this.context;
+    pen.font = `${weight} ${size}px ${FONT}`;
+    pen.textAlign = align;
+    pen.textBaseline = "middle";
+    if (halo) {
+      pen.strokeStyle = this.colour.card;
+      pen.lineWidth = 4;
+      pen.lineJoin = "round";
+      pen.strokeText(text, x, y);
+    }
+    pen.fillStyle = colour;
+    pen.fillText(text, x, y);
+  }
+
+  line(x1, y1, x2, y2, colour, dash = [], thick = 1) {
+    const pen = this.context;
+    pen.strokeStyle = colour;
+    pen.lineWidth = thick;
+    pen.setLineDash(dash);
+    pen.beginPath();
+    pen.moveTo(x1, y1);
+    pen.lineTo(x2, y2);
+    pen.stroke();
+    pen.setLineDash([]);
+  }
+
+  rule(t, colour, dash) {
+    const x = Math.round(this.x(t)) + 0.5;
+    const { left, width, right, bottom, rows } = this.place;
+    if (x >= left && x <= width - right + 1) this.line(x, rows[0].y, x, bottom, colour, dash);
+  }
+
+  axis() {
+    const { left, right, width, bottom, rows } = this.place;
+    const room = width - left - right;
+    const [t0, t1] = this.view;
+    const step = nice((t1 - t0) / Math.max(2, room / 96));
+    const small = step < 0.1 || t1 <= 1;
+    for (let n = Math.ceil(t0 / step - 1e-9); n * step <= t1 + 1e-9; n++) {
+      const t = n * step, x = Math.round(this.x(t)) + 0.5;
+      this.line(x, rows[0].y, x, bottom, this.colour.line);
+      const text = small ? `${+(t * 1000).toFixed(3)}` : `${+t.toFixed(3)}`;
+      const end = x > left + room - 30;
+      this.label(n === 0 ? "0" : `${text} ${small ? "ms" : "s"}`, n === 0 ? x - 1 : end ? Math.min(x, width - 16) : x, bottom + 11, { align: n === 0 ? "left" : "center" });
+    }
+  }
+
+  /** Draw inside the picture's own rectangle only, and no later than the head. */
+  clipped(row, draw, before = 0) {
+    const pen = this.context;
+    const { left, right, width } = this.place;
+    const until = this.head === null ? width - right : Math.min(width - right, this.x(this.head));
+    pen.save();
+    pen.beginPath();
+    pen.rect(left, row.y - 4 - before, Math.max(0, until - left) + 1, row.height + 8 + before);
+    pen.clip();
+    draw(pen);
+    pen.restore();
+  }
+
+  /** The points of a curve that can be seen, and one on either side. */
+  seen(curve) {
+    const time = (point) => point.t;
+    return curve.slice(Math.max(0, upTo(curve, this.view[0], time) - 1), upTo(curve, this.view[1], time) + 1);
+  }
+
+  steps(pen, points, value, last) {
+    let previous = null;
+    for (const point of points) {
+      const x = this.x(point.t), y = value(point);
+      if (previous === null) pen.moveTo(x, y);
+      else {
+        pen.lineTo(x, previous);
+        pen.lineTo(x, y);
+      }
+      previous = y;
+    }
+    if (previous !== null) pen.lineTo(this.x(Math.max(last, points.at(-1).t)), previous);
+  }
+
+  plot(row) {
+    const pen = this.context, colour = this.colour;
+    const { left, right, width, narrow } = this.place;
+    const runs = this.groups.map((group) => group.run);
+    const head = this.head ?? Infinity;
+    const curves = runs.map((run) => this.seen(run.curve));
+    let low = this.single && this.view[0] > 0 && curves[0]?.length ? curves[0][0].root : 0;
+    let high = Math.max(this.single ? 8 : 0, ...curves.map((points) => points.reduce((most, point) => Math.max(most, point.tip, point.root), 0)));
+    if (this.goal) high = Math.max(high, this.goal);
+    if (high - low < 8) high = low + 8;
+    const y = (value) => row.y + row.height - ((value - low) / (high - low)) * (row.height - 8);
+    const step = Math.max(1, nice((high - low) / 2.6));
+    for (let value = Math.ceil(low / step) * step; value <= high; value += step) {
+      const at = Math.round(y(value)) + 0.5;
+      this.line(left, at, width - right, at, colour.line);
+      if (runs.length) this.label(`${value}`, narrow ? 2 : left - 8, narrow ? at - 7 : at, { align: narrow ? "left" : "right" });
+    }
+    if (!narrow && runs.length) this.label("tokens", 0, row.y + row.height / 2 - 0.5, {});
+    if (this.single && runs[0]) {
+      const [run, points] = [runs[0], curves[0]];
+      const last = Math.min(head, run.clock());
+      this.clipped(row, () => {
+        pen.globalAlpha = 0.16;
+        pen.fillStyle = colour.guess;
+        pen.beginPath();
+        this.steps(pen, points, (point) => y(point.tip), last);
+        const back = [...points].reverse();
+        let after = this.x(Math.max(last, points.at(-1).t));
+        for (const point of back) {
+          pen.lineTo(after, y(point.root));
+          after = this.x(point.t);
+          pen.lineTo(after, y(point.root));
+        }
+        pen.fill();
+        pen.globalAlpha = 1;
+        for (const [name, thick, value] of [["guess", 1.25, (point) => y(point.tip)], ["ink", 1.75, (point) => y(point.root)]]) {
+          pen.strokeStyle = colour[name];
+          pen.lineWidth = thick;
+          pen.beginPath();
+          this.steps(pen, points, value, last);
+          pen.stroke();
+        }
+        pen.fillStyle = colour.fix;
+        run.tokens.forEach((token, index) => {
+          if (token.how !== "corrected" || token.at < this.view[0] || token.at > this.view[1]) return;
+          pen.beginPath();
+          pen.arc(this.x(token.at), y(index + 1), 2.2, 0, 7);
+          pen.fill();
+        });
+      });
+      if (run.tokens.length || run.curve.length > 1) {
+        const now = run.at(Math.min(head, this.view[1]));
+        const x = Math.min(this.x(Math.min(last, this.view[1])), width - right) + 7;
+        const lead = now.tip - now.root;
+        const apart = Math.min(0, y(now.root) - 14 - y(now.tip));
+        if (!narrow) {
+          this.label(`root ${now.root}`, x, y(now.root), { colour: colour.ink, weight: 600, halo: true });
+          if (lead > 0) this.label(`tip ${now.tip}`, x, y(now.tip) + apart, { colour: colour.guess, weight: 600, halo: true });
+        }
+      }
+    }
+    if (!this.single) {
+      const looks = [[colour.soft, 1.5, [4, 3]], [colour.target, 1.75, []], [colour.ink, 2.25, []]];
+      const marks = [];
+      this.groups.forEach((group, index) => {
+        const run = group.run;
+        if (!run.tokens.length) return;
+        const [stroke, thick, dash] = looks[index % looks.length];
+        const steps = [{ t: 0, n: 0 }, ...run.tokens.map((token, i) => ({ t: token.at, n: i + 1 }))];
+        const last = Math.min(head, run.finish ? run.end : run.clock());
+        this.clipped(row, () => {
+          pen.strokeStyle = stroke;
+          pen.lineWidth = thick;
+          pen.setLineDash(dash);
+          pen.beginPath();
+          this.steps(pen, steps, (point) => y(point.n), last);
+          pen.stroke();
+          pen.setLineDash([]);
+        });
+        const done = run.at(last).root;
+        const x = this.x(last);
+        pen.fillStyle = stroke;
+        pen.beginPath();
+        pen.arc(x, y(done), 3, 0, 7);
+        pen.fill();
+        marks.push({ text: group.title, x, y: y(done), stroke });
+      });
+      for (const mark of marks) this.label(mark.text, mark.x + 8, mark.y + (mark.y < row.y + 12 ? 9 : 0), { colour: mark.stroke, weight: 600, halo: true });
+    }
+  }
+
+  lead(row) {
+    const pen = this.context, { colour } = this;
+    const { left, narrow, right, width } = this.place;
+    const points = this.seen(row.run.curve);
+    const most = Math.max(4, ...points.map((point) => point.tip - point.root));
+    const y = (value) => row.y + row.height - (value / most) * row.height;
+    const last = Math.min(this.head ?? Infinity, row.run.clock());
+    this.line(left, row.y + row.height + 0.5, width - right, row.y + row.height + 0.5, colour.line);
+    this.clipped(row, () => {
+      pen.fillStyle = colour.guess;
+      pen.globalAlpha = 0.32;
+      pen.beginPath();
+      pen.moveTo(this.x(points[0].t), y(0));
+      this.steps(pen, points, (point) => y(Math.max(0, point.tip - point.root)), last);
+      pen.lineTo(this.x(Math.max(last, points.at(-1).t)), y(0));
+      pen.fill();
+      pen.globalAlpha = 1;
+    });
+    this.label(narrow ? "the drafter’s lead" : "lead", narrow ? 2 : 0, narrow ? row.y - 4 : row.y + row.height / 2, { halo: narrow });
+    const now = row.run.at(Math.min(this.head ?? Infinity, this.view[1]));
+    if (!narrow && row.run.curve.length > 1) {
+      const x = Math.min(this.x(Math.min(last, this.view[1])), width - right) + 7;
+      this.label(this.head === null && row.run.finish ? `${most} at most` : `${now.tip - now.root}`, x, row.y + row.height / 2, { colour: colour.guess, weight: 600 });
+    }
+  }
+
+  title(row) {
+    const { run, title } = row.group;
+    const head = this.head ?? Infinity;
+    this.label(title, 0, row.y + 8, { size: 12, weight: 700, colour: this.colour.ink });
+    row.group.finished = Boolean(run.finish) && head >= run.end;
+  }
+
+  lane(row) {
+    const pen = this.context, { colour } = this;
+    const { left, right, width, narrow } = this.place;
+    const { lane, group } = row;
+    const [t0, t1] = this.view;
+    pen.globalAlpha = 0.5;
+    this.box(left, row.y, width - right - left, row.height, colour.line, 3, 0.38);
+    if (narrow && this.single) this.label(lane.name, 2, row.y - 7);
+    else if (!narrow) this.label(lane.name, 0, row.y + row.height / 2, { size: this.single ? 12 : 10.5, colour: lane.alive === false ? colour.lost : colour.soft });
+    this.clipped(row, () => {
+      this.gone(row);
+      const { spans } = lane;
+      for (let i = upTo(spans, t0, (span) => span.end); i < spans.length; i++) {
+        if (spans[i].start > t1 + 1) break;
+        if (spans[i].start <= t1) this.span(row, spans[i]);
+      }
+    });
+    for (const mark of lane.marks) this.mark(row, mark);
+    if (!this.single && group.run.finish && (this.head ?? Infinity) >= group.run.end) {
+      const x = this.x(group.run.end);
+      this.line(x + 1, row.y - 3, x + 1, row.y + row.height + 3, colour.ink, [], 2);
+    }
+  }
+
+  box(x, y, w, h, fill, radius, alpha = 1) {
+    const pen = this.context;
+    pen.globalAlpha = alpha;
+    pen.fillStyle = fill;
+    pen.beginPath();
+    pen.roundRect(x, y, w, h, Math.min(radius, w / 2));
+    pen.fill();
+    pen.globalAlpha = 1;
+  }
+
+  span(row, span) {
+    const { colour, context: pen } = this;
+    const x = this.x(span.start), full = this.x(span.end) - x;
+    const over = span === this.over;
+    if (span.kind === "draft") {
+      const w = Math.max(0.8, full > 3 ? full - 1 : full * 0.62);
+      this.box(x, row.y + 2, w, row.height - 4, colour.guess, 1.5, span.stale ? 0.3 : full < 2 ? 0.8 : 0.92);
+      if (over) this.box(x - 1, row.y - 2, w + 2, row.height + 4, colour.guess, 2);
+      return;
+    }
+    const w = Math.max(1, full - (full > 4 ? 1 : 0.3));
+    if (span.kind === "warm") {
+      this.box(x, row.y + row.height * 0.3, w, row.height * 0.4, colour.target, 2, over ? 0.6 : 0.3);
+    } else if (span.stale) {
+      this.box(x, row.y, w, row.height, colour.target, 3, 0.12);
+      if (w > 3) this.box(x, row.y, w, row.height, this.hatch("target"), 3, over ? 0.9 : 0.42);
+    } else {
+      this.box(x, row.y, w, row.height, colour.target, 3, 1);
+    }
+    if (over) {
+      pen.strokeStyle = colour.ink;
+      pen.lineWidth = 1.5;
+      pen.strokeRect(x - 1, row.y - 1.5, w + 2, row.height + 3);
+    }
+    if (span.kind !== "verify" || row.height < 14 || span.stale) return;
+    const text = span.from === span.to ? `${span.from + 1}` : `${span.from + 1}–${span.to + 1}`;
+    const size = this.single ? 11 : 9;
+    pen.font = `600 ${size}px ${FONT}`;
+    if (pen.measureText(text).width + 8 < w) this.label(text, x + w / 2, row.y + row.height / 2 + 0.5, { align: "center", size, weight: 600, colour: colour["on-target"] });
+  }
+
+  /** A lane is struck out for as long as its server is gone. */
+  gone(row) {
+    const { marks } = row.lane;
+    marks.forEach((mark, i) => {
+      if (mark.kind !== "lost") return;
+      const back = marks.slice(i).find((other) => other.kind === "back");
+      const x = this.x(mark.t), w = this.x(back ? back.t : row.group.run.clock()) - x;
+      if (w > 1) this.box(x, row.y, w, row.height, this.hatch("lost"), 2, 0.4);
+    });
+  }
+
+  mark(row, mark) {
+    if (mark.t > (this.head ?? Infinity) || mark.t < this.view[0] || mark.t > this.view[1]) return;
+    const pen = this.context, { colour } = this;
+    const x = this.x(mark.t), y = row.y + row.height / 2, r = Math.min(8, row.height / 2 + 1);
+    pen.fillStyle = colour.card;
+    pen.strokeStyle = colour.lost;
+    pen.lineWidth = 1.75;
+    pen.beginPath();
+    pen.arc(x, y, r, 0, 7);
+    pen.fill();
+    pen.stroke();
+    pen.beginPath();
+    const d = r * 0.42;
+    if (mark.kind === "lost") {
+      pen.moveTo(x - d, y - d); pen.lineTo(x + d, y + d);
+      pen.moveTo(x - d, y + d); pen.lineTo(x + d, y - d);
+    } else {
+      pen.moveTo(x - d, y + d * 0.1); pen.lineTo(x - d * 0.2, y + d * 0.9); pen.lineTo(x + d, y - d * 0.8);
+    }
+    pen.stroke();
+  }
+
+  point(event) {
+    if (!this.place || !this.groups.length) return;
+    const box = this.canvas.getBoundingClientRect();
+    const x = event.clientX - box.left, y = event.clientY - box.top;
+    const { left, right, width, rows } = this.place;
+    const t = this.time(Math.max(left, Math.min(width - right, x)));
+    const row = rows.find((row) => row.kind === "lane" && y >= row.y - 3 && y <= row.y + row.height + 5);
+    this.over = row ? this.nearest(row.lane.spans, t) : null;
+    this.draw();
+    this.pointed({ t, row, span: this.over, x: event.clientX, y: event.clientY, box });
+  }
+
+  unpoint() {
+    this.over = null;
+    this.draw();
+    this.pointed(null);
+  }
+
+  /** The forward at a time, or one so near that the difference cannot be seen. */
+  nearest(spans, t) {
+    const slack = (this.view[1] - this.view[0]) * 0.003;
+    let best = null, least = slack;
+    for (let i = upTo(spans, t - slack, (span) => span.end); i < spans.length && spans[i].start <= t + slack; i++) {
+      const apart = Math.max(0, spans[i].start - t, t - spans[i].end);
+      if (apart < least || (apart === 0 && least > 0)) [best, least] = [spans[i], apart];
+    }
+    return best && (this.head === null || best.start <= this.head) ? best : null;
+  }
+}
+
+/** 1, 2 or 5 times a power of ten, at least so much. */
+function nice(least) {
+  const power = 10 ** Math.floor(Math.log10(least));
+  return [1, 2, 5, 10].find((n) => n * power >= least * 0.999) * power;
+}

@@ -1,0 +1,189 @@
+// The text, token by token, and the one small window that says more about whatever is pointed at.
+
+export function element(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "class") node.className = value;
+    else node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+export function duration(s) {
+  if (s < 0.0995) return `${(s * 1000).toFixed(s < 0.00995 ? 1 : 0)} ms`;
+  return s < 0.9995 ? `${(s * 1000).toFixed(0)} ms` : `${s.toFixed(s < 9.995 ? 2 : 1)} s`;
+}
+
+const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "(nothing)";
+
+const SAYS = {
+  accepted: "guessed by the drafter, accepted",
+  corrected: "the target’s, for a wrong guess",
+  plain: "the target’s, no guess was there",
+};
+
+/** The small window: filled, then put beside a rectangle where it fits. */
+export class Tip {
+  constructor(node) {
+    this.node = node;
+    this.owner = null;
+    addEventListener("scroll", () => this.hide(), { passive: true, capture: true });
+  }
+
+  show(owner, rectangle, ...content) {
+    this.owner = owner;
+    this.node.replaceChildren(...content);
+    this.node.hidden = false;
+    const { offsetWidth: w, offsetHeight: h } = this.node;
+    const middle = (rectangle.left + rectangle.right) / 2;
+    const x = Math.max(8, Math.min(document.documentElement.clientWidth - w - 8, middle - w / 2));
+    const y = rectangle.top - h - 8 < 4 ? rectangle.bottom + 8 : rectangle.top - h - 8;
+    this.node.style.transform = `translate(${Math.round(x)}px, ${Math.round(y)}px)`;
+  }
+
+  hide(owner = this.owner) {
+    if (owner !== this.owner) return;
+    this.owner = null;
+    this.node.hidden = true;
+  }
+}
+
+/** Tokens in a row, reachable with the arrow keys; one of them can be reached with Tab. */
+export class Text {
+  constructor(node, tip, { pointed = () => {}, label = "Tokens of the text" } = {}) {
+    this.node = node;
+    this.tip = tip;
+    this.pointed = pointed;
+    this.label = label;
+    this.clear("");
+    const token = (event) => event.target.closest?.(".token");
+    node.addEventListener("pointerover", (event) => token(event) && this.tell(token(event)));
+    node.addEventListener("pointerleave", () => this.untell());
+    node.addEventListener("focusin", (event) => {
+      if (!token(event)) return;
+      this.rove(token(event));
+      this.tell(token(event));
+    });
+    node.addEventListener("focusout", () => this.untell());
+    node.addEventListener("keydown", (event) => this.key(event));
+  }
+
+  clear(prompt) {
+    this.tokens = [];
+    this.shown = 0;
+    this.current = null;
+    this.list = element("span", { class: "tokens", role: "listbox", "aria-label": this.label, "aria-orientation": "horizontal" });
+    this.ghosts = element("span", { class: "ghosts", "aria-hidden": "true" });
+    this.node.replaceChildren(element("span", { class: "prompt" }, prompt), this.list, this.ghosts);
+  }
+
+  add(tokens) {
+    for (const token of tokens) {
+      const node = element("span", { class: `token ${token.how}`, role: "option", tabindex: "-1", "aria-selected": "false" }, token.text);
+      node.dataset.index = this.tokens.length;
+      this.tokens.push(token);
+      this.list.append(node);
+      if (!this.current) this.rove(node);
+    }
+    this.shown = this.tokens.length;
+  }
+
+  /** Show the first `count` tokens, and a box for each guess beyond them. Tokens to come keep their room. */
+  reveal(count, guesses = 0) {
+    const nodes = this.list.children;
+    for (; this.shown < count; this.shown++) nodes[this.shown].classList.remove("later");
+    for (; this.shown > count; this.shown--) nodes[this.shown - 1].classList.add("later");
+    for (const node of [...this.list.getElementsByClassName("guess")]) node.classList.remove("guess");
+    for (let i = count; i < count + guesses && i < nodes.length; i++) nodes[i].classList.add("guess");
+    const boxes = Math.max(0, Math.min(count + guesses - nodes.length, 40));
+    while (this.ghosts.childElementCount > boxes) this.ghosts.lastChild.remove();
+    while (this.ghosts.childElementCount < boxes) this.ghosts.append(element("i"));
+  }
+
+  /** Mark the places that a forward is about. */
+  mark(from, to) {
+    for (const node of this.list.querySelectorAll(".marked")) node.classList.remove("marked");
+    if (from === undefined) return;
+    const nodes = this.list.querySelectorAll(".token");
+    for (let i = Math.max(0, from); i <= to && i < nodes.length; i++) nodes[i].classList.add("marked");
+  }
+
+  rove(node) {
+    if (this.current) {
+      this.current.tabIndex = -1;
+      this.current.setAttribute("aria-selected", "false");
+    }
+    this.current = node;
+    node.tabIndex = 0;
+    node.setAttribute("aria-selected", "true");
+  }
+
+  key(event) {
+    const from = event.target.closest?.(".token");
+    if (!from || event.ctrlKey || event.metaKey || event.altKey) return;
+    const nodes = [...this.list.querySelectorAll(".token:not(.later)")];
+    const here = nodes.indexOf(from);
+    const to = {
+      ArrowRight: () => nodes[here + 1],
+      ArrowLeft: () => nodes[here - 1],
+      Home: () => nodes[0],
+      End: () => nodes.at(-1),
+      ArrowDown: () => this.beyond(nodes.slice(here + 1), from, 1),
+      ArrowUp: () => this.beyond(nodes.slice(0, here).reverse(), from, -1),
+    }[event.key];
+    if (!to) return;
+    event.preventDefault();
+    to()?.focus();
+  }
+
+  /** The token nearest below (or above) another one, in the next line that has any. */
+  beyond(nodes, from, direction) {
+    const middle = (box) => (box.left + box.right) / 2;
+    const start = from.getClientRects()[0];
+    let line = null, best = null, distance = Infinity;
+    for (const node of nodes) {
+      const box = node.getClientRects()[0];
+      if (!box || (box.top - start.top) * direction < start.height / 2) continue;
+      line ??= box.top;
+      if (Math.abs(box.top - line) > start.height / 2) break;
+      const apart = Math.abs(middle(box) - middle(start));
+      if (apart < distance) [best, distance] = [node, apart];
+    }
+    return best;
+  }
+
+  tell(node) {
+    const index = Number(node.dataset.index);
+    const token = this.tokens[index];
+    this.said?.removeAttribute("aria-describedby");
+    this.said = node;
+    node.setAttribute("aria-describedby", "tip");
+    const boxes = node.getClientRects();
+    this.tip.show(this, boxes[boxes.length - 1] ?? node.getBoundingClientRect(), ...about(token, index));
+    this.pointed(token);
+  }
+
+  untell() {
+    this.tip.hide(this);
+    this.pointed(null);
+    const focused = document.activeElement;
+    if (focused?.classList.contains("token") && this.node.contains(focused) && focused.matches(":focus-visible")) this.tell(focused);
+  }
+}
+
+function about(token, index) {
+  const head = element("p", { class: `tip-head ${token.how}` }, element("b", {}, visible(token.text)), ` ${SAYS[token.how] ?? token.how}`);
+  const when = element("p", { class: "tip-note" }, `token ${index + 1}, sure after ${duration(token.at)}`);
+  const list = element("ul", { class: "odds" });
+  for (const [text, log] of token.alternatives ?? []) {
+    const p = Math.exp(log);
+    const bar = element("i", { "aria-hidden": "true" });
+    bar.style.width = `${Math.max(1, p * 100)}%`;
+    const row = element("li", { class: text === token.text ? "is" : "" }, element("span", {}, visible(text)), element("em", {}, bar), element("b", {}, percent(p)));
+    list.append(row);
+  }
+  return list.childElementCount ? [head, list, when] : [head, when];
+}
+
+const percent = (p) => (p >= 0.0995 ? `${(p * 100).toFixed(0)}%` : p >= 0.0005 ? `${(p * 100).toFixed(1)}%` : "<0.1%");
