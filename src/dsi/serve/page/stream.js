@@ -77,7 +77,9 @@ export class Run {
       this.now = Math.max(this.now, trace.now ?? 0);
       if (trace.servers) this.servers(trace.servers);
       for (const span of trace.spans ?? []) {
-        this.lane(span.server, span.role).spans.push(span);
+        const { spans } = this.lane(span.server, span.role);
+        spans.push(span);
+        if (spans.length > 1 && spans.at(-2).end > span.end) spans.sort((a, b) => a.end - b.end);
         this.now = Math.max(this.now, span.end);
       }
       for (const token of trace.tokens ?? []) this.add(token);

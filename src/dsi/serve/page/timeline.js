@@ -99,6 +99,7 @@ export class Timeline {
 
   draw() {
     const place = (this.place = this.layout());
+    if (place.width < 100) return; // not to be seen
     const { canvas, context: pen } = this;
     const scale = Math.max(1, devicePixelRatio || 1);
     if (scale !== this.scale) this.hatches = {};
@@ -112,11 +113,11 @@ export class Timeline {
     }
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, place.width, place.height);
-    this.axis();
+    if (!this.message) this.axis();
     for (const row of place.rows) this[row.kind](row);
     if (this.cursor !== null) this.rule(this.cursor, this.colour.fix, [2, 3]);
     if (this.head !== null && this.head < this.view[1]) this.rule(this.head, this.colour.ink, []);
-    if (this.message) this.label(this.message, (place.left + place.width - place.right) / 2, place.rows[0].y + place.rows[0].height / 2, { align: "center", size: 13 });
+    if (this.message) this.label(this.message, (place.left + place.width - place.right) / 2, place.rows[0].y + place.rows[0].height / 2, { align: "center", size: 13, halo: true });
   }
 
   label(text, x, y, { align = "left", size = 11, colour = this.colour.soft, weight = 400, halo = false } = {}) {
@@ -215,7 +216,7 @@ export class Timeline {
     for (let value = Math.ceil(low / step) * step; value <= high; value += step) {
       const at = Math.round(y(value)) + 0.5;
       this.line(left, at, width - right, at, colour.line);
-      if (runs.length) this.label(`${value}`, narrow ? 2 : left - 8, narrow ? at - 7 : at, { align: narrow ? "left" : "right" });
+      if (runs.length && !this.message) this.label(`${value}`, narrow ? 2 : left - 8, narrow ? at - 7 : at, { align: narrow ? "left" : "right" });
     }
     if (!narrow && runs.length) this.label("tokens", 0, row.y + row.height / 2 - 0.5, {});
     if (this.single && runs[0]) {
