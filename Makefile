@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup browser demo test lint bench clean
 
 setup: .venv/installed
 
@@ -11,6 +11,13 @@ setup: .venv/installed
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
+
+# What the tests of the page drive; without it they are skipped.
+browser:
+	@command -v chromedriver >/dev/null || \
+		(test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
+		apt-get update -qq && apt-get install -qq --yes chromium chromium-driver >/dev/null) || \
+		echo "there is no chromedriver here, and it cannot be installed: the page is not tested"
 
 demo: setup
 	$(BIN)/dsi generate "Once upon a time" --max-new-tokens 160

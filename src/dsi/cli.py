@@ -9,13 +9,53 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dsi import cli_paper, show
+from dsi import cli_paper, cli_serve, show
+from dsi.cli_engine import load_engine
 from dsi.cli_measure import measure
+from dsi.cli_options import (
+    Acceptance,
+    Algorithm,
+    AutoLookahead,
+    AutoPatience,
+    Contention,
+    Degree,
+    Drafter,
+    DrafterDevice,
+    DrafterMs,
+    Drafters,
+    DrafterTtftMs,
+    Dtype,
+    Eager,
+    Horizon,
+    Jitter,
+    Json,
+    MaxNewTokens,
+    MinP,
+    NetworkMs,
+    OneAlgorithm,
+    OneCache,
+    PerTokenMs,
+    Pieces,
+    Profile,
+    Rule,
+    Seed,
+    Sp,
+    Target,
+    TargetDevices,
+    TargetMs,
+    TargetTtftMs,
+    Temperature,
+    Threads,
+    Tokens,
+    TopK,
+    TopP,
+    Vocab,
+    Waited,
+)
 
 if TYPE_CHECKING:
     from dsi.measure.records import Record
     from dsi.measure.settings import Setting
-    from dsi.speech import Engine
 
 app = typer.Typer(
     help="Distributed speculative inference: lossless decoding that never takes turns.",
@@ -27,85 +67,7 @@ app = typer.Typer(
 )
 app.add_typer(cli_paper.app, name="paper")
 app.add_typer(measure, name="measure")
-
-Algorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; several separated by commas.")]
-TargetMs = Annotated[float, typer.Option(help="A target forward, in milliseconds.")]
-DrafterMs = Annotated[float, typer.Option(help="A drafter forward, in milliseconds.")]
-Acceptance = Annotated[float, typer.Option(help="How often a guess is right: 0 to 1.")]
-Sp = Annotated[int, typer.Option(help="SP degree: how many target servers.")]
-Tokens = Annotated[int, typer.Option(help="Tokens to generate.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same texts and guesses.")]
-Drafters = Annotated[int, typer.Option(help="Drafter servers, each with errors of its own.")]
-Horizon = Annotated[float, typer.Option(help="dsi: how far beyond the sure text a drafter may guess.")]
-Pieces = Annotated[
-    int, typer.Option(help="A cancelled forward ends after the current one of so many; 0: at once.")
-]
-Eager = Annotated[
-    bool,
-    typer.Option(
-        help="A target that has answered takes the next waiting job at once, as in a thread pool, or only "
-        "when its answer has been handled and stale jobs are gone."
-    ),
-]
-TargetTtftMs = Annotated[float | None, typer.Option(help="The target's first forward over a prompt.")]
-DrafterTtftMs = Annotated[float | None, typer.Option(help="The drafter's first forward over a prompt.")]
-PerTokenMs = Annotated[float, typer.Option(help="What each further new token adds to a target forward.")]
-Jitter = Annotated[float, typer.Option(help="Forwards vary by this share to either side: 0 to 1.")]
-NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (virtual time only).")]
-Contention = Annotated[
-    float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
-]
-Rule = Annotated[
-    str, typer.Option(help="How guesses are judged: match, reject, block or specinfer; all are lossless.")
-]
-OneCache = Annotated[
-    bool, typer.Option(help="Targets fill one cache: none reads what another is reading (virtual time only).")
-]
-Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
-Drafter = Annotated[
-    list[str] | None,
-    typer.Option(help="A smaller model, likewise, or ngram; dsi can use several."),
-]
-Vocab = Annotated[
-    str,
-    typer.Option(
-        help="How guesses reach the target: same tokens or, with another vocabulary, tli (the tokens both "
-        "have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem."
-    ),
-]
-OneAlgorithm = Annotated[
-    str,
-    typer.Option(
-        help="nonsi, si, pearl or dsi; the text is the same. auto, with devices: the fastest as measured."
-    ),
-]
-Degree = Annotated[
-    int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")
-]
-TargetDevices = Annotated[
-    str | None,
-    typer.Option(help="GPUs for the targets: cuda:1,cuda:2, or slices of one, cuda:0/8; the CPU without it."),
-]
-DrafterDevice = Annotated[
-    str | None, typer.Option(help="The drafter's GPU, cuda:0; without it, the last of the target devices.")
-]
-AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
-AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that together reach p.")]
-MinP = Annotated[float, typer.Option(help="Only tokens at least this share as likely as the likeliest.")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
-Threads = Annotated[
-    int | None, typer.Option(help="Threads of each server; without it, one for each of its cores.")
-]
-Profile = Annotated[
-    Path | None,
-    typer.Option(help="Take what is measured from a file of `dsi measure`; what is given here comes first."),
-]
-Waited = Annotated[bool, typer.Option("--waited", help="Real threads that wait instead of computing.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
+app.command(epilog=cli_serve.EXAMPLE)(cli_serve.serve)
 
 
 def main() -> None:
@@ -302,7 +264,7 @@ def generate(
         "stop": stop or [],
     }
     text = _prompt(prompt, file)
-    with _engine(locals()) as engine:
+    with load_engine(locals()) as engine:
         writing = engine.stream(text, **options)
         for piece in writing:
             if not json:
@@ -340,7 +302,7 @@ def chat(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
     options |= {"top_p": top_p, "min_p": min_p, "seed": seed, "rule": rule}
     messages: list[dict[str, str]] = []
-    with _engine(locals()) as engine:
+    with load_engine(locals()) as engine:
         while line := _line():
             messages.append({"role": "user", "content": line})
             writing = engine.stream(engine.text.chat(messages), **options)
@@ -394,7 +356,7 @@ def compare(
         "rule": rule,
     }
     with (
-        _engine(locals() | {"algorithm": "dsi"}) as engine,
+        load_engine(locals() | {"algorithm": "dsi"}) as engine,
         show.progress("texts", len(names) * len(texts) * repeats) as advance,
     ):
         rows = measured(engine, names, texts, repeats, options, advance)
@@ -435,33 +397,6 @@ def plan(
     print(f"lookahead   {best.lookahead}, the smallest that Eq. (1) allows:")
     print(f"            {best.inequality}")
     print(f"allocation  {best.gpus_used} of {gpus} GPUs, {gpus - best.gpus_used} spare")
-
-
-def _engine(options: dict[str, Any]) -> Engine:
-    """Loading takes seconds: said on a terminal, and gone when it is done."""
-    from rich.console import Console
-
-    names = (
-        "sp",
-        "algorithm",
-        "lookahead",
-        "patience",
-        "dtype",
-        "threads",
-        "target_devices",
-        "drafter_device",
-        "vocab",
-    )
-    drafters = options["drafter"] or ["builtin"]
-    with Console(stderr=True).status(f"loading {options['target']} and {', '.join(drafters)}"):
-        from dsi.speech import Engine
-
-        engine = Engine.load(options["target"], drafters, **{name: options[name] for name in names})
-    for remark in engine.loaded.remarks:
-        print(f"dsi: {remark}", file=sys.stderr)
-    if options["algorithm"] == "auto":
-        print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
-    return engine
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -242,6 +242,17 @@ class Generation:
         return () if watcher is None or watcher not in self.open else (watcher,)
 
     @property
+    def origin(self) -> Context:
+        """Where its text begins, which is no other request's."""
+        return self.root.context.origin
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """How many tokens are certain, and how many with the guesses beyond them."""
+        tips = [node.depth for node in self._tips.values() if node.alive]
+        return self.root.depth, max(self.root.depth, *tips) if tips else self.root.depth
+
+    @property
     def waits(self) -> bool:
         """Whether nobody watches the root."""
         return not self.done and self.root.watcher is None

@@ -27,6 +27,14 @@ class Scoring:
         return self.finish_reason is not None
 
     @property
+    def origin(self) -> Context:
+        return self._context
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        return 0, 0
+
+    @property
     def waits(self) -> bool:
         """Its one forward is always asked for."""
         return False

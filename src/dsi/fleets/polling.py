@@ -64,11 +64,16 @@ class PollingFleet:
     def __init__(self, servers: Iterable[Server], *, log: list[Span] | None = None) -> None:
         self._began = time.perf_counter()
         self.log = log
+        self.deaths: dict[str, int] = {}  # of each server, so far
         self._servers = by_name(servers)
         self.busy = dict.fromkeys(self._servers, 0.0)
         self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
         self._seats: dict[str, Seat] = {}
         self._ready: deque[Event] = deque()
+
+    def members(self) -> list[tuple[str, str, bool]]:
+        """Every server there ever was: its name, its role, and whether it lives."""
+        return [(name, each.role, name in self._dispatch.roles) for name, each in self._servers.items()]
 
     def now(self) -> float:
         return time.perf_counter() - self._began
@@ -86,6 +91,7 @@ class PollingFleet:
 
     def kill(self, name: str) -> None:
         """The server dies now, whatever it was doing."""
+        self.deaths[name] = self.deaths.get(name, 0) + 1
         self._dispatch.remove(name)
         self._seats.pop(name, None)
         self._ready.extend(self._dispatch.stranded())

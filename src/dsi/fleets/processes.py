@@ -170,6 +170,10 @@ class ProcessFleet:
         seat = self._seats[name] = Seat(self._servers[name], self._cores.get(name, ()), self._prepare)
         self._selector.register(seat.wire, EVENT_READ, name)
 
+    def members(self) -> list[tuple[str, str, bool]]:
+        """Every server there ever was: its name, its role, and whether it lives."""
+        return [(name, each.role, name in self._seats) for name, each in self._servers.items()]
+
     def now(self) -> float:
         return time.perf_counter() - self._began
 

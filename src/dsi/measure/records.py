@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dsi.core.context import Context
 from dsi.fleets.spans import Span
-from dsi.measure.settings import TITLES, Outcome, Setting
+from dsi.measure.settings import TITLES, Setting
 from dsi.models.wait import Time
 from dsi.request import Completion
 
@@ -52,18 +52,26 @@ def record(setting: Setting, algorithm: str, seed: int = 0, waited: bool = False
         algorithm=algorithm,
         label="waited" if waited else "simulated",
         servers=tuple(run.busy),
-        blocks=tuple(blocks(run)),
+        blocks=tuple(blocks(run.log, run.completion, run.unit)),
         times_ms=tuple(float(time) * run.unit for time in run.completion.times),
     )
 
 
-def blocks(run: Outcome, kinds: Collection[str] = ("draft", "verify", "warm")) -> list[Block]:
-    """The forwards in order of time, each with its outcome in the light of the final text."""
-    log = sorted((span for span in run.log if span.kind in kinds and span.end > span.start), key=_start)
+def blocks(
+    spans: Iterable[Span],
+    done: Completion,
+    unit: int = 1,
+    kinds: Collection[str] = ("draft", "verify", "warm"),
+) -> list[Block]:
+    """The forwards in order of time, each with its outcome in the light of the final text.
+
+    `unit` is how many milliseconds the fleet's clock counts as one.
+    """
+    log = sorted((span for span in spans if span.kind in kinds and span.end > span.start), key=_start)
     if not log:
         return []
-    true = {text.key for text in prefixes(log[0].context.origin, run.completion)}
-    return [block(span, true, run.unit) for span in log]
+    true = {text.key for text in prefixes(log[0].context.origin, done)}
+    return [block(span, true, unit) for span in log]
 
 
 def _start(span: Span) -> Time:

@@ -58,7 +58,7 @@ class Sample:
 
 
 def sample(run: Outcome) -> Sample:
-    verifications = blocks(run, ("verify",))
+    verifications = blocks(run.log, run.completion, run.unit, ("verify",))
     begun = [span for span in run.log if span.kind == "verify" and span.end > span.start]
     stale = sum(span.stale for span in begun)
     return Sample(run.ms, run.completion.tally, run.shares, len(begun) - stale, hidden(verifications), stale)

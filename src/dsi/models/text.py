@@ -18,6 +18,11 @@ class Text:
         own = tokenizer.eos_token_id
         self.ends = frozenset(ends) | (frozenset() if own is None else {own})
 
+    @property
+    def size(self) -> int:
+        """How many tokens it knows."""
+        return len(self.tokenizer)
+
     def encode(self, text: str) -> Tokens:
         tokens = tuple(self.tokenizer(text)["input_ids"])
         if tokens:

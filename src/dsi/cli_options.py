@@ -1,0 +1,87 @@
+"""The options that commands share: what each is called, and what its help says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Algorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; several separated by commas.")]
+TargetMs = Annotated[float, typer.Option(help="A target forward, in milliseconds.")]
+DrafterMs = Annotated[float, typer.Option(help="A drafter forward, in milliseconds.")]
+Acceptance = Annotated[float, typer.Option(help="How often a guess is right: 0 to 1.")]
+Sp = Annotated[int, typer.Option(help="SP degree: how many target servers.")]
+Tokens = Annotated[int, typer.Option(help="Tokens to generate.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same texts and guesses.")]
+Drafters = Annotated[int, typer.Option(help="Drafter servers, each with errors of its own.")]
+Horizon = Annotated[float, typer.Option(help="dsi: how far beyond the sure text a drafter may guess.")]
+Pieces = Annotated[
+    int, typer.Option(help="A cancelled forward ends after the current one of so many; 0: at once.")
+]
+Eager = Annotated[
+    bool,
+    typer.Option(
+        help="A target that has answered takes the next waiting job at once, as in a thread pool, or only "
+        "when its answer has been handled and stale jobs are gone."
+    ),
+]
+TargetTtftMs = Annotated[float | None, typer.Option(help="The target's first forward over a prompt.")]
+DrafterTtftMs = Annotated[float | None, typer.Option(help="The drafter's first forward over a prompt.")]
+PerTokenMs = Annotated[float, typer.Option(help="What each further new token adds to a target forward.")]
+Jitter = Annotated[float, typer.Option(help="Forwards vary by this share to either side: 0 to 1.")]
+NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (virtual time only).")]
+Contention = Annotated[
+    float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
+]
+Rule = Annotated[
+    str, typer.Option(help="How guesses are judged: match, reject, block or specinfer; all are lossless.")
+]
+OneCache = Annotated[
+    bool, typer.Option(help="Targets fill one cache: none reads what another is reading (virtual time only).")
+]
+Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
+Drafter = Annotated[
+    list[str] | None,
+    typer.Option(help="A smaller model, likewise, or ngram; dsi can use several."),
+]
+Vocab = Annotated[
+    str,
+    typer.Option(
+        help="How guesses reach the target: same tokens or, with another vocabulary, tli (the tokens both "
+        "have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem."
+    ),
+]
+OneAlgorithm = Annotated[
+    str,
+    typer.Option(
+        help="nonsi, si, pearl or dsi; the text is the same. auto, with devices: the fastest as measured."
+    ),
+]
+Degree = Annotated[
+    int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")
+]
+TargetDevices = Annotated[
+    str | None,
+    typer.Option(help="GPUs for the targets: cuda:1,cuda:2, or slices of one, cuda:0/8; the CPU without it."),
+]
+DrafterDevice = Annotated[
+    str | None, typer.Option(help="The drafter's GPU, cuda:0; without it, the last of the target devices.")
+]
+AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
+AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")]
+TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that together reach p.")]
+MinP = Annotated[float, typer.Option(help="Only tokens at least this share as likely as the likeliest.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads of each server; without it, one for each of its cores.")
+]
+Profile = Annotated[
+    Path | None,
+    typer.Option(help="Take what is measured from a file of `dsi measure`; what is given here comes first."),
+]
+Waited = Annotated[bool, typer.Option("--waited", help="Real threads that wait instead of computing.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]

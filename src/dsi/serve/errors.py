@@ -1,0 +1,65 @@
+"""What goes wrong, as OpenAI's clients know it: a status and an error object, never a path or a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+
+
+class Problem(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def json(self) -> dict[str, Any]:
+        kind = KINDS.get(self.status, "invalid_request_error")
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
+        }
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """What every answer with a status of 400 or more holds."""
+
+    error: ErrorObject
+
+
+def busy(open: int) -> Problem:
+    message = f"{open} texts are being written or wait for their turn: try again later"
+    return Problem(429, message, code="queue_full", headers={"retry-after": "1"})
+
+
+def closing() -> Problem:
+    return Problem(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})

@@ -1,0 +1,164 @@
+"""The server as a process: sockets with bounds, logs, and an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from ipaddress import ip_address
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dsi.serve.app import make_app
+from dsi.serve.limits import Limits
+from dsi.serve.orders import House
+from dsi.speech import Engine
+
+KEYS = "DSI_API_KEYS"  # in the environment: keys, separated by commas
+OWN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class Line(logging.Formatter):
+    """One JSON document for each line of log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {key: value for key, value in vars(record).items() if key not in OWN}
+        when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        document = {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **told}
+        if record.exc_info:
+            document["exception"] = self.formatException(record.exc_info)
+        return json.dumps(document, default=str)
+
+
+class Bounded(H11Protocol):
+    """Not too many connections, and none that takes for ever to say what it wants."""
+
+    limits = Limits()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._late: asyncio.TimerHandle | None = None
+        full = len(self.connections) >= self.limits.connections
+        super().connection_made(transport)
+        if full:
+            transport.abort()
+        else:
+            self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._arrived()
+        elif self._late is None:
+            self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        self._late = self.loop.call_later(self.limits.arrival_seconds, self.transport.abort)
+
+    def _arrived(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class Server(uvicorn.Server):
+    """Asked to end, it takes nothing new, lets answers end for a while, and then cuts them cleanly."""
+
+    def __init__(self, config: uvicorn.Config, house: House) -> None:
+        super().__init__(config)
+        self._house = house
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """A second word ends it at once. Unlike its parent's, it does not die of the signal afterwards."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for each in sockets or []:
+            host, port = each.getsockname()[:2]
+            name = f"[{host}]" if ":" in host else host
+            print(f"dsi: listening on http://{name}:{port}", file=sys.stderr, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._house.desk.refuse()
+        deadline = self._house.limits.shutdown_seconds
+        asyncio.get_running_loop().call_later(deadline, self._house.desk.cut)
+        await super().shutdown(sockets)
+
+
+def read_keys(path: Path | None) -> list[str]:
+    """API keys of a file, one on a line, or of the environment."""
+    if path is None:
+        return [key for each in os.environ.get(KEYS, "").split(",") if (key := each.strip())]
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as a file of API keys") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise ValueError(f"{path}: has no API key in it")
+    return keys
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket, before any model is loaded: that an address is taken should be known at once."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"port {port}: must be between 0 and 65535")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except (OSError, UnicodeError) as error:
+        found.close()
+        reason = error.strerror if isinstance(error, OSError) else "no such name"
+        raise ValueError(f"{host}:{port}: cannot listen there ({str(reason).lower()})") from error
+    return found
+
+
+def is_local(found: socket.socket) -> bool:
+    return ip_address(found.getsockname()[0]).is_loopback
+
+
+def start_log() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(Line())
+    for name in ("dsi.serve", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO if name == "dsi.serve" else logging.WARNING)
+
+
+def serve(engine: Engine, model: str, found: socket.socket, limits: Limits, keys: Sequence[str]) -> None:
+    """Until it is told to stop."""
+    start_log()
+    app, house = make_app(engine, model, limits, keys, is_local(found))
+    protocol: Any = type("Protocol", (Bounded,), {"limits": limits})
+    config = uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=limits.head_bytes,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(limits.shutdown_seconds) + 2,
+        backlog=min(2048, limits.connections),
+    )
+    Server(config, house).run(sockets=[found])

@@ -1,0 +1,46 @@
+"""What the servers did for the last requests, to be drawn afterwards."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dsi.fleets.spans import Span
+from dsi.measure.records import Record, blocks
+from dsi.plot.trace import trace
+from dsi.request import Completion
+from dsi.serve.desk import Ticket
+
+
+class Traces:
+    """The last few, by the id of the answer."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._kept: OrderedDict[str, list[Record]] = OrderedDict()
+
+    def keep(self, id: str, algorithm: str, servers: Sequence[str], tickets: Sequence[Ticket]) -> None:
+        if not self._most:
+            return
+        self._kept[id] = [record(algorithm, servers, ticket) for ticket in tickets if ticket.run]
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+    def json(self, id: str) -> dict[str, Any] | None:
+        records = self._kept.get(id)
+        return None if records is None else trace(records)
+
+
+def record(algorithm: str, servers: Sequence[str], ticket: Ticket) -> Record:
+    run, log = ticket.run, [_since(span, ticket.began) for span in ticket.spans]
+    if run is None:
+        raise ValueError("a ticket that was never taken up")
+    done = Completion(tuple(run.tokens), "", tuple(run.times), ticket.tally)
+    times = tuple(1000 * float(time) for time in run.times)
+    return Record(algorithm, "measured", tuple(servers), tuple(blocks(log, done, 1000)), times)
+
+
+def _since(span: Span, began: float) -> Span:
+    return replace(span, start=span.start - began, end=span.end - began)
