@@ -220,7 +220,7 @@ async function generate() {
   text.clear(chosen.prompt);
   timeline.groups = [{ title: TITLES[run.algorithm], run }];
   timeline.goal = 0;
-  timeline.message = "";
+  timeline.blank = false;
   timeline.head = null;
   $("status").textContent = "waiting for the server";
   wake();
@@ -271,6 +271,7 @@ function finish(failed) {
       ? `Broke off after ${took}.`
       : `Finished: ${took}, ${$("f-speed").textContent} tokens per second. ${run.text}`;
   $("tools").hidden = false;
+  document.querySelector(".zoom").hidden = false;
   $("trace").hidden = !run.id;
   $("trace").href = `v1/traces/${encodeURIComponent(run.id)}`;
   $("trace").download = `${run.id}.json`;
@@ -295,9 +296,8 @@ function showRun(t) {
   const now = t === null ? (live ? run.clock() : Infinity) : t;
   const { root, tip: guessed } = t === null ? { root: run.tokens.length, tip: run.curve.at(-1).tip } : run.at(t);
   text.reveal(root, t === null && !live ? 0 : guessed - root);
+  if (live || t !== null) text.follow();
   if (live) {
-    const box = $("text");
-    box.scrollTop = box.scrollHeight;
     if (run.tokens.length) $("status").textContent = `${TITLES[run.algorithm]} · ${many(root, "token")}`;
   }
   timeline.head = live || t !== null ? Math.min(now, live ? now : run.end) : null;
@@ -362,7 +362,7 @@ function figures(root, now, complete) {
   put("f-hidden", said ? share(hidden, said.target_forwards) : "–", said?.target_forwards ? `${hidden} of ${said.target_forwards}` : "");
   const wasted = said?.num_wasted_draft_tokens;
   put("f-wasted", guessing && wasted !== undefined ? wasted.toLocaleString("en") : "–");
-  against(complete);
+  against(Boolean(run.finish));
 }
 
 /** What the request took, beside what others would have taken by the server's estimate. */
@@ -386,11 +386,12 @@ function empty() {
   timeline.groups = fleet.length ? [{ title: "", run: blank }] : [];
   timeline.view = [0, 1];
   timeline.head = null;
-  timeline.message = "Each server has a lane here; time goes to the right.";
+  timeline.blank = true;
   timeline.draw();
   if (!text.tokens.length) text.clear("");
   $("intro").hidden = false;
   $("against").classList.add("none");
+  document.querySelector(".zoom").hidden = true;
 }
 
 /** The picture in words, for those who cannot see it. */
@@ -436,7 +437,7 @@ function point(line, where, tokens) {
     const noun = span.from === span.to ? "token" : "tokens";
     tip.show(line, at,
       element("p", { class: `tip-head ${span.kind === "draft" ? "accepted" : "plain"}` }, element("b", {}, span.server), ` ${verb} ${noun} ${places(span)}`),
-      element("p", { class: "tip-note" }, `${duration(span.start)} to ${duration(span.end)}, ${duration(span.end - span.start)}${span.stale ? "; stale: cancelled before it ended" : ""}`));
+      element("p", { class: "tip-note" }, `${duration(span.start)} to ${duration(span.end)}, ${duration(span.end - span.start)}${span.stale ? ", stale" : ""}`));
     return;
   }
   const lines = line.groups.filter(({ run }) => run.tokens.length).map(({ title, run }) => {
@@ -588,9 +589,8 @@ function finishRace() {
 /** All that run or have run, at one time; null is the end, or now. */
 function showRace(t) {
   if (!race) return;
-  const base = race.columns[0].run;
   let latest = 0;
-  for (const { algorithm, node, run, text: words, time, ratio, bar } of race.columns) {
+  for (const { node, run, text: words, time, ratio, bar } of race.columns) {
     if (!run) continue;
     const live = !run.finish;
     const now = t === null ? run.clock() : Math.min(t, run.end);
@@ -599,13 +599,13 @@ function showRace(t) {
     const { root, tip: guessed } = live ? { root: run.tokens.length, tip: run.curve.at(-1).tip } : run.at(t === null ? Infinity : t);
     const over = !live && (t === null || t >= run.end);
     words.reveal(root, over ? 0 : guessed - root);
-    if (live) words.node.scrollTop = words.node.scrollHeight;
+    if (live || racePlayer.playing) words.follow();
     time.textContent = run.heard || !live ? seconds(now) : "–";
     bar.style.width = `${Math.min(100, (100 * root) / race.goal)}%`;
     node.classList.toggle("over", over);
-    ratio.textContent = over && run !== base && race.done ? `${(base.end / run.end).toFixed(2)}× as fast as non-SI` : "";
-    if (algorithm === "dsi" && over && race.done) ratio.textContent = `${(base.end / run.end).toFixed(2)}× non-SI, ${(race.columns[1].run.end / run.end).toFixed(2)}× SI`;
-    else if (algorithm === "si" && over && race.done) ratio.textContent = `${(base.end / run.end).toFixed(2)}× non-SI`;
+    const rivals = race.done ? race.runs.slice(0, race.runs.indexOf(run)) : [];
+    const said = [`${Math.round(root / (now || 1))} tokens/s`, ...rivals.map((other) => `${(other.end / run.end).toFixed(2)}× ${TITLES[other.algorithm]}`)];
+    ratio.textContent = over && root ? said.join(" · ") : "";
   }
   raceline.view = [0, Math.max(0.1, latest) * 1.004];
   raceline.head = t;
@@ -703,6 +703,7 @@ function begins() {
     timeline.draw();
     $("race").focus();
   });
+  $("copy").hidden = !navigator.clipboard; // only where the page is trusted
   $("copy").addEventListener("click", async () => {
     await navigator.clipboard.writeText(run.prompt + run.text);
     $("copy").textContent = "Copied";

@@ -82,21 +82,27 @@ export class Run {
         if (spans.length > 1 && spans.at(-2).end > span.end) spans.sort((a, b) => a.end - b.end);
         this.now = Math.max(this.now, span.end);
       }
-      for (const token of trace.tokens ?? []) this.add(token);
+      this.trail(trace);
+      for (const token of trace.tokens ?? []) this.tokens.push(token);
       const last = this.curve.at(-1);
       this.curve.push({ t: Math.max(last.t, trace.now ?? 0), root: trace.root ?? last.root, tip: trace.tip ?? last.tip });
     } else if (choice?.text) {
-      this.add({ text: choice.text, how: "plain", at: this.now });
+      this.tokens.push({ text: choice.text, how: "plain", at: this.now });
     }
     if (chunk.metrics) this.metrics = chunk.metrics;
     if (choice?.finish_reason) this.finish = choice.finish_reason;
   }
 
-  add(token) {
-    const last = this.curve.at(-1);
-    this.tokens.push(token);
-    const root = this.tokens.length;
-    this.curve.push({ t: Math.max(last.t, token.at), root, tip: Math.max(last.tip, root) });
+  /** Root and tip between two chunks: each token moves the root, each guess the tip, and a correction takes it back. */
+  trail({ tokens = [], spans = [] }) {
+    const drafts = spans.filter(({ kind, stale }) => kind === "draft" && !stale);
+    const moves = [...tokens.map(({ at, how }) => ({ t: at, how })), ...drafts.map(({ end, to }) => ({ t: end, to }))];
+    for (const { t, how, to } of moves.sort((a, b) => a.t - b.t)) {
+      const last = this.curve.at(-1);
+      const root = last.root + (how ? 1 : 0);
+      const tip = how === "corrected" ? root : Math.max(root, how ? last.tip : to + 1);
+      this.curve.push({ t: Math.max(last.t, t), root, tip });
+    }
   }
 }
 

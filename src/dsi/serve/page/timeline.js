@@ -15,7 +15,7 @@ export class Timeline {
     this.head = null; // what comes after it is not drawn
     this.cursor = null; // a time to mark
     this.over = null; // the span under the pointer
-    this.message = "";
+    this.blank = false; // nothing has run yet: each row says what it will show
     this.pointed = pointed;
     this.touch();
     canvas.addEventListener("pointermove", (event) => this.point(event));
@@ -64,7 +64,7 @@ export class Timeline {
   layout() {
     const width = this.canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(this.canvas.parentElement).paddingLeft);
     const narrow = width < 620;
-    const most = Math.max(0, ...this.groups.map((group) => group.run.lanes.size));
+    const most = Math.max(0, ...this.groups.map((group) => this.lanes(group.run).length));
     const tall = this.single ? (most > 6 ? 18 : 26) : most > 4 ? 11 : 15;
     const gap = this.single ? 9 : 4;
     const rows = [];
@@ -74,17 +74,26 @@ export class Timeline {
       y += height + after;
     };
     row("plot", this.single ? (narrow ? 96 : 120) : narrow ? 96 : 130, this.single ? 14 : 16);
+    if (narrow && this.single) y += 12;
     if (this.single && this.groups[0]) row("lead", 30, 14, { run: this.groups[0].run });
     for (const group of this.groups) {
       if (!this.single) row("title", 16, 4, { group });
-      for (const lane of group.run.sorted()) {
+      for (const lane of this.lanes(group.run)) {
         if (narrow) y += this.single ? 12 : 0;
         row("lane", tall, gap, { lane, group });
       }
       if (!this.single) y += 10;
     }
     const bottom = y;
-    return { width, height: bottom + 20, rows, bottom, narrow, left: narrow ? (this.single ? 0 : 0) : 84, right: narrow ? 6 : 74 };
+    return { width, height: bottom + 20, rows, bottom, narrow, left: narrow ? 0 : 84, right: narrow ? 6 : 70 };
+  }
+
+  /** One for each server; where several runs are shown, the many that did nothing in one share a lane. */
+  lanes(run) {
+    const all = run.sorted();
+    const idle = all.filter((lane) => !lane.spans.length && !lane.marks.length);
+    if (this.single || all.length < 5 || idle.length < 2) return all;
+    return [...all.filter((lane) => !idle.includes(lane)), { name: `${idle.length} idle`, spans: [], marks: [] }];
   }
 
   x(t) {
@@ -113,11 +122,10 @@ export class Timeline {
     }
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, place.width, place.height);
-    if (!this.message) this.axis();
+    if (!this.blank) this.axis();
     for (const row of place.rows) this[row.kind](row);
     if (this.cursor !== null) this.rule(this.cursor, this.colour.fix, [2, 3]);
     if (this.head !== null && this.head < this.view[1]) this.rule(this.head, this.colour.ink, []);
-    if (this.message) this.label(this.message, (place.left + place.width - place.right) / 2, place.rows[0].y + place.rows[0].height / 2, { align: "center", size: 13, halo: true });
   }
 
   label(text, x, y, { align = "left", size = 11, colour = this.colour.soft, weight = 400, halo = false } = {}) {
@@ -133,6 +141,10 @@ export class Timeline {
     }
     pen.fillStyle = colour;
     pen.fillText(text, x, y);
+  }
+
+  explain(text, row) {
+    if (text) this.label(text, this.place.left + 12, row.y + row.height / 2, { size: this.place.narrow ? 11 : 13 });
   }
 
   line(x1, y1, x2, y2, colour, dash = [], thick = 1) {
@@ -213,10 +225,17 @@ export class Timeline {
     if (high - low < 8) high = low + 8;
     const y = (value) => row.y + row.height - ((value - low) / (high - low)) * (row.height - 8);
     const step = Math.max(1, nice((high - low) / 2.6));
+    if (this.blank) {
+      this.line(left, row.y + row.height + 0.5, width - right, row.y + row.height + 0.5, colour.line);
+      this.line(left + 0.5, row.y, left + 0.5, row.y + row.height, colour.line);
+      if (!narrow) this.label("tokens", 0, row.y + row.height / 2);
+      this.explain("How many tokens are sure, and how many guessed.", row);
+      return;
+    }
     for (let value = Math.ceil(low / step) * step; value <= high; value += step) {
       const at = Math.round(y(value)) + 0.5;
       this.line(left, at, width - right, at, colour.line);
-      if (runs.length && !this.message) this.label(`${value}`, narrow ? 2 : left - 8, narrow ? at - 7 : at, { align: narrow ? "left" : "right" });
+      if (runs.length && !(narrow && value === 0)) this.label(`${value}`, narrow ? 2 : left - 8, narrow ? at - 7 : at, { align: narrow ? "left" : "right" });
     }
     if (!narrow && runs.length) this.label("tokens", 0, row.y + row.height / 2 - 0.5, {});
     if (this.single && runs[0]) {
@@ -244,10 +263,11 @@ export class Timeline {
           pen.stroke();
         }
         pen.fillStyle = colour.fix;
+        const radius = Math.max(1.3, Math.min(2.3, 250 / (points.length + 1)));
         run.tokens.forEach((token, index) => {
           if (token.how !== "corrected" || token.at < this.view[0] || token.at > this.view[1]) return;
           pen.beginPath();
-          pen.arc(this.x(token.at), y(index + 1), 2.2, 0, 7);
+          pen.arc(this.x(token.at), y(index + 1), radius, 0, 7);
           pen.fill();
         });
       });
@@ -288,7 +308,10 @@ export class Timeline {
         pen.fill();
         marks.push({ text: group.title, x, y: y(done), stroke });
       });
-      for (const mark of marks) this.label(mark.text, mark.x + 8, mark.y + (mark.y < row.y + 12 ? 9 : 0), { colour: mark.stroke, weight: 600, halo: true });
+      for (const mark of marks) {
+        const close = marks.some((other) => other.x > mark.x && other.x - mark.x < 44 && Math.abs(other.y - mark.y) < 12);
+        this.label(mark.text, mark.x + (close ? -8 : 8), mark.y + (mark.y < row.y + 12 && !close ? 9 : 0), { align: close ? "right" : "left", colour: mark.stroke, weight: 600, halo: true });
+      }
     }
   }
 
@@ -304,13 +327,14 @@ export class Timeline {
       pen.fillStyle = colour.guess;
       pen.globalAlpha = 0.32;
       pen.beginPath();
-      pen.moveTo(this.x(points[0].t), y(0));
       this.steps(pen, points, (point) => y(Math.max(0, point.tip - point.root)), last);
       pen.lineTo(this.x(Math.max(last, points.at(-1).t)), y(0));
+      pen.lineTo(this.x(points[0].t), y(0));
       pen.fill();
       pen.globalAlpha = 1;
     });
-    this.label(narrow ? "the drafter’s lead" : "lead", narrow ? 2 : 0, narrow ? row.y - 4 : row.y + row.height / 2, { halo: narrow });
+    this.label(narrow ? "the drafter’s lead" : "lead", narrow ? 2 : 0, narrow ? row.y - 8 : row.y + row.height / 2, { halo: narrow });
+    if (this.blank) this.explain("How far the guesses are ahead.", row);
     const now = row.run.at(Math.min(this.head ?? Infinity, this.view[1]));
     if (!narrow && row.run.curve.length > 1) {
       const x = Math.min(this.x(Math.min(last, this.view[1])), width - right) + 7;
@@ -334,6 +358,11 @@ export class Timeline {
     this.box(left, row.y, width - right - left, row.height, colour.line, 3, 0.38);
     if (narrow && this.single) this.label(lane.name, 2, row.y - 7);
     else if (!narrow) this.label(lane.name, 0, row.y + row.height / 2, { size: this.single ? 12 : 10.5, colour: lane.alive === false ? colour.lost : colour.soft });
+    if (this.blank) {
+      const targets = group.run.sorted().filter(({ role }) => role === "target");
+      const says = ["A target verifies a stretch of guesses in one forward.", "Another verifies the next at the same time."];
+      this.explain(lane.role === "target" ? says[targets.indexOf(lane)] : "A drafter guesses token after token, and does not wait.", row);
+    }
     this.clipped(row, () => {
       this.gone(row);
       const { spans } = lane;

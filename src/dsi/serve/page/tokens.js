@@ -72,6 +72,8 @@ export class Text {
   clear(prompt) {
     this.tokens = [];
     this.shown = 0;
+    this.node.classList.remove("spaced");
+    this.space(prompt);
     this.current = null;
     this.list = element("span", { class: "tokens", role: "listbox", "aria-label": this.label, "aria-orientation": "horizontal" });
     this.ghosts = element("span", { class: "ghosts", "aria-hidden": "true" });
@@ -87,6 +89,12 @@ export class Text {
       if (!this.current) this.rove(node);
     }
     this.shown = this.tokens.length;
+    this.space(tokens.map(({ text }) => text).join(""));
+  }
+
+  /** Where spaces mean something, as in code, all of them are kept; else those at the ends of lines are not shown. */
+  space(text) {
+    if (/[ \t]{2}|\t|\n /.test(text)) this.node.classList.add("spaced");
   }
 
   /** Show the first `count` tokens, and a box for each guess beyond them. Tokens to come keep their room. */
@@ -99,6 +107,14 @@ export class Text {
     const boxes = Math.max(0, Math.min(count + guesses - nodes.length, 40));
     while (this.ghosts.childElementCount > boxes) this.ghosts.lastChild.remove();
     while (this.ghosts.childElementCount < boxes) this.ghosts.append(element("i"));
+  }
+
+  /** Keep what has come last in view, where the text has a height of its own. */
+  follow() {
+    const { node } = this;
+    if (node.scrollHeight <= node.clientHeight + 1) return;
+    const last = this.list.children[this.shown - 1];
+    node.scrollTop = last ? last.offsetTop + last.offsetHeight + 40 - node.clientHeight : 0;
   }
 
   /** Mark the places that a forward is about. */
