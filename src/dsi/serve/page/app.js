@@ -280,12 +280,12 @@ function finish(failed) {
   if (run.end > 0) player.load(run.end);
 }
 
-/** The page's own servers, as the run says they are; and a word about those that were lost. */
+/** The servers in the page's head, as a run says they are. */
 function tellLost(of) {
-  const lanes = [...of.lanes.values()].filter((lane) => lane.alive !== undefined);
-  if (lanes.length) fleet = of.sorted().filter((lane) => lane.alive !== undefined).map(({ name, role, alive, restarts }) => ({ name, role, alive, restarts }));
+  const known = of.sorted().filter((lane) => lane.alive !== undefined);
+  if (known.every((lane, i) => lane.alive === fleet[i]?.alive && lane.restarts === fleet[i].restarts)) return;
+  fleet = known.map(({ name, role, alive, restarts }) => ({ name, role, alive, restarts }));
   tellServers();
-  $("single").querySelector(".k-lost").hidden = !of.lost.length;
 }
 
 /** The request as it stood at a time; null is all of it, or as much as there is. */
@@ -303,6 +303,7 @@ function showRun(t) {
   timeline.head = live || t !== null ? Math.min(now, live ? now : run.end) : null;
   if (!zoomed) look(live);
   timeline.draw();
+  $("single").querySelector(".k-lost").hidden = !run.lost.length;
   figures(root, Math.min(now, run.end), t === null && !live);
 }
 
@@ -356,13 +357,24 @@ function figures(root, now, complete) {
   put("f-ttft", root && first !== undefined ? duration(first) : "–");
   const guessing = run.algorithm !== "nonsi";
   const accepted = said?.num_accepted_draft_tokens ?? counts.accepted;
-  const judged = said?.num_draft_tokens ?? counts.accepted + counts.corrected;
-  put("f-accepted", guessing ? share(accepted, judged) : "–", guessing && judged ? `${accepted} of ${judged}` : "");
+  const drafted = said?.num_draft_tokens ?? Math.max(accepted, drafts(now));
+  const judged = accepted + counts.corrected;
+  put("f-accepted", guessing ? share(accepted, drafted) : "–", guessing && judged ? `${accepted} of ${drafted}; ${share(accepted, judged)} of those judged` : "");
   const hidden = said?.target_forwards_hidden;
   put("f-hidden", said ? share(hidden, said.target_forwards) : "–", said?.target_forwards ? `${hidden} of ${said.target_forwards}` : "");
   const wasted = said?.num_wasted_draft_tokens;
   put("f-wasted", guessing && wasted !== undefined ? wasted.toLocaleString("en") : "–");
   against(Boolean(run.finish));
+}
+
+/** The guesses whose fate is known at a time: all but those beyond the root. */
+function drafts(t) {
+  const { root, tip: guessed } = run.at(t);
+  let made = 0;
+  for (const { role, spans } of run.lanes.values()) {
+    if (role !== "target") for (const span of spans) made += span.kind === "draft" && !span.stale && span.end <= t;
+  }
+  return made - (guessed - root);
 }
 
 /** What the request took, beside what others would have taken by the server's estimate. */
@@ -543,6 +555,7 @@ async function startRace() {
       wake();
       await ask(one.algorithm, one.run);
       one.node.classList.remove("running");
+      showRace(null, true);
     }
     race.done = true;
   } catch (error) {
@@ -586,8 +599,9 @@ function finishRace() {
   if (!still.matches) racePlayer.play(0);
 }
 
-/** All that run or have run, at one time; null is the end, or now. */
-function showRace(t) {
+/** All that run or have run, at one time; null is the end, or now. A drawing costs time, which may be the
+    servers' own: while they are recorded there is none. */
+function showRace(t, drawn = false) {
   if (!race) return;
   let latest = 0;
   for (const { node, run, text: words, time, ratio, bar } of race.columns) {
@@ -607,6 +621,7 @@ function showRace(t) {
     const said = [`${Math.round(root / (now || 1))} tokens/s`, ...rivals.map((other) => `${(other.end / run.end).toFixed(2)}× ${TITLES[other.algorithm]}`)];
     ratio.textContent = over && root ? said.join(" · ") : "";
   }
+  if (busy && !drawn) return;
   raceline.view = [0, Math.max(0.1, latest) * 1.004];
   raceline.head = t;
   raceline.draw();
@@ -636,7 +651,7 @@ function frame(now) {
   if (busy) {
     if (race) showRace(null);
     else showRun(null);
-    wake();
+    setTimeout(wake, race ? 100 : 50); // seldom: the models may share this machine's cores
   } else if (player.playing || racePlayer.playing) wake();
   else if (!race && run && !zoomed) showRun(player.t < player.end ? player.t : null);
 }

@@ -24,7 +24,7 @@ export class Run {
   }
 
   get end() {
-    return this.metrics?.timing?.elapsed_s ?? this.now;
+    return Math.max(this.metrics?.timing?.elapsed_s ?? this.now, this.tokens.at(-1)?.at ?? 0);
   }
 
   get lost() {

@@ -263,7 +263,7 @@ export class Timeline {
           pen.stroke();
         }
         pen.fillStyle = colour.fix;
-        const radius = Math.max(1.3, Math.min(2.3, 250 / (points.length + 1)));
+        const radius = Math.max(1.5, Math.min(2.6, 150 / (run.tokens.length / 4 + 1)));
         run.tokens.forEach((token, index) => {
           if (token.how !== "corrected" || token.at < this.view[0] || token.at > this.view[1]) return;
           pen.beginPath();
