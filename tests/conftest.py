@@ -1,4 +1,31 @@
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
+
+from live_server import Live, Serving, start
 
 settings.register_profile("dsi", deadline=None, print_blob=True)
 settings.load_profile("dsi")
+
+
+@pytest.fixture(scope="session")
+def live() -> Iterator[Live]:
+    """One server for all tests that leave it as they found it."""
+    server = start("--sp", "2", "--max-running", "8", "--max-waiting", "16", "--max-tokens", "400")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def serving() -> Iterator[Serving]:
+    """A server with options of its own."""
+    started: list[Live] = []
+
+    def make(*options: str, env: dict[str, str] | None = None) -> Live:
+        started.append(start(*options, env=env))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.kill()

@@ -1,0 +1,81 @@
+"""A real server on a real socket: `dsi serve` in a process of its own, on the built-in pair."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+LISTENING = re.compile(r"listening on (http://\S+)")
+START_SECONDS = 60.0
+
+
+@dataclass
+class Live:
+    """A server that runs; `log` is what it has said so far."""
+
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def start(self) -> None:
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+        end = time.monotonic() + START_SECONDS
+        while not self.url:
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"the server did not start: {''.join(self.log)}")
+            time.sleep(0.02)
+
+    def _listen(self) -> None:
+        for line in self.process.stderr or ():
+            self.log.append(line)
+            if found := LISTENING.search(line):
+                self.url = found[1]
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    @property
+    def children(self) -> list[int]:
+        """The processes of its servers."""
+        task = Path(f"/proc/{self.process.pid}/task")
+        return [int(pid) for each in task.iterdir() for pid in (each / "children").read_text().split()]
+
+    def stop(self) -> int:
+        """Ask it to end; returns its exit status."""
+        self.process.terminate()
+        return self.process.wait(30)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._listener.join(10)
+        if self.process.stderr:
+            self.process.stderr.close()
+
+
+Serving = Callable[..., Live]
+
+
+def start(*options: str, env: dict[str, str] | None = None) -> Live:
+    command = [sys.executable, "-m", "dsi", "serve", "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
+    )
+    live = Live(process)
+    try:
+        live.start()
+    except BaseException:
+        live.kill()
+        raise
+    return live
