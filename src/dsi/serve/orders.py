@@ -103,6 +103,7 @@ class House:
     def order(self, body: CompletionBody | ChatBody) -> Order:
         """What is asked for, or a `Problem`."""
         check_support(body)
+        self._check_count(body)
         if body.model is not None and body.model != self.model:
             message = f"the model {body.model[:200]!r} is not here; there is {self.model!r}"
             raise Problem(404, message, param="model", code="model_not_found")
@@ -129,6 +130,13 @@ class House:
         except ValueError as error:
             raise Problem(400, str(error)) from error
         return order
+
+    def _check_count(self, body: CompletionBody | ChatBody) -> None:
+        """Before any of them is read, which takes a while where they are many."""
+        prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
+        if prompts * (body.n or 1) > self.limits.choices:
+            message = f"{prompts} prompts times n {body.n or 1}: at most {self.limits.choices} texts"
+            raise Problem(400, message, param="n")
 
     def _prompts(self, body: CompletionBody | ChatBody) -> list[Tokens]:
         if isinstance(body, CompletionBody):
@@ -163,13 +171,10 @@ class House:
     def _add_choices(
         self, order: Order, body: CompletionBody | ChatBody, prompts: list[Tokens], policy: Policy
     ) -> None:
-        count = len(prompts) * (body.n or 1)
-        if count > self.limits.choices:
-            raise ValueError(f"{len(prompts)} prompts times n = {count}: at most {self.limits.choices} texts")
         stops, best, wanted = self._stops(body), _best(body), self._wanted(body)
         seed = secrets.randbits(31) if body.seed is None else body.seed
         loop = asyncio.get_running_loop()
-        for index in range(count):
+        for index in range(len(prompts) * (body.n or 1)):
             prompt = prompts[index // (body.n or 1)]
             own = seed + index % (body.n or 1)
             sampling = Sampling(
@@ -260,6 +265,8 @@ class House:
         if update.ended == "cancelled":
             raise closing()
         if order.echo and choice.best is not None and not choice.words:
+            choice.finish_reason = update.ended  # where no new token is wanted
+            choice.finish_reason = update.ended  # if nothing is to follow it
             return News(choice, *choice.read(update.notes), update)
         piece, words = choice.take(update)
         if choice.stopped and not update.ended:
