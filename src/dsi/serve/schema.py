@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
+MOST = 1 << 31  # of anything; a server's own limits are less
+FIRST = Field(fail_fast=True)  # the first wrong item is enough: a list of them all could be very long
+
 Prompt = str | tuple[int, ...]
 TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -43,14 +46,14 @@ class Body(BaseModel):
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1)
-    max_tokens: int | None = Field(None, ge=0)
+    n: int | None = Field(1, ge=1, le=MOST)
+    max_tokens: int | None = Field(None, ge=0, le=MOST)
     temperature: float | None = Field(1.0, ge=0, le=100)
     top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=0, le=1 << 31, description="0: all tokens")
+    top_k: int | None = Field(0, ge=0, le=MOST, description="0: all tokens")
     min_p: float | None = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], FIRST] | None = None
     user: str | None = None
     # Ours.
     algorithm: Literal["nonsi", "si", "pearl", "dsi"] | None = None
@@ -61,7 +64,7 @@ class Body(BaseModel):
     # Known, and not done here: anything but these values is refused.
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
 
 
 class CompletionBody(Body):
@@ -69,7 +72,7 @@ class CompletionBody(Body):
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str | None = None
-    best_of: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, le=MOST)
 
 
 class Part(BaseModel):
@@ -79,7 +82,7 @@ class Part(BaseModel):
 
 class Message(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[Part]
+    content: str | Annotated[list[Part], FIRST]
 
     @property
     def text(self) -> str:
@@ -87,8 +90,8 @@ class Message(BaseModel):
 
 
 class ChatBody(Body):
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=0)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
+    max_completion_tokens: int | None = Field(None, ge=0, le=MOST)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Any] | None = None
