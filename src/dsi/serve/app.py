@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dsi import __version__
 from dsi.serve import answers
 from dsi.serve.desk import Desk
-from dsi.serve.errors import ErrorBody, Problem
+from dsi.serve.errors import ErrorBody, Problem, failed
 from dsi.serve.guard import Guard
 from dsi.serve.limits import Limits
 from dsi.serve.orders import House, Order
@@ -32,7 +32,7 @@ KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".s
 STREAM = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 METRICS = "text/plain; version=0.0.4; charset=utf-8"
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 422, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 422, 429, 431, 500, 503)
 }
 
 
@@ -95,10 +95,12 @@ def make_app(
         lifespan=lifespan,
         docs_url=None,  # its page would come from elsewhere
         redoc_url=None,
+        redirect_slashes=False,
     )
     app.add_exception_handler(Problem, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _failed)
     _add_api(app, house)
     _add_the_rest(app, house)
     return Guard(app, limits, keys, local), house
@@ -252,3 +254,8 @@ async def _http(request: Request, error: Exception) -> JSONResponse:
     message = messages.get(error.status_code, "the request could not be read")
     headers = dict(error.headers or {})
     return await _refused(request, Problem(error.status_code, message, headers=headers))
+
+
+async def _failed(request: Request, _: Exception) -> JSONResponse:
+    """The exception goes on to the log."""
+    return await _refused(request, failed())

@@ -15,6 +15,7 @@ KINDS = {
     413: "invalid_request_error",
     422: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     500: "server_error",
     503: "service_unavailable_error",
 }
@@ -63,3 +64,7 @@ def busy(open: int) -> Problem:
 
 def closing() -> Problem:
     return Problem(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
+
+
+def failed() -> Problem:
+    return Problem(500, "the server failed; its log says why", code="internal_error")

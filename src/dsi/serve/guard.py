@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dsi.serve.errors import Problem
+from dsi.serve.errors import Problem, closing, failed
 from dsi.serve.limits import Limits
 
 log = logging.getLogger("dsi.serve")
@@ -40,7 +42,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, limits: Limits, keys: Sequence[str] = (), local: bool = False) -> None:
         self._app, self._limits, self._local = app, limits, local
-        self._keys = [key.encode() for key in keys]
+        self._keys = [os.fsencode(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,13 +51,16 @@ class Guard:
         visit = Visit(scope, send)
         try:
             self._check(scope)
-            body = await self._body(scope, receive)
-            await self._app(scope, _replayed(body, receive), visit.send)
+            body = await self._body(receive)
+            if body is not None:
+                await self._app(scope, _replayed(body, receive), visit.send)
         except Problem as problem:
             await visit.refuse(problem)
+        except asyncio.CancelledError:  # the server ends, and has waited long enough
+            await visit.refuse(closing())
         except Exception:
             log.exception("failed", extra={"request": visit.id})
-            await visit.refuse(Problem(500, "the server failed; its log says why", code="internal_error"))
+            await visit.refuse(failed())
         finally:
             visit.report()
 
@@ -70,13 +75,17 @@ class Guard:
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
+        if "content-length" in headers and "transfer-encoding" in headers:  # each reader has its own idea
+            raise Problem(400, "a body has a length or comes in chunks, not both")
+        if _size_of_head(scope) > self._limits.head_bytes:  # in one piece it may come to here
+            raise Problem(431, f"the head of the request is larger than {self._limits.head_bytes} bytes")
         if int(headers.get("content-length", "0")) > self._limits.body_bytes:
             raise self._too_large()
 
     def _is_known(self, headers: Headers) -> bool:
         """Every key is compared, each in the same time whatever is wrong with it."""
         given = headers.get("authorization", "")
-        key = given[7:].encode("utf-8", "replace") if given[:7].lower() == "bearer " else b""
+        key = given[7:].encode("latin-1") if given[:7].lower() == "bearer " else b""
         found = [hmac.compare_digest(key, known) for known in self._keys]
         return any(found)
 
@@ -85,23 +94,27 @@ class Guard:
             413, f"the request is larger than {self._limits.body_bytes} bytes", code="request_too_large"
         )
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """All of it, within bounds of size and time."""
-        if scope["method"] in ("GET", "HEAD"):
-            return b""
+    async def _body(self, receive: Receive) -> bytes | None:
+        """All of it, within bounds of size and time; None: the client has left."""
         body = bytearray()
         try:
             async with asyncio.timeout(self._limits.arrival_seconds):
                 while True:
                     message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
                     body += message.get("body", b"")
                     if len(body) > self._limits.body_bytes:
                         raise self._too_large()
-                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                    if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
             seconds = self._limits.arrival_seconds
             raise Problem(408, f"the request was not complete after {seconds:g} s") from None
+
+
+def _size_of_head(scope: Scope) -> int:
+    return sum(map(len, chain(*scope["headers"], [scope["path"], scope["query_string"]])))
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
@@ -141,9 +154,7 @@ class Visit:
     async def refuse(self, problem: Problem) -> None:
         if self.status:
             return  # the answer has begun: it can only break off
-        headers = (
-            problem.headers | {"connection": "close"} if problem.status in (408, 413) else problem.headers
-        )
+        headers = problem.headers | {"connection": "close"}  # nobody waits for the rest of its body
         response = JSONResponse(problem.json(), problem.status, headers=headers)
         with suppress(OSError):
             await response(self._scope, _nothing, self.send)

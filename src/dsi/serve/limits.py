@@ -17,6 +17,7 @@ class Limits:
     connections: int = 512
     seconds: float = 600.0  # from a request to the end of its answer
     arrival_seconds: float = 10.0  # for the head of a request to arrive, and then for its body
+    taking_seconds: float = 30.0  # for a client to take what is sent to it
     shutdown_seconds: float = 10.0  # for running answers to end
     traces: int = 32  # of finished requests that are kept
 

@@ -17,9 +17,12 @@ from typing import Any
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsi.serve.app import make_app
+from dsi.serve.errors import Problem
+from dsi.serve.guard import HEADERS
 from dsi.serve.limits import Limits
 from dsi.serve.orders import House
 from dsi.speech import Engine
@@ -41,18 +44,31 @@ class Line(logging.Formatter):
 
 
 class Bounded(H11Protocol):
-    """Not too many connections, and none that takes for ever to say what it wants."""
+    """Not too many connections, and none that takes for ever to say what it wants or to hear the answer."""
 
     limits = Limits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._late: asyncio.TimerHandle | None = None
-        full = len(self.connections) >= self.limits.connections
+        self._late: asyncio.TimerHandle | None = None  # will end it: its request does not come
+        self._stuck: asyncio.TimerHandle | None = None  # will end it: its answer is not taken
+        self._quiet_since = self.loop.time()
+        transport.set_write_buffer_limits(0)  # so that any byte that is not taken is known of
+        full = len(self.connections) >= self.limits.connections and not self._make_room()
         super().connection_made(transport)
         if full:
             transport.abort()
         else:
             self._expect()
+
+    def _make_room(self) -> bool:
+        """Of those that have not said what they want, the one that has had most time for it has to leave."""
+        others: list[Any] = [*self.connections]
+        quiet = [each for each in others if each.conn.their_state in (h11.IDLE, h11.SEND_BODY)]
+        if quiet:
+            longest = min(quiet, key=lambda each: each._quiet_since)
+            self.connections.discard(longest)
+            longest.transport.abort()
+        return bool(quiet)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -61,9 +77,34 @@ class Bounded(H11Protocol):
         elif self._late is None:
             self._expect()
 
+    def on_response_complete(self) -> None:
+        self._quiet_since = self.loop.time()
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self.loop.call_later(self.limits.taking_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._taken()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
+        self._taken()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        """What is no HTTP gets an error object too."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()  # the answer has begun: it can only break off
+            return
+        body = json.dumps(Problem(400, "this is not a request of HTTP").json()).encode()
+        headers = {**HEADERS, "content-type": "application/json", "content-length": str(len(body))}
+        response = h11.Response(status_code=400, headers=[*headers.items(), ("connection", "close")])
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _expect(self) -> None:
         self._late = self.loop.call_later(self.limits.arrival_seconds, self.transport.abort)
@@ -72,6 +113,11 @@ class Bounded(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+    def _taken(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
 
 
 class Server(uvicorn.Server):
@@ -143,12 +189,9 @@ def start_log() -> None:
         logger.setLevel(logging.INFO if name == "dsi.serve" else logging.WARNING)
 
 
-def serve(engine: Engine, model: str, found: socket.socket, limits: Limits, keys: Sequence[str]) -> None:
-    """Until it is told to stop."""
-    start_log()
-    app, house = make_app(engine, model, limits, keys, is_local(found))
+def configured(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     protocol: Any = type("Protocol", (Bounded,), {"limits": limits})
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         http=protocol,
         ws="none",
@@ -161,4 +204,10 @@ def serve(engine: Engine, model: str, found: socket.socket, limits: Limits, keys
         timeout_graceful_shutdown=int(limits.shutdown_seconds) + 2,
         backlog=min(2048, limits.connections),
     )
-    Server(config, house).run(sockets=[found])
+
+
+def serve(engine: Engine, model: str, found: socket.socket, limits: Limits, keys: Sequence[str]) -> None:
+    """Until it is told to stop."""
+    start_log()
+    app, house = make_app(engine, model, limits, keys, is_local(found))
+    Server(configured(app, limits), house).run(sockets=[found])
