@@ -265,7 +265,6 @@ class House:
         if update.ended == "cancelled":
             raise closing()
         if order.echo and choice.best is not None and not choice.words:
-            choice.finish_reason = update.ended  # where no new token is wanted
             choice.finish_reason = update.ended  # if nothing is to follow it
             return News(choice, *choice.read(update.notes), update)
         piece, words = choice.take(update)
