@@ -37,7 +37,7 @@ class Player {
     this.playing = false;
     this.button = element("button", { type: "button", class: "quiet play" });
     this.slider = element("input", { type: "range", min: "0", max: "1000", value: "1000", "aria-label": "Time of the replay" });
-    this.clock = element("output", { class: "clock" });
+    this.clock = element("span", { class: "clock", "aria-hidden": "true" }); // the slider says it
     const speeds = element("fieldset", { class: "choice small" }, element("legend", { class: "vh" }, "Pace of the replay"));
     for (const [value, title] of SPEEDS) {
       const input = element("input", { type: "radio", name, value, "aria-label": `${title} of the true pace` });
@@ -100,7 +100,7 @@ class Player {
   say() {
     this.button.textContent = this.playing ? "Pause" : this.t >= this.end ? "Replay" : "Play";
     this.button.dataset.icon = this.playing ? "pause" : "play";
-    this.clock.value = seconds(this.t);
+    this.clock.textContent = seconds(this.t);
     this.slider.setAttribute("aria-valuetext", seconds(this.t));
   }
 }
@@ -196,11 +196,12 @@ function tellServers() {
 
 function busyWith(controller) {
   busy = controller;
-  const stopped = document.activeElement === $("stop");
+  const [started, stopped] = [["generate", "race"], ["stop"]].map((ids) => ids.includes(document.activeElement?.id));
   $("generate").hidden = Boolean(controller);
   $("stop").hidden = !controller;
   $("race").disabled = Boolean(controller);
   document.body.classList.toggle("busy", Boolean(controller));
+  if (controller && started) $("stop").focus();
   if (!controller && stopped) $("generate").focus();
 }
 
@@ -222,7 +223,7 @@ async function generate() {
   timeline.goal = 0;
   timeline.blank = false;
   timeline.head = null;
-  $("status").textContent = "waiting for the server";
+  $("status").textContent = $("summary").textContent = "waiting for the server";
   wake();
   let failed = null;
   try {
@@ -264,6 +265,8 @@ function finish(failed) {
   const said = run.metrics?.speculative_decoding;
   const how = [TITLES[run.algorithm], said?.lookahead && run.algorithm !== "nonsi" ? `lookahead ${said.lookahead}` : null].filter(Boolean);
   const took = `${many(n, "token")} in ${duration(run.end)}`;
+  const gone = new Set(run.lost.map(({ name }) => name));
+  if (gone.size) how.push(`${[...gone].join(", ")} lost on the way`);
   $("status").textContent = [...how, stopped ? `stopped after ${took}` : failed ? `broke off after ${took}` : took].join(" · ");
   $("summary").textContent = stopped
     ? `Stopped after ${took}.`
@@ -338,7 +341,7 @@ function put(id, value, note) {
   const node = $(id);
   node.textContent = value;
   node.classList.toggle("none", value === "–");
-  const small = node.nextElementSibling.querySelector("small");
+  const small = node.previousElementSibling.querySelector("small");
   if (small) small.textContent = note ?? "";
 }
 
@@ -410,7 +413,7 @@ function empty() {
 function tabulate() {
   const lanes = run.sorted();
   const busyTime = (lane) => lane.spans.reduce((sum, span) => sum + span.end - span.start, 0);
-  const lost = run.lost.map(({ name, kind, t }) => `${name} ${kind === "lost" ? "was lost" : "came back"} at ${duration(t)}`);
+  const lost = run.lost.map(({ name, kind, t }) => `${name} ${{ lost: "was lost", back: "came back", replaced: "was lost and replaced" }[kind]} at ${duration(t)}`);
   const sums = lanes.map((lane) => `${lane.name} ${many(lane.spans.length, "forward")}, busy ${share(busyTime(lane), run.end)}`);
   $("timeline").setAttribute("aria-label", `Timeline of every server over ${duration(run.end)}: ${[...sums, ...lost].join("; ")}. The table below has each forward.`);
   const details = document.querySelector("details.table");
@@ -539,7 +542,7 @@ async function startRace() {
   raceline.goal = chosen.max_tokens;
   raceline.head = null;
   raceline.draw();
-  $("race-status").textContent = "waiting for the server";
+  $("race-status").textContent = $("summary").textContent = "waiting for the server";
   const asked = { ...chosen, rule: "match" }; // the one rule that gives one text under every algorithm
   const ask = (algorithm, run, more = {}) => stream(body({ ...asked, algorithm, ...more }), run, { key: key(), signal: controller.signal, heard: () => tellLost(run) });
   try {

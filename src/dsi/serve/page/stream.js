@@ -47,9 +47,9 @@ export class Run {
     for (const { name, role, alive, restarts } of list) {
       const lane = this.lane(name, role);
       if (lane.alive !== undefined) {
-        if (!alive && lane.alive) lane.marks.push({ t: this.now, kind: "lost" });
-        if (restarts > lane.restarts && lane.alive && alive) lane.marks.push({ t: this.now, kind: "lost" });
-        if (alive && (!lane.alive || restarts > lane.restarts)) lane.marks.push({ t: this.now, kind: "back" });
+        if (lane.alive && !alive) lane.marks.push({ t: this.now, kind: "lost" });
+        else if (!lane.alive && alive) lane.marks.push({ t: this.now, kind: "back" });
+        else if (restarts > lane.restarts) lane.marks.push({ t: this.now, kind: "replaced" }); // at once
       }
       Object.assign(lane, { alive, restarts });
     }

@@ -361,7 +361,7 @@ export class Timeline {
     if (this.blank) {
       const targets = group.run.sorted().filter(({ role }) => role === "target");
       const says = ["A target verifies a stretch of guesses in one forward.", "Another verifies the next at the same time."];
-      this.explain(lane.role === "target" ? says[targets.indexOf(lane)] : "A drafter guesses token after token, and does not wait.", row);
+      this.explain(lane.role === "target" ? says[targets.indexOf(lane)] : "A drafter guesses token after token, and goes on while it is judged.", row);
     }
     this.clipped(row, () => {
       this.gone(row);
@@ -443,7 +443,7 @@ export class Timeline {
     pen.stroke();
     pen.beginPath();
     const d = r * 0.42;
-    if (mark.kind === "lost") {
+    if (mark.kind !== "back") {
       pen.moveTo(x - d, y - d); pen.lineTo(x + d, y + d);
       pen.moveTo(x - d, y + d); pen.lineTo(x + d, y - d);
     } else {

@@ -75,12 +75,15 @@ export class Text {
     this.node.classList.remove("spaced");
     this.space(prompt);
     this.current = null;
-    this.list = element("span", { class: "tokens", role: "listbox", "aria-label": this.label, "aria-orientation": "horizontal" });
+    this.list = element("span", { class: "tokens" });
     this.ghosts = element("span", { class: "ghosts", "aria-hidden": "true" });
     this.node.replaceChildren(element("span", { class: "prompt" }, prompt), this.list, this.ghosts);
   }
 
   add(tokens) {
+    if (tokens.length && !this.tokens.length) {
+      for (const [name, value] of [["role", "listbox"], ["aria-label", this.label], ["aria-orientation", "horizontal"]]) this.list.setAttribute(name, value);
+    }
     for (const token of tokens) {
       const node = element("span", { class: `token ${token.how}`, role: "option", tabindex: "-1", "aria-selected": "false" }, token.text);
       node.dataset.index = this.tokens.length;
