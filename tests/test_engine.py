@@ -6,8 +6,8 @@ import pytest
 import dsi
 from dsi.core.context import Tokens
 from dsi.core.dispatch import REMEMBERED
-from dsi.core.messages import Verify
-from dsi.core.policies import autoregressive, distributed
+from dsi.core.messages import Sampling, Verify
+from dsi.core.policies import autoregressive, considerate, distributed
 from dsi.engine import FAILURES, FleetError, Loop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
@@ -127,3 +127,46 @@ def test_many_lost_drafters_do_not_end_a_request() -> None:
     names = tuple(f"lost-{i}" for i in range(20))
     [done] = Loop(SETTING.simulated(0)).run(Request(PROMPT, 10, distributed(2, (*names, "drafter"))))
     assert len(done.tokens) == 10
+
+
+def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> None:
+    loop = Loop(SETTING.simulated(1))
+    loop.crowd.targets = 3
+    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    done = loop.run(*(Request((1, 2, i), 30, policy) for i in range(12)))
+    alone = [Loop(SETTING.simulated(1)).run(Request((1, 2, i), 30, autoregressive()))[0] for i in range(12)]
+    assert [each.tokens for each in done] == [each.tokens for each in alone]
+    greedy = Loop(SETTING.simulated(1)).run(*(Request((1, 2, i), 30, distributed(3)) for i in range(12)))
+    stale, would_be = (sum(each.tally.abandoned for each in runs) for runs in (done, greedy))
+    assert stale < would_be / 4
+    assert max(each.elapsed for each in done) < max(each.elapsed for each in greedy)
+    assert (loop.crowd.requests, loop.crowd.verifying) == (0, 0)
+
+
+def test_a_crowd_is_served_evenly() -> None:
+    loop = Loop(SETTING.simulated(1))
+    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    runs = [loop.submit(Request((1, 2, i), 200, policy)) for i in range(8)]
+    for _ in range(2000):
+        loop.step()
+    lengths = [len(run.tokens) for run in runs]
+    assert min(lengths) > 0.6 * max(lengths)
+
+
+def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
+    """With a drafter slower than the target, all together take no longer than plain decoding.
+
+    But for the first and the last, which are alone for a moment and speculate then.
+    """
+    slow = Setting(10.0, 40.0, 0.5, sp=1, tokens=20)
+    loop = Loop(slow.simulated(1))
+    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    shared = max(each.elapsed for each in loop.run(*(Request((1, 2, i), 20, policy) for i in range(4))))
+    plain = Loop(slow.simulated(1)).run(*(Request((1, 2, i), 20, autoregressive()) for i in range(4)))
+    assert shared <= max(each.elapsed for each in plain) + 2 * 10
+
+
+def test_a_request_for_no_token_scores_its_prompt() -> None:
+    loop = Loop(SETTING.simulated(1))
+    [done] = loop.run(Request(PROMPT, 0, autoregressive(), Sampling(logprobs=2)))
+    assert (done.tokens, done.finish_reason, done.tally.forwards) == ((), "length", 1)

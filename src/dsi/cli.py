@@ -201,6 +201,9 @@ def timeline(
     rule: Rule = "match",
     eager: Eager = True,
     waited: Waited = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="Draw a trace instead: what `dsi serve` gives at /v1/traces/ID.")
+    ] = None,
     out: Annotated[
         list[Path] | None,
         typer.Option(
@@ -212,14 +215,17 @@ def timeline(
     """Draw who computed what, when: Figure 1 of the paper for any setting."""
     from dsi.measure.records import record
 
-    names = _algorithms(algorithm)
     paths = [_writable(path) for path in out or []]
-    setting = _setting(locals(), lookahead=_one_lookahead(lookahead))
-    with show.progress("algorithms", len(names)) as advance:
-        records = []
-        for name in names:
-            records.append(record(setting, name, seed, waited))
-            advance()
+    if trace is not None:
+        records = _traced(trace)
+    else:
+        names = _algorithms(algorithm)
+        setting = _setting(locals(), lookahead=_one_lookahead(lookahead))
+        with show.progress("algorithms", len(names)) as advance:
+            records = []
+            for name in names:
+                records.append(record(setting, name, seed, waited))
+                advance()
     for path in paths:
         _save(records, path)
     show.timelines(records, paths, json)
@@ -397,6 +403,20 @@ def plan(
     print(f"lookahead   {best.lookahead}, the smallest that Eq. (1) allows:")
     print(f"            {best.inequality}")
     print(f"allocation  {best.gpus_used} of {gpus} GPUs, {gpus - best.gpus_used} spare")
+
+
+def _traced(path: Path) -> list[Record]:
+    """The runs of a trace, those in which a token came."""
+    from dsi.plot.trace import read
+
+    try:
+        records = [record for record in read(jsonlib.loads(path.read_text())) if record.times_ms]
+    except ValueError as error:
+        reason = "is not JSON" if isinstance(error, jsonlib.JSONDecodeError) else str(error)
+        raise ValueError(f"{path}: {reason}") from error
+    if not records:
+        raise ValueError(f"{path}: is a trace without a token")
+    return records
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -256,3 +256,31 @@ def test_a_gap_before_places_already_watched_is_closed() -> None:
     assert story.says(Failed(story.id("verify", (7,), 1))) == ((), [("verify", (7,), 1)])
     story.says(Verified(story.id("verify", (7, 1), 1), (2,)))
     assert story.says(Verified(story.id("verify", (7,), 1), (1,)))[0] == (1, 2)
+
+
+def test_each_token_is_known_by_how_it_came() -> None:
+    story = Story(distributed(2), tokens=4)
+    for guess in (1, 2):
+        story.says(Drafted(story.drafting(), guess))
+    story.says(Verified(story.id("verify", (7,), 1), (1,)))
+    story.says(Verified(story.id("verify", (7, 1, 2), 2), (5, 9)))  # 2 was wrong; what came after it is gone
+    assert story.g.origins == ["accepted", "corrected"]
+    story.says(Verified(story.id("verify", (7, 1, 5), 1), (6,)))
+    assert story.g.origins == ["accepted", "corrected", "plain"]
+
+
+def test_notes_stay_with_their_places_whatever_the_root_has_passed() -> None:
+    story = Story(distributed(3), tokens=9, sampling=Sampling(logprobs=1))
+    first = story.id("verify", (7,), 1)
+    for guess in (1, 2, 3):
+        story.says(Drafted(story.drafting(), guess))
+    deep = story.id("verify", (7, 1, 2, 3), 3)
+    story.says(Verified(deep, (2, 3, 4), (((2, -0.2),), ((3, -0.3),), ((4, -0.4),))))
+    story.says(Verified(first, (1,), (((1, -0.1),),)))
+    assert story.g.notes == [((1, -0.1),), ((2, -0.2),), ((3, -0.3),), ((4, -0.4),)]
+
+
+def test_without_a_wish_for_notes_there_are_none() -> None:
+    story = Story(autoregressive())
+    story.says(Verified(story.id("verify", (7,), 1), (1,)))
+    assert story.g.notes == []

@@ -3,8 +3,8 @@
 import pytest
 
 from dsi.core.generation import Generation
-from dsi.core.messages import DRAFTER, Draft, Drafted, Job, Verified, Verify
-from dsi.core.policies import distributed, pearl, speculative
+from dsi.core.messages import DRAFTER, Draft, Drafted, Job, Sampling, Verified, Verify
+from dsi.core.policies import Crowd, considerate, distributed, pearl, speculative
 
 
 def verifications(jobs: tuple[Job, ...]) -> list[tuple[tuple[int, ...], int]]:
@@ -123,3 +123,39 @@ def test_when_no_branch_survives_all_begin_at_the_root() -> None:
 def test_impossible_numbers_are_refused(refused: object) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         refused()  # type: ignore[operator]
+
+
+def among(targets: int, requests: int, verifying: int) -> Generation:
+    crowd = Crowd(targets, requests, verifying)
+    return Generation((7,), 50, considerate(distributed(5, horizon=20), 3, [DRAFTER], crowd))
+
+
+def test_a_request_alone_goes_as_far_ahead_as_it_may() -> None:
+    step = among(targets=2, requests=1, verifying=0).start()
+    assert (verifications(step.start), drafts(step.start)) == ([((7,), 1)], [(DRAFTER, (7,), 20)])
+
+
+def test_in_a_crowd_it_drafts_one_block_and_has_it_verified_whole() -> None:
+    g = among(targets=1, requests=4, verifying=1)
+    step = g.start()
+    assert (verifications(step.start), drafts(step.start)) == ([], [(DRAFTER, (7,), 3)])
+    steps = [g.handle(Drafted(open_draft(g), guess)) for guess in (1, 2, 3)]
+    assert [verifications(step.start) for step in steps] == [[], [], [((7, 1, 2, 3), 4)]]
+    assert drafts(steps[-1].start) == []
+
+
+def test_in_a_crowd_an_idle_target_never_waits_for_guesses() -> None:
+    step = among(targets=1, requests=4, verifying=0).start()
+    assert verifications(step.start) == [((7,), 1)]
+
+
+def test_with_several_targets_for_each_it_goes_as_far_as_its_share() -> None:
+    step = among(targets=6, requests=2, verifying=6).start()
+    assert drafts(step.start) == [(DRAFTER, (7,), 12)]  # a block for each of three targets and one more
+
+
+def test_a_rule_whose_text_depends_on_its_blocks_keeps_to_them_in_a_crowd() -> None:
+    crowd = Crowd(1, 9, 1)
+    policy = considerate(distributed(5, horizon=20), 3, [DRAFTER], crowd)
+    g = Generation((7,), 50, policy, sampling=Sampling(temperature=1.0, rule="reject"))
+    assert drafts(g.start().start) == [(DRAFTER, (7,), 20)]

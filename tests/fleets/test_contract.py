@@ -1,5 +1,6 @@
 """What the engine may rely on, whatever a fleet is made of. Every fleet passes this suite."""
 
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -9,7 +10,20 @@ import pytest
 
 from dsi.core.context import Context, Tokens
 from dsi.core.generation import Policy
-from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Sampling, Verified, Verify, Warm, Warmed
+from dsi.core.messages import (
+    WOKEN,
+    Draft,
+    Drafted,
+    Event,
+    Failed,
+    Job,
+    Note,
+    Sampling,
+    Verified,
+    Verify,
+    Warm,
+    Warmed,
+)
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.engine import Fleet, FleetError, Loop
 from dsi.fleets.polling import PollingFleet
@@ -47,6 +61,16 @@ class Broken:
 
     def answer(self, ask: Ask) -> Tokens:
         raise MemoryError(f"no room for {len(ask.tokens)} tokens")
+
+
+class Noting:
+    """A model that says five, and is half sure."""
+
+    def answer(self, ask: Ask) -> Tokens:
+        return (5,) * ask.places
+
+    def score(self, ask: Ask) -> tuple[Tokens, tuple[Note, ...]]:
+        return self.answer(ask), (((5, -0.5),),) * ask.places
 
 
 class KillableFleet(Fleet):
@@ -225,6 +249,22 @@ def test_a_fleet_with_nothing_to_do_says_so_instead_of_hanging(make: Make) -> No
     fleet = make(servers())
     with pytest.raises(RuntimeError, match="nothing to do"):
         fleet.next_event()
+
+
+def test_another_thread_can_wake_a_fleet_that_waits(make: Make) -> None:
+    fleet = make(servers(targets=1, slow=0.2))
+    fleet.start(Verify(1, TEXT, 1))
+    threading.Timer(0.02, fleet.wake).start() if not isinstance(fleet, SimulatedFleet) else fleet.wake()
+    assert fleet.next_event() is WOKEN
+    assert fleet.next_event() == Verified(1, truths(TEXT, 1))
+
+
+def test_notes_come_with_what_was_verified(make: Make) -> None:
+    fleet = make([Server("target-1", "target", Noting())])
+    fleet.start(Verify(1, TEXT, 2, sampling=Sampling(logprobs=1)))
+    assert fleet.next_event() == Verified(1, (5, 5), (((5, -0.5),), ((5, -0.5),)))
+    fleet.start(Verify(2, TEXT, 2))
+    assert fleet.next_event() == Verified(2, (5, 5))
 
 
 def test_closing_twice_is_closing_once(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,7 @@ from dsi.fleets.processes import RESTARTS, ProcessFleet
 from dsi.fleets.work import Server
 from dsi.measure.settings import Setting
 from dsi.models.backend import Ask
+from dsi.models.toy import ToyTarget
 from dsi.request import Request
 
 SETTING = Setting(4.0, 1.0, 0.7, sp=2, tokens=40)
@@ -76,6 +78,29 @@ def test_a_server_that_keeps_dying_is_given_up() -> None:
         assert isinstance(event, Failed)
         reasons.append(event.reason)
     assert reasons == ["server target-1 died"] * (RESTARTS + 1) + ["no target server is left"]
+    at.close()
+
+
+def test_a_server_that_answers_between_its_deaths_always_comes_back() -> None:
+    at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
+    for id in range(RESTARTS + 3):
+        at.start(Verify(id, Context.of((1,)), 1))
+        assert isinstance(at.next_event(), Verified)
+        at.kill("target-1")
+    assert at.members() == [("target-1", "target", True)]
+    assert at.deaths == {"target-1": RESTARTS + 3}
+    at.close()
+
+
+def test_a_server_holds_nothing_open_that_was_its_parents() -> None:
+    one, other = socket.socketpair()
+    at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
+    at.start(Verify(1, Context.of((1,)), 1))
+    at.next_event()  # it has begun
+    one.close()
+    other.settimeout(5)
+    assert other.recv(1) == b""  # or it would wait for the server's end of it
+    other.close()
     at.close()
 
 

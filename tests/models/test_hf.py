@@ -116,15 +116,54 @@ asks = st.lists(
 )
 
 
-@given(asks, st.integers(1, 3))
-@settings(max_examples=40)
-def test_it_answers_as_if_it_had_no_memory(llama: Any, asks: list[tuple[list[int], int]], slots: int) -> None:
+@given(asks, st.integers(1, 3), st.sampled_from([0, 2, 32]))
+@settings(max_examples=60)
+def test_it_answers_as_if_it_had_no_memory(
+    llama: Any, asks: list[tuple[list[int], int]], slots: int, spared: int
+) -> None:
     backend = Transformer(llama, slots)
+    backend.spared = spared
     for tokens, back in asks:
         start = max(1, len(tokens) - back)
         rows = backend.forward(tokens, start)
         fresh = llama(torch.tensor([tokens])).logits[0, start - 1 :]
         assert torch.allclose(rows, fresh, atol=1e-5)
+
+
+def test_texts_that_begin_alike_keep_a_cache_each(llama: Any) -> None:
+    """Or each would read again what the other has cost it, turn by turn."""
+    counted: list[int] = []
+    handle = llama.model.embed_tokens.register_forward_hook(
+        lambda _, ids, __: counted.append(ids[0].shape[1])
+    )
+    backend = Transformer(llama)
+    backend.spared = 2
+    one, other = [*PROMPT, 1, 2, 3, 4], [*PROMPT, 5, 6, 7, 8]
+    for text in (one, other, [*one, 9], [*other, 9], [*one, 9, 9]):
+        backend.forward(text, len(text))
+    handle.remove()
+    assert counted == [len(one), 4, 1, 1, 1]
+
+
+def test_a_text_that_is_not_used_any_longer_makes_room(llama: Any) -> None:
+    backend = Transformer(llama, slots=2)
+    for first in range(5):
+        backend.forward([first, 1, 1, 1], 4)
+    assert [slot.tokens[0] for slot in backend._slots] == [3, 4]
+
+
+def test_a_speaker_notes_what_it_thinks_of_each_place(llama: Any) -> None:
+    text = list(PROMPT)
+    guesses = (((4, None),), ())
+    found, notes = Speaker(Transformer(llama)).score(
+        Ask(text, len(text) - 1, sampling=Sampling(logprobs=2), guesses=guesses)
+    )
+    logs = llama(torch.tensor([text])).logits[0, -2:].detach().log_softmax(-1)
+    assert found == tuple(logs.argmax(-1).tolist())
+    for row, note, named in zip(logs, notes, ([4], [])):
+        best = row.topk(2).indices.tolist()
+        assert {token for token, _ in note} == {*best, *named}
+        assert dict(note) == pytest.approx({token: float(row[token]) for token, _ in note}, abs=1e-5)
 
 
 def test_only_what_is_new_is_computed(llama: Any) -> None:

@@ -9,7 +9,7 @@ from dsi.measure.records import Record, record
 from dsi.measure.settings import Setting
 from dsi.plot.terminal import draw, legend
 from dsi.plot.timeline import figure, save
-from dsi.plot.trace import trace
+from dsi.plot.trace import read, trace
 
 SETTING = Setting(20.0, 2.0, 0.7, sp=4, tokens=20, target_ttft_ms=40.0)
 
@@ -69,3 +69,23 @@ def test_pictures_are_written_and_the_same_each_time(
     save(records, tmp_path / name)
     assert first.startswith(begins)
     assert (tmp_path / name).read_bytes() == first
+
+
+def test_a_trace_can_be_read_back(records: list[Record]) -> None:
+    back = read(json.loads(json.dumps(trace(records))))
+    assert [(each.algorithm, each.label, each.servers) for each in back] == [
+        (each.algorithm, each.label, each.servers) for each in records
+    ]
+    for one, other in zip(back, records):
+        assert one.times_ms == pytest.approx(other.times_ms)
+        assert [block.outcome for block in one.blocks] == [block.outcome for block in other.blocks]
+        ends = [block.end_ms for block in one.blocks]
+        assert ends == pytest.approx([block.end_ms for block in other.blocks])
+
+
+@pytest.mark.parametrize(
+    "document", [[], {}, {"traceEvents": 3}, {"traceEvents": [{"name": "process_name"}]}]
+)
+def test_what_is_no_trace_is_refused(document: object) -> None:
+    with pytest.raises(ValueError, match="is no trace of dsi"):
+        read(document)

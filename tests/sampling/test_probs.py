@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 
 from dsi.core.messages import Sampling
 from dsi.sampling.noise import double, exponential, key, namespace
-from dsi.sampling.probs import choose, probabilities, ranked
+from dsi.sampling.probs import choose, noted, probabilities, ranked
 
 LOGS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
 
@@ -149,3 +151,11 @@ def test_a_runner_up_counts_only_if_it_came_close() -> None:
 
 def test_an_impossible_token_is_no_runner_up() -> None:
     assert ranked(LOGS, Sampling(1.0, top_k=1), 0, 3, 0.0) == (0,)
+
+
+@pytest.mark.parametrize("rows", [LOGS[None], torch.tensor(LOGS)[None]], ids=["numpy", "torch"])
+def test_a_note_names_the_likeliest_tokens_and_those_that_are_asked_about(rows: Any) -> None:
+    [note] = noted(rows + 7, 2, [(3, 0)])
+    assert [token for token, _ in note] == [0, 1, 3]
+    assert [round(float(np.exp(log)), 4) for _, log in note] == [0.5, 0.3, 0.05]
+    assert noted(rows, 0, [(2,)])[0][0][0] == 2

@@ -153,9 +153,11 @@ def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: C
             alone(g)
             return
         g.branches = 1
-        share = crowd.targets // crowd.requests
-        horizon = lookahead * (share + 1 if share > 1 else 1)
-        _go_ahead(g, lookahead, drafters, 0 if crowd.idle else lookahead, horizon)
+        share, patience = crowd.targets // crowd.requests, 0 if crowd.idle else lookahead
+        if share > 1:
+            _go_ahead(g, lookahead, drafters, patience, lookahead * (share + 1))
+        else:
+            _stay_close(g, lookahead, drafters, patience)
 
     return policy
 
@@ -177,6 +179,18 @@ def _go_ahead(g: Generation, lookahead: int, drafters: Sequence[str], patience: 
             g.verify(last, unwatched)
         if room > 0 and not g.drafting(model):
             g.draft(tip, room, model)
+
+
+def _stay_close(g: Generation, lookahead: int, drafters: Sequence[str], patience: int) -> None:
+    """One block beyond the root, and no verification but the root's."""
+    model = next((name for name in drafters if not g.lost(name)), drafters[0])
+    tip = g.tip(model, drafters)
+    lead = tip.depth - g.root.depth
+    room = min(g.room(tip, model), lookahead - lead)
+    if g.root.watcher is None and (lead >= patience or room <= 0):
+        g.verify(tip, g.unwatched(tip))
+    if room > 0 and not g.drafting(model):
+        g.draft(tip, room, model)
 
 
 def _look_aside(g: Generation, spare: int) -> None:

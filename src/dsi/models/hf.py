@@ -91,6 +91,7 @@ class Transformer:
         self.context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
         self._slots: list[Slot] = []
         self._capacity = slots
+        self.spared = SPARED
         self._flag: Flag = NEVER
         self._hooks = [layer.register_forward_pre_hook(self._look) for layer in layers(model)]
 
@@ -142,7 +143,7 @@ class Transformer:
         A text that would cost another one much of what is held of it branches off into a cache of its own.
         """
         best, slot = self._nearest(tokens)
-        if len(slot.tokens) - best > SPARED:
+        if len(slot.tokens) - best > self.spared:
             slot = slot.branch(best)
         self._slots = [each for each in self._slots if each is not slot][-(self._capacity - 1) :]
         self._slots = [*self._slots, slot] if self._capacity > 1 else [slot]

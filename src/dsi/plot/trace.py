@@ -1,4 +1,4 @@
-"""A run as Chrome trace JSON, which Perfetto and chrome://tracing open."""
+"""A run as Chrome trace JSON, which Perfetto and chrome://tracing open, and back."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
 def _events(pid: int, record: Record) -> list[dict[str, Any]]:
     threads = {name: tid for tid, name in enumerate(record.servers, start=1)}
     named = [_name("process_name", pid, 0, f"{record.title} ({record.label})")]
+    named[0]["args"] |= {"algorithm": record.algorithm, "label": record.label}  # for `read`
     named += [_name("thread_name", pid, tid, name) for name, tid in threads.items()]
     spans = [_span(pid, threads[block.server], block) for block in record.blocks]
     return named + spans + [_token(pid, i, time) for i, time in enumerate(record.times_ms, start=1)]
@@ -46,9 +47,47 @@ def _span(pid: int, tid: int, block: Block) -> dict[str, Any]:
         "ts": block.start_ms * 1000,  # microseconds, as the format wants them
         "dur": (block.end_ms - block.start_ms) * 1000,
         "cname": COLOURS[block.outcome],
-        "args": {"outcome": block.outcome, "place": block.place, "width": block.width},
+        "args": {
+            "outcome": block.outcome,
+            "place": block.place,
+            "width": block.width,
+            "role": block.role,
+        },
     }
 
 
 def _token(pid: int, number: int, time_ms: float) -> dict[str, Any]:
     return {"ph": "i", "s": "p", "name": f"token {number}", "pid": pid, "tid": 0, "ts": time_ms * 1000}
+
+
+def read(document: Any) -> list[Record]:
+    """The runs of a trace that `trace` has made."""
+    try:
+        events = document["traceEvents"]
+        return [_record(event, events) for event in events if event["name"] == "process_name"]
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
+        raise ValueError("is no trace of dsi: what it says of its servers is missing") from error
+
+
+def _record(head: dict[str, Any], events: list[dict[str, Any]]) -> Record:
+    mine = [event for event in events if event["pid"] == head["pid"]]
+    names = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
+    spans = sorted((event for event in mine if event["ph"] == "X"), key=lambda event: float(event["ts"]))
+    times = sorted(float(event["ts"]) / 1000 for event in mine if event["ph"] == "i")
+    return Record(
+        algorithm=head["args"]["algorithm"],
+        label=head["args"]["label"],
+        servers=tuple(names.values()),
+        blocks=tuple(_block(names[event["tid"]], event) for event in spans),
+        times_ms=tuple(times),
+    )
+
+
+def _block(server: str, event: dict[str, Any]) -> Block:
+    what, start = event["args"], float(event["ts"]) / 1000
+    if what["outcome"] not in COLOURS:
+        raise KeyError(what["outcome"])
+    end = start + float(event["dur"]) / 1000
+    return Block(
+        server, what["role"], event["cat"], what["outcome"], start, end, what["place"], what["width"]
+    )
