@@ -141,17 +141,17 @@ def test_the_text_grows_and_is_what_the_server_writes_in_one_piece(live: Live, p
         "new MutationObserver(() => seen.push(document.querySelectorAll('#text .token').length))"
         ".observe(document.querySelector('#text'), {subtree: true, childList: true})"
     )
-    page.generate(96)
+    page.generate(150)
     page.finished()
     seen = page.script("return seen")
     assert seen == sorted(seen)
-    assert len({count for count in seen if 0 < count < 96}) > 1
-    assert (page.count, page.content("#text .tokens")) == (96, plain(live, 96)["text"])
+    assert len({count for count in seen if 0 < count < 150}) > 1
+    assert (page.count, page.content("#text .tokens")) == (150, plain(live, 150)["text"])
     hows = [int(page.content(f"#legend .{how} b")) for how in ("accepted", "corrected", "plain")]
-    assert sum(hows) == 96
-    assert hows[0] > 48
+    assert sum(hows) == 150
+    assert hows[0] > 75
     assert float(page.content("#f-speed")) > 1
-    assert page.content("#summary").startswith("Finished: 96 tokens in ")
+    assert page.content("#summary").startswith("Finished: 150 tokens in ")
     assert [row.text.split()[0] for row in page.all("#against li")] == ["DSI", "SI", "non-SI"]
     assert page.content("#against").count("estimated") == 2
 
@@ -199,14 +199,17 @@ def test_pointing_at_a_forward_says_what_it_is_about(live: Live, page: Page) -> 
     page.finished()
     canvas = page.one("#timeline")
     page.script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    lanes = range(int(canvas.size["height"]) // 2, int(canvas.size["height"]) // 2 - 80, -6)
-    for down in lanes:  # from the last lane upwards, in the middle of the request
-        ActionChains(page.browser).move_to_element_with_offset(canvas, 0, down - 24).perform()
+    last_lane = int(canvas.size["height"]) // 2 - 42
+    for right in range(-300, 300, 20):
+        ActionChains(page.browser).move_to_element_with_offset(canvas, right, last_lane).perform()
         if "verifies token" in page.content("#tip"):
             break
-    assert "target-" in page.content("#tip")
     assert page.one("#tip").is_displayed()
-    assert page.all("#text .token.marked")
+    found = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?$", page.content("#tip .tip-head"))
+    assert found
+    first, last = int(found[1]), int(found[2] or found[1])
+    marked = [int(str(token.get_attribute("data-index"))) for token in page.all("#text .token.marked")]
+    assert marked == [place for place in range(first - 1, last) if place < 24]
 
 
 def test_what_has_been_recorded_can_be_replayed(live: Live, page: Page) -> None:

@@ -652,9 +652,11 @@ function frame(now) {
   player.tick(now);
   racePlayer.tick(now);
   if (busy) {
+    const began = performance.now();
     if (race) showRace(null);
     else showRun(null);
-    setTimeout(wake, race ? 100 : 50); // seldom: the models may share this machine's cores
+    // The models may share this machine's cores: the page takes a small part of one, and draws less often if it is slow.
+    setTimeout(() => setTimeout(wake, Math.min(120, Math.max(race ? 100 : 40, 8 * (performance.now() - began)))));
   } else if (player.playing || racePlayer.playing) wake();
   else if (!race && run && !zoomed) showRun(player.t < player.end ? player.t : null);
 }
