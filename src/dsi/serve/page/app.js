@@ -16,7 +16,7 @@ const many = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"
 const tip = new Tip($("tip"));
 const text = new Text($("text"), tip, { pointed: (token) => cross(token) });
 const timeline = new Timeline($("timeline"), (where) => point(timeline, where, text));
-const raceline = new Timeline($("race-timeline"), (where) => point(raceline, where, null));
+const raceline = new Timeline($("race-timeline"), (where) => point(raceline, where, null), { single: false });
 
 let model = null;
 let fleet = []; // the servers, as they were last heard of

@@ -6,8 +6,9 @@ const COLOURS = ["paper", "card", "ink", "soft", "line", "guess", "target", "fix
 const FONT = '"Helvetica Neue", Arial, "Liberation Sans", sans-serif';
 
 export class Timeline {
-  /** `groups`: [{title, run}]. With one of them the plot shows root, tip and lead; with more, how each one gets on. */
-  constructor(canvas, pointed = () => {}) {
+  /** `groups`: [{title, run}]. A single one's plot shows root, tip and lead; that of several, how each gets on. */
+  constructor(canvas, pointed, { single = true } = {}) {
+    this.single = single;
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
     this.groups = [];
@@ -54,10 +55,6 @@ export class Timeline {
     const pattern = this.context.createPattern(tile, "repeat");
     pattern.setTransform(new DOMMatrix().scale(1 / scale));
     return (this.hatches[name] = pattern);
-  }
-
-  get single() {
-    return this.groups.length < 2;
   }
 
   /** Where everything stands, for the width there is. */
@@ -319,8 +316,8 @@ export class Timeline {
     const pen = this.context, { colour } = this;
     const { left, narrow, right, width } = this.place;
     const points = this.seen(row.run.curve);
-    const most = Math.max(4, ...points.map((point) => point.tip - point.root));
-    const y = (value) => row.y + row.height - (value / most) * row.height;
+    const most = Math.max(0, ...points.map((point) => point.tip - point.root));
+    const y = (value) => row.y + row.height - (value / Math.max(4, most)) * row.height;
     const last = Math.min(this.head ?? Infinity, row.run.clock());
     this.line(left, row.y + row.height + 0.5, width - right, row.y + row.height + 0.5, colour.line);
     this.clipped(row, () => {
@@ -336,25 +333,21 @@ export class Timeline {
     this.label(narrow ? "the drafter’s lead" : "lead", narrow ? 2 : 0, narrow ? row.y - 8 : row.y + row.height / 2, { halo: narrow });
     if (this.blank) this.explain("How far the guesses are ahead.", row);
     const now = row.run.at(Math.min(this.head ?? Infinity, this.view[1]));
-    if (!narrow && row.run.curve.length > 1) {
+    if (!narrow && most > 0) {
       const x = Math.min(this.x(Math.min(last, this.view[1])), width - right) + 7;
       this.label(this.head === null && row.run.finish ? `${most} at most` : `${now.tip - now.root}`, x, row.y + row.height / 2, { colour: colour.guess, weight: 600 });
     }
   }
 
   title(row) {
-    const { run, title } = row.group;
-    const head = this.head ?? Infinity;
-    this.label(title, 0, row.y + 8, { size: 12, weight: 700, colour: this.colour.ink });
-    row.group.finished = Boolean(run.finish) && head >= run.end;
+    this.label(row.group.title, 0, row.y + 8, { size: 12, weight: 700, colour: this.colour.ink });
   }
 
   lane(row) {
-    const pen = this.context, { colour } = this;
+    const { colour } = this;
     const { left, right, width, narrow } = this.place;
     const { lane, group } = row;
     const [t0, t1] = this.view;
-    pen.globalAlpha = 0.5;
     this.box(left, row.y, width - right - left, row.height, colour.line, 3, 0.38);
     if (narrow && this.single) this.label(lane.name, 2, row.y - 7);
     else if (!narrow) this.label(lane.name, 0, row.y + row.height / 2, { size: this.single ? 12 : 10.5, colour: lane.alive === false ? colour.lost : colour.soft });
