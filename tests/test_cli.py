@@ -139,6 +139,8 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
     assert "DSI: 8 tokens in" in done.stdout
     assert all(file.stat().st_size > 500 for file in files)
     assert "traceEvents" in json.loads(files[2].read_text())
+    again = dsi("timeline", "--trace", outs[-1])
+    assert again.stdout == done.stdout
     found = document("timeline", "--algorithm", "dsi", "--tokens", "8")
     assert (found["label"], len(found["runs"][0]["times_ms"])) == ("simulated", 8)
 
@@ -164,6 +166,7 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
             "timeline --lookahead 2,5",
             "lookahead '2,5': a timeline shows one run, so must be one number or auto",
         ),
+        ("timeline --trace nowhere.json", "nowhere.json: cannot be read (no such file or directory)"),
         ("timeline --out .", ".: the name must end in .svg, .png or .json"),
         ("generate hi --target nowhere/at/all/", "nowhere/at/all/: there is no such model folder"),
         ("generate hi --algorithm magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi"),

@@ -411,6 +411,8 @@ def _traced(path: Path) -> list[Record]:
 
     try:
         records = [record for record in read(jsonlib.loads(path.read_text())) if record.times_ms]
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({(error.strerror or '').lower()})") from error
     except ValueError as error:
         reason = "is not JSON" if isinstance(error, jsonlib.JSONDecodeError) else str(error)
         raise ValueError(f"{path}: {reason}") from error

@@ -163,6 +163,13 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             raise ValueError(f"{what}: on devices there are only match and no logprobs; leave them out")
         return Request(prompt, self._room(prompt, wanted), policy, sampling, self.text.ends)
 
+    @property
+    def patience(self) -> int:
+        """Under DSI, at its own lookahead."""
+        if self._patience is not None:
+            return self._patience
+        return self.loaded.patience(self._lookahead or self.loaded.lookahead("dsi"))
+
     def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
         block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
         asked = self._patience if patience is None else patience

@@ -83,6 +83,7 @@ class House:
         self.metrics = Metrics(desk)
         self.traces = Traces(limits.traces)
         self.created = int(time.time())
+        self.patience = engine.patience  # rehearsed once, here: a request could not wait for it
 
     @property
     def servers(self) -> list[dict[str, Any]]:
@@ -111,7 +112,8 @@ class House:
         prompts = self._prompts(body)
         algorithm = body.algorithm or self.engine.algorithm
         try:
-            policy = self.engine.policy(algorithm, body.lookahead)
+            patience = None if body.lookahead is None else min(self.patience, body.lookahead)
+            policy = self.engine.policy(algorithm, body.lookahead, patience)
             order = Order(
                 id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
                 chat=chat,
