@@ -3,12 +3,14 @@
 import pytest
 from transformers import AutoTokenizer
 
+from dsi.core.context import Context
 from dsi.core.generation import ACCEPTED, CORRECTED, PLAIN
+from dsi.fleets.spans import Span
 from dsi.loading import Pace, folder
 from dsi.models.text import Text
 from dsi.serve.choices import Choice
 from dsi.serve.desk import Update
-from dsi.serve.estimate import nonsi_seconds, si_seconds
+from dsi.serve.estimate import nonsi_seconds, own_pace, si_seconds
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +76,17 @@ def test_what_other_algorithms_would_have_taken() -> None:
     origins = [ACCEPTED, ACCEPTED, CORRECTED, ACCEPTED, PLAIN, ACCEPTED, PLAIN]
     assert si_seconds(origins, pace, 3) == pytest.approx(2 * (3 * 1 + 10 + 3 * 0.5) / 1000)
     assert si_seconds([], pace, 3) == 0
+
+
+def test_a_requests_own_forwards_tell_its_pace() -> None:
+    alone = Pace(target_ms=10, drafter_ms=1, per_token_ms=0.5)
+    text = Context.of((1,))
+
+    def forward(kind: str, width: int, ms: float, stale: bool = False) -> Span:
+        return Span("server", kind, kind, 1, text, width, 0, ms / 1000, stale=stale)
+
+    spans = [forward("draft", 1, 2), forward("draft", 1, 3), forward("draft", 1, 4)]
+    spans += [forward("verify", 5, 22), forward("verify", 1, 19), forward("verify", 1, 21)]
+    found = own_pace([*spans, forward("verify", 9, 1, stale=True)], alone)
+    assert (found.target_ms, found.drafter_ms, found.per_token_ms) == pytest.approx((20, 3, 0.5))
+    assert own_pace([], alone) == alone

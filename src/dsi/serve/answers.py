@@ -12,7 +12,7 @@ from dsi.measure.records import first_place
 from dsi.serve.choices import Choice, Word
 from dsi.serve.desk import Ticket
 from dsi.serve.errors import Problem
-from dsi.serve.estimate import nonsi_seconds, si_seconds
+from dsi.serve.estimate import nonsi_seconds, own_pace, si_seconds
 from dsi.serve.orders import House, News, Order
 
 DONE = b"data: [DONE]\n\n"
@@ -178,11 +178,12 @@ def timing(tickets: Sequence[Ticket]) -> dict[str, float]:
 
 
 def estimated(house: House, tickets: Sequence[Ticket]) -> dict[str, float] | None:
-    """What plain decoding and SI would have taken for one text, by what a forward takes alone."""
+    """What plain decoding and SI would have taken for one text, by what its own forwards took."""
     if len(tickets) != 1 or not tickets[0].origins:
         return None
     loaded, origins = house.engine.loaded, tickets[0].origins
+    pace = own_pace(tickets[0].spans, loaded.pace)
     return {
-        "nonsi_s": nonsi_seconds(len(origins), loaded.pace),
-        "si_s": si_seconds(origins, loaded.pace, loaded.lookahead("si")),
+        "nonsi_s": nonsi_seconds(len(origins), pace),
+        "si_s": si_seconds(origins, pace, loaded.lookahead("si")),
     }

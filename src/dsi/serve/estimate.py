@@ -1,11 +1,27 @@
-"""What another algorithm would have taken for the same text, from what one forward takes on this machine."""
+"""What another algorithm would have taken for the same text, from what this one's forwards took."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 
 from dsi.core.generation import CORRECTED
+from dsi.fleets.spans import Span
 from dsi.loading import Pace
+
+
+def own_pace(spans: Sequence[Span], alone: Pace) -> Pace:
+    """What a forward took while this text was written, whatever else the machine did; `alone` where it has
+    none of a kind.
+    """
+    drafts = [1000 * float(span.end - span.start) for span in spans if span.kind == "draft"]
+    verdicts = [span for span in spans if span.kind == "verify" and not span.stale]
+    ones = [1000 * float(span.end - span.start) - (span.width - 1) * alone.per_token_ms for span in verdicts]
+    return Pace(
+        max(alone.target_ms, median(ones)) if ones else alone.target_ms,
+        median(drafts) if drafts else alone.drafter_ms,
+        alone.per_token_ms,
+    )
 
 
 def nonsi_seconds(tokens: int, pace: Pace) -> float:
