@@ -211,3 +211,22 @@ def test_a_desk_that_closes_cuts_what_is_left_and_takes_nothing_more(desk: Desk)
         assert refused.value.status == 503
 
     asyncio.run(story())
+
+
+def test_an_engine_that_fails_is_told_to_all_and_serves_the_next(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        tickets = [ticket(desk, last, 5000) for last in range(2)]
+        desk.submit(tickets)
+        await until(lambda: desk.running == 2)
+        with monkeypatch.context() as broken:
+            broken.setattr(Loop, "step", lambda _: 1 / 0)
+            for each in tickets:
+                assert (await heard(each))[-1].error == "ZeroDivisionError: division by zero"
+        good = ticket(desk, 3)
+        desk.submit([good])
+        assert text(await heard(good)) == plain((1, 2, 3), 30)
+        assert desk.open == 0
+
+    asyncio.run(story())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -21,8 +22,10 @@ from dsi.serve.errors import busy, closing
 from dsi.serve.limits import Limits
 from dsi.speech import Engine
 
+log = logging.getLogger("dsi.serve")
+
 TOLD_EVERY = 0.04  # seconds between two words on what the servers do, where no token has come
-SPANS = 20_000  # forwards of one request that are remembered
+SPANS = 10_000  # forwards of one request that are remembered
 
 
 @dataclass(slots=True)
@@ -145,14 +148,28 @@ class Desk:
     def _work(self) -> None:
         self._on = True
         while self._on:
-            while self._orders:
-                self._orders.popleft()()
-            self._admit()
-            if self._running:
-                self._step()
-            elif self._on and not self._orders:
-                self._signal.wait()
-                self._signal.clear()
+            try:
+                self._turn()
+            except Exception as error:  # never a hang: whoever waits hears of it, and the next is served
+                log.exception("the engine failed")
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _turn(self) -> None:
+        while self._orders:
+            self._orders.popleft()()
+        self._admit()
+        if self._running:
+            self._step()
+        elif self._on and not self._orders:
+            self._signal.wait()
+            self._signal.clear()
+
+    def _fail(self, why: str) -> None:
+        for ticket in list(self._running.values()):
+            if ticket.run is not None and not ticket.run.done:
+                with suppress(Exception):
+                    self.engine.cancel(ticket.run)
+            self._end(ticket, Update(ended="cancelled", error=why))
 
     def _stop(self) -> None:
         self._on = False
@@ -179,12 +196,7 @@ class Desk:
             self._texts.pop(ticket.run.generation.origin, None)
 
     def _step(self) -> None:
-        try:
-            self.engine.step()
-        except Exception as error:  # never a hang: whoever waits hears of it
-            for ticket in list(self._running.values()):
-                self._end(ticket, Update(ended="cancelled", error=f"{type(error).__name__}: {error}"))
-            return
+        self.engine.step()
         self._sort_spans()
         crowded = len(self._running) > 1
         for run, ticket in list(self._running.items()):

@@ -15,22 +15,24 @@ from dsi.serve.desk import Ticket
 
 
 class Traces:
-    """The last few, by the id of the answer."""
+    """The last few, by the id of the answer; most are never asked for, so they are made when they are."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: OrderedDict[str, list[Record]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[str, Sequence[str], list[Ticket]]] = OrderedDict()
 
     def keep(self, id: str, algorithm: str, servers: Sequence[str], tickets: Sequence[Ticket]) -> None:
         if not self._most:
             return
-        self._kept[id] = [record(algorithm, servers, ticket) for ticket in tickets if ticket.run]
+        self._kept[id] = algorithm, servers, [ticket for ticket in tickets if ticket.run]
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
 
     def json(self, id: str) -> dict[str, Any] | None:
-        records = self._kept.get(id)
-        return None if records is None else trace(records)
+        if id not in self._kept:
+            return None
+        algorithm, servers, tickets = self._kept[id]
+        return trace([record(algorithm, servers, ticket) for ticket in tickets])
 
 
 def record(algorithm: str, servers: Sequence[str], ticket: Ticket) -> Record:
