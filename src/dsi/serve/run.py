@@ -28,6 +28,7 @@ from dsi.serve.orders import House
 from dsi.speech import Engine
 
 KEYS = "DSI_API_KEYS"  # in the environment: keys, separated by commas
+BACKLOG = 256  # connections taken at once: with all others, still fewer than a usual limit on open files
 OWN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -149,7 +150,11 @@ class Server(uvicorn.Server):
 def read_keys(path: Path | None) -> list[str]:
     """API keys of a file, one on a line, or of the environment."""
     if path is None:
-        return [key for each in os.environ.get(KEYS, "").split(",") if (key := each.strip())]
+        found = os.environ.get(KEYS, "")
+        keys = [key for each in found.split(",") if (key := each.strip())]
+        if found and not keys:
+            raise ValueError(f"${KEYS}: has no API key in it")
+        return keys
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -165,7 +170,8 @@ def listen(host: str, port: int) -> socket.socket:
     if not 0 <= port < 65536:
         raise ValueError(f"port {port}: must be between 0 and 65535")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    # By name, or asyncio does not know that it may send small pieces at once, and each waits for 40 ms.
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
@@ -202,7 +208,7 @@ def configured(app: ASGIApp, limits: Limits) -> uvicorn.Config:
         h11_max_incomplete_event_size=limits.head_bytes,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=int(limits.shutdown_seconds) + 2,
-        backlog=min(2048, limits.connections),
+        backlog=BACKLOG,
     )
 
 
