@@ -22,7 +22,7 @@ from dsi.serve.errors import ErrorBody, Problem, failed
 from dsi.serve.guard import Guard
 from dsi.serve.limits import Limits
 from dsi.serve.orders import House, Order
-from dsi.serve.schema import ChatBody, CompletionBody
+from dsi.serve.schema import ChatBody, ChatCompletion, Completion, CompletionBody
 from dsi.speech import Engine
 
 log = logging.getLogger("dsi.serve")
@@ -34,6 +34,8 @@ METRICS = "text/plain; version=0.0.4; charset=utf-8"
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 422, 429, 431, 500, 503)
 }
+EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+PLAIN: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
 class Stream(Response):
@@ -107,12 +109,12 @@ def make_app(
 
 
 def _add_api(app: FastAPI, house: House) -> None:
-    @app.post("/v1/completions", responses=REFUSALS)
+    @app.post("/v1/completions", responses={200: EVENTS | {"model": Completion}, **REFUSALS})
     async def completions(body: CompletionBody, request: Request) -> Response:
         """A text continued."""
         return await answer(house, body, request)
 
-    @app.post("/v1/chat/completions", responses=REFUSALS)
+    @app.post("/v1/chat/completions", responses={200: EVENTS | {"model": ChatCompletion}, **REFUSALS})
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """A conversation continued."""
         return await answer(house, body, request)
@@ -142,13 +144,15 @@ def _add_the_rest(app: FastAPI, house: House) -> None:
     async def health() -> JSONResponse:
         able = house.able
         state = {"status": "ok" if able else "unavailable", "servers": house.servers}
-        return JSONResponse(state, 200 if able else 503)
+        if not able:
+            return JSONResponse(state | Problem(503, "no text can be written").json(), 503)
+        return JSONResponse(state)
 
-    @app.get("/version")
+    @app.get("/version", responses=REFUSALS)
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics", response_class=Response)
+    @app.get("/metrics", response_class=Response, responses={200: PLAIN, **REFUSALS})
     async def metrics() -> Response:
         return Response(house.metrics.text(), media_type=METRICS)
 

@@ -97,3 +97,50 @@ class ChatBody(Body):
     tools: list[Any] | None = None
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
+
+
+# What comes back, for those who read `/openapi.json`.
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class AnswerChoice(BaseModel):
+    index: int
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    metrics: dict[str, Any] = Field(description="How it was written: speculation, and what took how long.")
+
+
+class TextChoice(AnswerChoice):
+    text: str
+
+
+class Completion(Answer):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(AnswerChoice):
+    message: AnswerMessage
+
+
+class ChatCompletion(Answer):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
