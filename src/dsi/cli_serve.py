@@ -54,9 +54,8 @@ def serve(
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that answers have to end.")] = 10.0,
 ) -> None:
     """Serve OpenAI's API, and at / a page that shows who computes what, when."""
+    from dsi.serve.door import listen, read_keys
     from dsi.serve.limits import Limits
-    from dsi.serve.run import listen, read_keys
-    from dsi.serve.run import serve as run
 
     running = max_running if target_devices is None else 1  # a device holds one text
     limits = Limits(
@@ -73,5 +72,7 @@ def serve(
     found = listen(host, port)
     more: dict[str, Any] = {} if target_devices else {"texts": running + 1}
     with load_engine(locals(), **more) as engine:
+        from dsi.serve.run import serve as run
+
         run(engine, name or target, found, limits, keys)
     print("dsi: stopped", file=sys.stderr)

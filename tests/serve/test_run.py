@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from dsi.serve.door import KEYS, is_local, listen, read_keys
 from dsi.serve.limits import Limits
-from dsi.serve.run import KEYS, Line, is_local, listen, read_keys
+from dsi.serve.run import Line
 
 
 def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

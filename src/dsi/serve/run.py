@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import socket
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from ipaddress import ip_address
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,13 +18,13 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsi.serve.app import make_app
+from dsi.serve.door import is_local
 from dsi.serve.errors import Problem
 from dsi.serve.guard import HEADERS
 from dsi.serve.limits import Limits
 from dsi.serve.orders import House
 from dsi.speech import Engine
 
-KEYS = "DSI_API_KEYS"  # in the environment: keys, separated by commas
 BACKLOG = 256  # connections taken at once: with all others, still fewer than a usual limit on open files
 OWN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -145,45 +142,6 @@ class Server(uvicorn.Server):
         deadline = self._house.limits.shutdown_seconds
         asyncio.get_running_loop().call_later(deadline, self._house.desk.cut)
         await super().shutdown(sockets)
-
-
-def read_keys(path: Path | None) -> list[str]:
-    """API keys of a file, one on a line, or of the environment."""
-    if path is None:
-        found = os.environ.get(KEYS, "")
-        keys = [key for each in found.split(",") if (key := each.strip())]
-        if found and not keys:
-            raise ValueError(f"${KEYS}: has no API key in it")
-        return keys
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a file of API keys") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not keys:
-        raise ValueError(f"{path}: has no API key in it")
-    return keys
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket, before any model is loaded: that an address is taken should be known at once."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"port {port}: must be between 0 and 65535")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By name, or asyncio does not know that it may send small pieces at once, and each waits for 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        found.close()
-        reason = error.strerror if isinstance(error, OSError) else "no such name"
-        raise ValueError(f"{host}:{port}: cannot listen there ({str(reason).lower()})") from error
-    return found
-
-
-def is_local(found: socket.socket) -> bool:
-    return ip_address(found.getsockname()[0]).is_loopback
 
 
 def start_log() -> None:
