@@ -15,9 +15,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from attackers import ask, dial, head, is_closed, read, refused, until
 from dsi.serve.app import make_app
+from dsi.serve.door import listen, read_keys
 from dsi.serve.guard import Guard
 from dsi.serve.limits import Limits
-from dsi.serve.run import configured, listen, read_keys
+from dsi.serve.run import configured
 
 LIMITS = Limits(arrival_seconds=1, taking_seconds=1, connections=4, body_bytes=1 << 16)
 Begin = Callable[..., str]
