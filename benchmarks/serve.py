@@ -126,13 +126,14 @@ def overhead(engine: Engine, url: str, rounds: int) -> dict[str, Any]:
     ratios, speeds = [], []
     with httpx.Client(base_url=url, timeout=60) as client:
         for i in range(rounds + 1):
-            prompt = PROMPTS[i % len(PROMPTS)]
-            pair = (alone(engine, prompt), served(client, prompt))
+            prompt = f"Story {i}. {PROMPTS[i % len(PROMPTS)]}"  # which neither has read
             if i % 2:  # who goes first changes
-                pair = (pair[0], served(client, prompt))
+                ours, theirs = alone(engine, prompt), served(client, prompt)
+            else:
+                theirs, ours = served(client, prompt), alone(engine, prompt)
             if i:  # the first warms up
-                speeds.append(pair)
-                ratios.append(pair[1] / pair[0])
+                speeds.append((ours, theirs))
+                ratios.append(theirs / ours)
     engine_speed, server_speed = (median(each) for each in zip(*speeds))
     found = {"engine": engine_speed, "server": server_speed, "ratio": median(ratios), "ratios": ratios}
     say(
