@@ -42,6 +42,7 @@ bench: setup
 	$(BIN)/python benchmarks/stale.py
 	$(BIN)/python benchmarks/vocabularies.py
 	$(BIN)/python benchmarks/rules.py
+	$(BIN)/python benchmarks/serve.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

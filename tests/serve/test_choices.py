@@ -86,7 +86,7 @@ def test_a_requests_own_forwards_tell_its_pace() -> None:
         return Span("server", kind, kind, 1, text, width, 0, ms / 1000, stale=stale)
 
     spans = [forward("draft", 1, 2), forward("draft", 1, 3), forward("draft", 1, 4)]
-    spans += [forward("verify", 5, 22), forward("verify", 1, 19), forward("verify", 1, 21)]
+    spans += [forward("verify", 5, 24), forward("verify", 1, 19), forward("verify", 1, 21)]
     found = own_pace([*spans, forward("verify", 9, 1, stale=True)], alone)
-    assert (found.target_ms, found.drafter_ms, found.per_token_ms) == pytest.approx((20, 3, 0.5))
+    assert (found.target_ms, found.drafter_ms, found.per_token_ms) == pytest.approx((20, 3, 1))
     assert own_pace([], alone) == alone

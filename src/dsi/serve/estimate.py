@@ -11,17 +11,21 @@ from dsi.loading import Pace
 
 
 def own_pace(spans: Sequence[Span], alone: Pace) -> Pace:
-    """What a forward took while this text was written, whatever else the machine did; `alone` where it has
-    none of a kind.
+    """What a forward took while this text was written, whatever else the machine did: as many times as long
+    as `alone` as its own did.
     """
-    drafts = [1000 * float(span.end - span.start) for span in spans if span.kind == "draft"]
-    verdicts = [span for span in spans if span.kind == "verify" and not span.stale]
-    ones = [1000 * float(span.end - span.start) - (span.width - 1) * alone.per_token_ms for span in verdicts]
-    return Pace(
-        max(alone.target_ms, median(ones)) if ones else alone.target_ms,
-        median(drafts) if drafts else alone.drafter_ms,
-        alone.per_token_ms,
-    )
+    drafts = [_ms(span) / alone.drafter_ms for span in spans if span.kind == "draft"]
+    verdicts = [
+        _ms(span) / (alone.target_ms + (span.width - 1) * alone.per_token_ms)
+        for span in spans
+        if span.kind == "verify" and not span.stale
+    ]
+    slower, slow = (max(1.0, median(found)) if found else 1.0 for found in (verdicts, drafts))
+    return Pace(slower * alone.target_ms, slow * alone.drafter_ms, slower * alone.per_token_ms)
+
+
+def _ms(span: Span) -> float:
+    return 1000 * float(span.end - span.start)
 
 
 def nonsi_seconds(tokens: int, pace: Pace) -> float:
