@@ -34,7 +34,11 @@ METRICS = "text/plain; version=0.0.4; charset=utf-8"
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 422, 429, 431, 500, 503)
 }
-EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+EVENTS: dict[str, Any] = {  # of each event
+    "content": {
+        "text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}
+    }
+}
 PLAIN: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
 
 
