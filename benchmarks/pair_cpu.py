@@ -90,7 +90,7 @@ def overhead(engine: Engine, tokens: int) -> float:
     fleet, elapsed, before = engine.loaded.fleet, 0.0, engine.loaded.fleet.busy["target-1"]
     for prompt in PROMPTS:
         elapsed += float(engine.generate(prompt, max_new_tokens=tokens, algorithm="nonsi").elapsed)
-    busy = fleet.busy["target-1"] - before
+    busy = float(fleet.busy["target-1"] - before)
     return (elapsed - busy) / busy
 
 

@@ -7,14 +7,13 @@ it has its next work before anybody hears of the last.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 
 from dsi.core.context import Context
-from dsi.core.dispatch import Dispatch
 from dsi.core.messages import WOKEN, Draft, Drafted, Event, Failed, Job
+from dsi.fleets.crew import Crew
 from dsi.fleets.spans import Span, span
-from dsi.fleets.work import Server, by_name, steps
+from dsi.fleets.work import Server, steps
 from dsi.models.backend import Cancelled
 
 
@@ -58,48 +57,27 @@ class Seat:
         return event, last
 
 
-class PollingFleet:
+class PollingFleet(Crew):
     """For models that can be polled; any other computes while it is looked at, and the rest waits."""
 
     def __init__(self, servers: Iterable[Server], *, log: list[Span] | None = None) -> None:
         self._began = time.perf_counter()
         self.log = log
-        self.deaths: dict[str, int] = {}  # of each server, so far
-        self._servers = by_name(servers)
-        self.busy = dict.fromkeys(self._servers, 0.0)
-        self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
+        super().__init__(servers)
         self._seats: dict[str, Seat] = {}
-        self._ready: deque[Event] = deque()
-
-    def members(self) -> list[tuple[str, str, bool]]:
-        """Every server there ever was: its name, its role, and whether it lives."""
-        return [(name, each.role, name in self._dispatch.roles) for name, each in self._servers.items()]
 
     def now(self) -> float:
         return time.perf_counter() - self._began
 
-    def start(self, job: Job) -> None:
-        self._dispatch.offer(job)
-        self._begin()
+    def _set_to(self, name: str, job: Job) -> None:
+        seat = self._seats[name] = Seat(self._servers[name], job, self.now())
+        self._look(name, seat)  # which sets it to work
 
-    def promote(self, id: int) -> None:
-        self._dispatch.promote(id)
+    def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
+        self._seats[name].wish.gone = True
 
-    def cancel(self, id: int) -> None:
-        for name in self._dispatch.withdraw(id):
-            self._seats[name].wish.gone = True
-
-    def kill(self, name: str) -> None:
-        """The server dies now, whatever it was doing."""
-        self.deaths[name] = self.deaths.get(name, 0) + 1
-        self._dispatch.remove(name)
+    def _lose(self, name: str) -> None:
         self._seats.pop(name, None)
-        self._ready.extend(self._dispatch.stranded())
-
-    def close(self) -> None:
-        """Every server is gone: what is still open fails."""
-        for name in list(self._dispatch.roles):
-            self.kill(name)
 
     def wake(self) -> None:
         self._ready.append(WOKEN)
@@ -125,13 +103,6 @@ class PollingFleet:
         if free:
             del self._seats[name]
             self._dispatch.release(name)
-
-    def _begin(self) -> None:
-        """Start what can be started: servers that have answered take part once the answer is handled."""
-        for name, job in self._dispatch.assign():
-            seat = self._seats[name] = Seat(self._servers[name], job, self.now())
-            self._look(name, seat)  # which sets it to work
-        self._ready.extend(self._dispatch.stranded())
 
     def _record(self, seat: Seat, event: Event | None, free: bool) -> None:
         if event is None and not free:

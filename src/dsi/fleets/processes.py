@@ -13,18 +13,17 @@ import os
 import signal
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any
 
 from dsi.core.context import Context
-from dsi.core.dispatch import Dispatch
 from dsi.core.messages import TARGET, WOKEN, Drafted, Event, Job
+from dsi.fleets.crew import Crew
 from dsi.fleets.spans import Span, span
 from dsi.fleets.wire import READ, Receiver, Sender, Wire, pack_event, unpack_event
-from dsi.fleets.work import Server, by_name, work
+from dsi.fleets.work import Server, work
 from dsi.models.backend import Cancelled
 
 FORK = multiprocessing.get_context("fork")
@@ -135,7 +134,7 @@ class Seat:
         self.wire.close()
 
 
-class ProcessFleet:
+class ProcessFleet(Crew):
     """`cores` pins servers by name; `prepare` runs first in each process (threads, say)."""
 
     def __init__(
@@ -149,14 +148,10 @@ class ProcessFleet:
     ) -> None:
         self._began = time.perf_counter()
         self.log = log
-        self.deaths: dict[str, int] = {}  # of each server, so far
+        super().__init__(servers)
         self._fruitless: dict[str, int] = {}  # since its last answer
         self._cores, self._prepare, self._restart = cores or {}, prepare, restart
-        self._servers = by_name(servers)
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
-        self.busy = dict.fromkeys(self._servers, 0.0)
-        self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
-        self._ready: deque[Event] = deque()
         self._selector = DefaultSelector()
         self._bell, self._ringer = socket.socketpair()  # which other threads wake this one by
         self._bell.setblocking(False)
@@ -170,33 +165,32 @@ class ProcessFleet:
         seat = self._seats[name] = Seat(self._servers[name], self._cores.get(name, ()), self._prepare)
         self._selector.register(seat.wire, EVENT_READ, name)
 
-    def members(self) -> list[tuple[str, str, bool]]:
-        """Every server there ever was: its name, its role, and whether it lives."""
-        return [(name, each.role, name in self._seats) for name, each in self._servers.items()]
-
     def now(self) -> float:
         return time.perf_counter() - self._began
 
-    def start(self, job: Job) -> None:
-        self._dispatch.offer(job)
-        self._begin()
+    def _set_to(self, name: str, job: Job) -> None:
+        try:
+            self._seats[name].begin(job)
+        except OSError:  # it died and has not been noticed yet
+            self.kill(name)
 
-    def promote(self, id: int) -> None:
-        self._dispatch.promote(id)
+    def _stop(self, name: str, id: int) -> None:
+        self._seats[name].unwanted.value = id
 
-    def cancel(self, id: int) -> None:
-        for name in self._dispatch.withdraw(id):
-            self._seats[name].unwanted.value = id
-
-    def kill(self, name: str) -> None:
-        """The server dies now, whatever it was doing."""
-        self._bury(name)
+    def _lose(self, name: str) -> None:
+        """A new process takes its place, unless it keeps dying."""
+        seat = self._seats.pop(name)
+        self._selector.unregister(seat.wire)
+        seat.dismiss()
+        self._fruitless[name] = self._fruitless.get(name, 0) + 1
+        if self._restart and self._fruitless[name] <= RESTARTS:
+            self._seat(name)
+            self._dispatch.add(name, self._servers[name].role)
 
     def close(self) -> None:
         """Every server is gone: what is still open fails, and no process is left."""
         self._restart = False
-        for name in list(self._seats):
-            self._bury(name)
+        super().close()
         self._selector.close()
         self._bell.close()
         self._ringer.close()
@@ -242,7 +236,7 @@ class ProcessFleet:
         try:
             messages = seat.wire.receive()
         except (EOFError, OSError):
-            self._bury(name)
+            self.kill(name)
             return
         for forwards, free in messages:
             self._fruitless.pop(name, None)
@@ -263,28 +257,6 @@ class ProcessFleet:
             self._ready.append(event)
         if isinstance(event, Drafted) and seat.context is not None:
             seat.context = seat.context.then(event.token)
-
-    def _begin(self) -> None:
-        """Start what can be started: servers that have answered take part once the answer is handled."""
-        for name, job in self._dispatch.assign():
-            try:
-                self._seats[name].begin(job)
-            except OSError:  # it died and has not been noticed yet
-                self._bury(name)
-        self._ready.extend(self._dispatch.stranded())
-
-    def _bury(self, name: str) -> None:
-        """A dead server's job fails; a new process takes its place, unless it keeps dying."""
-        self._dispatch.remove(name)
-        seat = self._seats.pop(name)
-        self._selector.unregister(seat.wire)
-        seat.dismiss()
-        self._ready.extend(self._dispatch.stranded())
-        self.deaths[name] = self.deaths.get(name, 0) + 1
-        self._fruitless[name] = self._fruitless.get(name, 0) + 1
-        if self._restart and self._fruitless[name] <= RESTARTS:
-            self._seat(name)
-            self._dispatch.add(name, self._servers[name].role)
 
     def _record(self, seat: Seat, event: Event | None, start: float, end: float) -> None:
         server, job = seat.server, seat.job

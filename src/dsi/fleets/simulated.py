@@ -6,7 +6,6 @@ how long instead; the sum is when their event is due. Time may be float or, for 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -14,10 +13,10 @@ from itertools import count
 from math import floor
 
 from dsi.core.context import Context
-from dsi.core.dispatch import Dispatch
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job
+from dsi.fleets.crew import Crew
 from dsi.fleets.spans import Span, span
-from dsi.fleets.work import Server, by_name, work
+from dsi.fleets.work import Server, work
 from dsi.models.wait import Time
 
 
@@ -52,7 +51,7 @@ class Forward:
     end: Time = 0
 
 
-class SimulatedFleet:
+class SimulatedFleet(Crew):
     """`pieces`: a cancelled forward frees its server at once (0), or when the current one of so many ends.
 
     `network` is the delay of a message, each way. `contention` is by what share each other busy target
@@ -77,43 +76,30 @@ class SimulatedFleet:
             raise ValueError(
                 f"pieces {pieces}, network {network}, contention {contention}: must be at least 0"
             )
-        self.servers = by_name(servers)
-        self.busy: dict[str, Time] = dict.fromkeys(self.servers, 0)
+        super().__init__(servers)
         self._pieces, self._network, self._contention = pieces, network, contention
         self._eager, self._fails, self._log = eager, fails, log
-        self._dispatch = Dispatch({server.name: server.role for server in self.servers.values()})
         self._forwards: dict[str, Forward] = {}
         self._agenda: list[tuple[Time, bool, int, str, Forward]] = []
-        self._ready: deque[Event] = deque()
         self._order = count()
         self._now: Time = 0
 
     def now(self) -> Time:
         return self._now
 
-    def start(self, job: Job) -> None:
-        self._dispatch.offer(job)
-        self._begin()
+    def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
+        """The server hears of it after the network's delay, and is free where its forward can end."""
+        forward = self._forwards.get(name)
+        if forward is None or forward.event is None:
+            return  # it has answered, or is already stopping
+        heard = self._now + self._network
+        forward.event, forward.end = None, self._can_stop(forward, heard)
+        self._due(name, forward)
 
-    def promote(self, id: int) -> None:
-        self._dispatch.promote(id)
-
-    def cancel(self, id: int) -> None:
-        for name in self._dispatch.withdraw(id):
-            self._stop(name)
-
-    def kill(self, name: str) -> None:
-        """The server dies now, whatever it was doing."""
-        self._dispatch.remove(name)
+    def _lose(self, name: str) -> None:
         if forward := self._forwards.pop(name, None):
             forward.event = None
             self._record(name, forward, max(self._now, forward.start))
-        self._ready.extend(self._dispatch.stranded())
-
-    def close(self) -> None:
-        """Every server is gone: what is still open fails."""
-        for name in list(self._dispatch.roles):
-            self.kill(name)
 
     def wake(self) -> None:
         self._ready.append(WOKEN)
@@ -129,15 +115,12 @@ class SimulatedFleet:
                 self._finish(name, forward)
         return self._ready.popleft()
 
-    def _begin(self) -> None:
-        """Start what can be started: servers that have answered take part once the answer is handled."""
-        for name, job in self._dispatch.assign():
-            meter = Meter()
-            forward = self._forwards[name] = Forward(
-                job, work(job, self.servers[name], meter), job.context, meter
-            )
-            self._compute(name, forward, self._now + self._network)
-        self._ready.extend(self._dispatch.stranded())
+    def _set_to(self, name: str, job: Job) -> None:
+        meter = Meter()
+        forward = self._forwards[name] = Forward(
+            job, work(job, self._servers[name], meter), job.context, meter
+        )
+        self._compute(name, forward, self._now + self._network)
 
     def _compute(self, name: str, forward: Forward, start: Time) -> bool:
         """Begin the next forward of a job, if it has one."""
@@ -156,9 +139,9 @@ class SimulatedFleet:
         heappush(self._agenda, (forward.end + self._network, late, next(self._order), name, forward))
 
     def _slowdown(self, name: str) -> Time:
-        if not self._contention or self.servers[name].role != TARGET:
+        if not self._contention or self._servers[name].role != TARGET:
             return 1
-        others = sum(self.servers[n].role == TARGET for n in self._dispatch.working if n != name)
+        others = sum(self._servers[n].role == TARGET for n in self._dispatch.working if n != name)
         return 1 + self._contention * others
 
     def _finish(self, name: str, forward: Forward) -> None:
@@ -174,15 +157,6 @@ class SimulatedFleet:
             if self._eager or event is None:
                 self._begin()
 
-    def _stop(self, name: str) -> None:
-        """The server hears of it after the network's delay, and is free where its forward can end."""
-        forward = self._forwards.get(name)
-        if forward is None or forward.event is None:
-            return  # it has answered, or is already stopping
-        heard = self._now + self._network
-        forward.event, forward.end = None, self._can_stop(forward, heard)
-        self._due(name, forward)
-
     def _can_stop(self, forward: Forward, heard: Time) -> Time:
         """When a forward ends that is told at `heard` to stop."""
         if heard >= forward.end:  # the answer is on its way; a stream goes on until it hears
@@ -196,6 +170,6 @@ class SimulatedFleet:
     def _record(self, name: str, forward: Forward, end: Time) -> None:
         self.busy[name] = self.busy[name] + (end - forward.start)
         if self._log is not None:
-            role = self.servers[name].role
+            role = self._servers[name].role
             entry = span(name, role, forward.job, forward.context, forward.start, end, forward.event)
             self._log.append(entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable
 from functools import cache
 from queue import SimpleQueue
@@ -11,10 +10,10 @@ from threading import Event as Signal
 from threading import Thread
 
 from dsi.core.context import Context
-from dsi.core.dispatch import Dispatch
 from dsi.core.messages import WOKEN, Drafted, Event, Job
+from dsi.fleets.crew import Crew
 from dsi.fleets.spans import Span, span
-from dsi.fleets.work import Server, by_name, work
+from dsi.fleets.work import Server, work
 from dsi.models.backend import Cancelled
 
 JOIN_SECONDS = 5.0
@@ -115,7 +114,7 @@ class Seat:
             self.fleet.log.append(entry)
 
 
-class ThreadFleet:
+class ThreadFleet(Crew):
     """`pieces`: a cancelled wait ends at once (0), or when the current one of so many ends.
 
     An `eager` server that has answered takes the next waiting job at once, as a thread pool does, and
@@ -137,37 +136,25 @@ class ThreadFleet:
         self.outbox: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()
         self.log = log
         self._pieces, self._eager = pieces, eager
-        self._ready: deque[Event] = deque()
-        members = by_name(servers)
-        self.busy = dict.fromkeys(members, 0.0)
-        self._dispatch = Dispatch({name: server.role for name, server in members.items()})
-        self._seats = {name: Seat(server, self) for name, server in members.items()}
+        super().__init__(servers)
+        self._seats = {name: Seat(server, self) for name, server in self._servers.items()}
 
     def now(self) -> float:
         return time.perf_counter() - self._began
 
-    def start(self, job: Job) -> None:
-        self._dispatch.offer(job)
-        self._begin()
+    def _set_to(self, name: str, job: Job) -> None:
+        self._seats[name].begin(job, Wish(self._pieces))
 
-    def promote(self, id: int) -> None:
-        self._dispatch.promote(id)
+    def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
+        self._seats[name].wish.set()
 
-    def cancel(self, id: int) -> None:
-        for name in self._dispatch.withdraw(id):
-            self._seats[name].wish.set()
-
-    def kill(self, name: str) -> None:
-        """The server dies now, whatever it was doing."""
-        self._dispatch.remove(name)
+    def _lose(self, name: str) -> None:
         self._seats.pop(name).dismiss()
-        self._ready.extend(self._dispatch.stranded())
 
     def close(self) -> None:
         """Every server is gone: what is still open fails, and no thread is left."""
         seats = list(self._seats.values())
-        for name in list(self._seats):
-            self.kill(name)
+        super().close()
         for seat in seats:
             seat.thread.join(JOIN_SECONDS)
 
@@ -191,9 +178,3 @@ class ThreadFleet:
             if self._eager or event is None:
                 self._begin()
         return self._ready.popleft()
-
-    def _begin(self) -> None:
-        """Start what can be started: servers that have answered take part once the answer is handled."""
-        for name, job in self._dispatch.assign():
-            self._seats[name].begin(job, Wish(self._pieces))
-        self._ready.extend(self._dispatch.stranded())

@@ -1,0 +1,68 @@
+"""What all fleets do alike: who is there, which job goes to whom, and what is ready to be told."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+
+from dsi.core.dispatch import Dispatch
+from dsi.core.messages import Event, Job
+from dsi.fleets.work import Server, by_name
+from dsi.models.wait import Time
+
+
+class Crew(ABC):
+    """A fleet says how a server begins a job, hears that it is unwanted, and is gone."""
+
+    def __init__(self, servers: Iterable[Server]) -> None:
+        self._servers = by_name(servers)
+        self.busy: dict[str, Time] = dict.fromkeys(self._servers, 0)
+        self.deaths: dict[str, int] = {}  # of each server, so far
+        self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
+        self._ready: deque[Event] = deque()
+
+    @abstractmethod
+    def _set_to(self, name: str, job: Job) -> None:
+        """The server begins this job."""
+
+    @abstractmethod
+    def _stop(self, name: str, id: int) -> None:
+        """The job that the server is at is not wanted any longer."""
+
+    @abstractmethod
+    def _lose(self, name: str) -> None:
+        """The server is gone, whatever it was doing."""
+
+    def members(self) -> list[tuple[str, str, bool]]:
+        """Every server there ever was: its name, its role, and whether it lives."""
+        return [(name, each.role, name in self._dispatch.roles) for name, each in self._servers.items()]
+
+    def start(self, job: Job) -> None:
+        self._dispatch.offer(job)
+        self._begin()
+
+    def promote(self, id: int) -> None:
+        self._dispatch.promote(id)
+
+    def cancel(self, id: int) -> None:
+        for name in self._dispatch.withdraw(id):
+            self._stop(name, id)
+
+    def kill(self, name: str) -> None:
+        """The server dies now, whatever it was doing."""
+        self._dispatch.remove(name)
+        self.deaths[name] = self.deaths.get(name, 0) + 1
+        self._lose(name)
+        self._ready.extend(self._dispatch.stranded())
+
+    def close(self) -> None:
+        """Every server is gone: what is still open fails."""
+        for name in list(self._dispatch.roles):
+            self.kill(name)
+
+    def _begin(self) -> None:
+        """Start what can be started: servers that have answered take part once the answer is handled."""
+        for name, job in self._dispatch.assign():
+            self._set_to(name, job)
+        self._ready.extend(self._dispatch.stranded())
