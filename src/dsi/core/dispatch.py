@@ -29,6 +29,7 @@ class Dispatch:
     def __init__(self, roles: Mapping[str, str]) -> None:
         self.roles: dict[str, str] = {}  # the living servers
         self.working: dict[str, Job] = {}  # what each busy one is doing
+        self.away: dict[str, str] = {}  # servers that are on their way, and their roles
         self._idle: dict[str, dict[str, None]] = {}  # servers of each role that wait for a job, in order
         self._queues: dict[str, tuple[OrderedDict[int, Job], ...]] = {}  # urgent, deep, aside
         self._standing: dict[int, Warm] = {}  # the newest sure text of each request
@@ -40,17 +41,29 @@ class Dispatch:
         for server, role in roles.items():
             self.add(server, role)
 
+    def expect(self, server: str, role: str) -> None:
+        """This one is on its way: what only it could do waits for it."""
+        self.away[server] = role
+        self._queues.setdefault(role, (OrderedDict(), OrderedDict(), OrderedDict()))
+
+    def give_up(self, server: str) -> None:
+        """It will not come."""
+        self._strand_all(self.away.pop(server))
+
     def add(self, server: str, role: str) -> None:
         if server in self.roles:
             raise ValueError(f"server {server!r} is already there")
+        self.away.pop(server, None)
         self.roles[server] = role
         self._read[server] = {}
         self._idle.setdefault(role, {})[server] = self._resting[server] = None
         self._changed = True
         self._queues.setdefault(role, (OrderedDict(), OrderedDict(), OrderedDict()))
 
-    def remove(self, server: str) -> None:
-        """The server is gone: its job, and all jobs only it could have done, are stranded."""
+    def remove(self, server: str, returns: bool = False) -> None:
+        """The server is gone: its job is stranded, and so are all jobs that only it could have done, unless
+        it `returns`.
+        """
         if server not in self.roles:
             raise ValueError(f"there is no server {server!r}")
         role = self.roles.pop(server)
@@ -59,11 +72,18 @@ class Dispatch:
         if (job := self.working.pop(server, None)) and server not in self._stopping:
             self._stranded.append(Failed(job.id, f"server {server} died"))
         self._stopping.discard(server)
-        if role not in self.roles.values():
-            for queue in self._queues[role]:
-                for job in queue.values():
-                    self._strand(job)
-                queue.clear()
+        if returns:
+            self.away[server] = role
+        self._strand_all(role)
+
+    def _strand_all(self, role: str) -> None:
+        """If nobody with this role is there or on the way."""
+        if role in self.roles.values() or role in self.away.values():
+            return
+        for queue in self._queues[role]:
+            for job in queue.values():
+                self._strand(job)
+            queue.clear()
 
     def stranded(self) -> list[Failed]:
         """Word of the jobs that can no longer be answered; each is told once."""
@@ -79,7 +99,7 @@ class Dispatch:
         if isinstance(job, Warm):
             self._standing[job.id] = job
             self._resting.update(self._idle.get(role, {}))
-        elif role not in self.roles.values():
+        elif role not in self.roles.values() and role not in self.away.values():
             self._strand(job)
         else:
             turn = 1 + job.aside if isinstance(job, Verify) and job.lead > 0 else 0

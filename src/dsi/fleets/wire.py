@@ -51,16 +51,22 @@ class Wire:
         """At least one message, and all that have come with it; waits for them."""
         messages: list[Any] = []
         while not messages:
-            data = self._end.recv(READ)
-            if not data:
-                raise EOFError("the other end is gone")
-            self._rest += data
-            while len(self._rest) >= HEAD.size:
-                end = HEAD.size + HEAD.unpack_from(self._rest)[0]
-                if len(self._rest) < end:
-                    break
-                messages.append(pickle.loads(self._rest[HEAD.size : end]))
-                self._rest = self._rest[end:]
+            messages = self.take()
+        return messages
+
+    def take(self) -> list[Any]:
+        """The messages that are complete after one look; maybe none yet."""
+        data = self._end.recv(READ)
+        if not data:
+            raise EOFError("the other end is gone")
+        self._rest += data
+        messages: list[Any] = []
+        while len(self._rest) >= HEAD.size:
+            end = HEAD.size + HEAD.unpack_from(self._rest)[0]
+            if len(self._rest) < end:
+                break
+            messages.append(pickle.loads(self._rest[HEAD.size : end]))
+            self._rest = self._rest[end:]
         return messages
 
     def close(self) -> None:
