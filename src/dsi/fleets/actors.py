@@ -1,0 +1,384 @@
+"""A fleet on a Ray cluster: each server an actor, wherever Ray finds room for it.
+
+Ray places the servers and starts them again; what they say goes over a connection of their own, the same
+messages as between processes: only what the other end lacks. A server that dies, hangs or loses its node is
+replaced; meanwhile its job is another's. When the driver goes, they go.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from selectors import EVENT_READ, SelectorKey
+from typing import Any
+
+from dsi.core.messages import TARGET, Job
+from dsi.fleets.spans import Span
+from dsi.fleets.wire import Receiver, Wire
+from dsi.fleets.wired import NOTHING, Seat, SharedFlag, WiredFleet, answer
+from dsi.fleets.work import Server
+
+HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, which life of it this is, its clock
+CANCEL = "cancel"
+SEND_SECONDS = 5.0
+RESTARTS = 5  # of one server without an answer between them, after which it stays dead
+LOOK_SECONDS = 0.25  # between two looks at who is late
+
+Fault = Callable[[str], str | None]  # asked at each message what goes wrong with it: for tests
+
+
+def ray() -> Any:
+    try:
+        import ray
+    except ImportError:
+        raise ValueError("a fleet on Ray needs Ray: pip install 'dsi[ray]'") from None
+    return ray
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a server asks of the machine it runs on."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    node: str = ""  # the address of a machine
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        asked = {"CPU": self.cpus, "GPU": self.gpus, f"node:{self.node}" if self.node else "": 0.001}
+        return {name: amount for name, amount in asked.items() if name and amount > 0}
+
+
+class Number:
+    """A number that one thread writes and another reads."""
+
+    value = NOTHING
+
+
+class Host:
+    """A server on its machine: reads jobs from its wire, and answers them."""
+
+    def __init__(self, server: Server, fault: Fault | None = None) -> None:
+        self._server, self._fault = server, fault or (lambda _: None)
+        self._unwanted = Number()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+
+    def run(self, address: tuple[str, int], secret: bytes, life: int) -> None:
+        """Until the driver is gone, or wants it no longer."""
+        with socket.create_connection(address, timeout=30) as end:
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.sendall(HELLO.pack(secret, self._server.name.encode(), life, time.perf_counter()))
+            threading.Thread(target=self._read, args=(Wire(end),), daemon=True).start()
+            voice = Voice(Wire(end), self._fault)
+            while (job := self._jobs.get()) is not None:
+                befall(self._fault(type(job).__name__.lower()))
+                with suppress(OSError):
+                    answer(job, self._server, voice, SharedFlag(self._unwanted, job.id))
+
+    def _read(self, wire: Wire) -> None:
+        receiver = Receiver()
+        with suppress(EOFError, OSError):
+            while True:
+                for message in wire.receive():
+                    if message[0] == CANCEL:
+                        self._cancel(message[1])
+                    else:
+                        self._jobs.put(receiver.unpack(message))
+        self._jobs.put(None)
+
+    def _cancel(self, id: int) -> None:
+        fate = self._fault(CANCEL)
+        befall(fate)
+        if fate != "lose":
+            self._unwanted.value = id
+
+
+class Voice(Wire):
+    """A wire on which what is said may go wrong, for tests."""
+
+    def __init__(self, wire: Wire, fault: Fault) -> None:
+        super().__init__(wire._end)
+        self._fault = fault
+
+    def send(self, message: Any) -> None:
+        fate = self._fault("answer")
+        befall(fate)
+        super().send(message)
+        if fate == "twice":
+            super().send(message)
+
+
+def befall(fate: str | None) -> None:
+    if fate == "die":
+        os._exit(1)
+    if fate == "hang":
+        time.sleep(3600)
+    if fate == "late":
+        time.sleep(0.3)
+
+
+class Actor(Seat):
+    """A server in an actor, once it has called."""
+
+    def __init__(self, server: Server, wire: Wire, handle: Any) -> None:
+        super().__init__(server, wire)
+        self._handle = handle
+        self.since = time.perf_counter()  # of its last word, or of the job it was given
+
+    def begin(self, job: Job) -> None:
+        self.since = time.perf_counter()
+        super().begin(job)
+
+    def stop(self, id: int) -> None:
+        with suppress(OSError):  # it is dead, which will be noticed
+            self.wire.send((CANCEL, id))
+
+    def dismiss(self) -> None:
+        self.wire.close()
+        discard(self._handle)
+
+
+def discard(handle: Any) -> None:
+    with suppress(Exception):  # it may be gone, and the cluster too
+        ray().kill(handle)
+
+
+@dataclass
+class Guest:
+    """A connection that has not said who it is."""
+
+    end: socket.socket
+    came: float
+    said: bytes = b""
+
+
+@dataclass
+class Coming:
+    """A server that has been asked for."""
+
+    handle: Any
+    life: int
+    asked: float
+
+
+class ActorFleet(WiredFleet):
+    """`address` joins a cluster; without it one is started here, and ends with the fleet.
+
+    A server that has not answered for `hang_seconds` counts as dead, and one that has not come within
+    `start_seconds` does not come.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[Server],
+        *,
+        address: str | None = None,
+        needs: Mapping[str, Needs] | None = None,
+        restart: bool = True,
+        hang_seconds: float = 60.0,
+        start_seconds: float = 120.0,
+        fault: Callable[[str], Fault] | None = None,
+        log: list[Span] | None = None,
+    ) -> None:
+        super().__init__(servers, log)
+        self._needs, self._restart, self._fault = dict(needs or {}), restart, fault
+        self._hang, self._patience = hang_seconds, start_seconds
+        self._lives: dict[str, int] = {}
+        self._coming: dict[str, Coming] = {}
+        self._guests: list[Guest] = []
+        self._secret = secrets.token_bytes(32)
+        self._cluster = Cluster(address, [self._need(name) for name in self._servers])
+        self._door = socket.create_server((self._cluster.here, 0))
+        self._selector.register(self._door, EVENT_READ, None)
+        for name in self._servers:
+            self._dispatch.remove(name, returns=True)
+            self._ask_for(name)
+
+    def _need(self, name: str) -> Needs:
+        return self._needs.get(name) or self._needs.get(self._servers[name].role) or Needs()
+
+    def add(self, server: Server) -> None:
+        """One more, which is used as soon as it has come."""
+        if server.name in self._servers:
+            raise ValueError(f"server {server.name!r} is already there")
+        self._servers[server.name], self.busy[server.name] = server, 0.0
+        self._dispatch.expect(server.name, server.role)
+        self._ask_for(server.name)
+
+    def wait_until_ready(self, seconds: float | None = None) -> None:
+        """Until all servers have come."""
+        end = time.perf_counter() + (self._patience if seconds is None else seconds)
+        while self._coming:
+            if time.perf_counter() > end:
+                late = ", ".join(self._coming)
+                raise ValueError(f"{late}: not there after {self._patience:g} s; {self._cluster.room()}")
+            for key, _ in self._listen():
+                self._hear_other(key)
+
+    def _ask_for(self, name: str) -> None:
+        life = self._lives[name] = self._lives.get(name, 0) + 1
+        handle = self._cluster.start(
+            list(self._servers).index(name),
+            self._servers[name],
+            self._fault(name) if self._fault else None,
+            self._need(name),
+        )
+        handle.run.remote(self._door.getsockname()[:2], self._secret, life)
+        self._coming[name] = Coming(handle, life, time.perf_counter())
+
+    def _listen(self) -> list[tuple[SelectorKey, int]]:
+        heard = self._selector.select(LOOK_SECONDS)
+        now = time.perf_counter()
+        for name, job in list(self._dispatch.working.items()):
+            if job is not None and now - self._seats[name].since > self._hang:
+                self.kill(name)
+        for name, coming in list(self._coming.items()):
+            if now - coming.asked > self._patience:
+                self._give_up(name)
+        for guest in [each for each in self._guests if now - each.came > SEND_SECONDS]:
+            self._send_away(guest)
+        return heard
+
+    def _hear(self, name: str) -> None:
+        self._seats[name].since = time.perf_counter()
+        super()._hear(name)
+
+    def _hear_other(self, key: SelectorKey) -> None:
+        if key.fileobj is self._door:
+            end, _ = self._door.accept()
+            end.setblocking(False)
+            self._guests.append(Guest(end, time.perf_counter()))
+            self._selector.register(end, EVENT_READ, None)
+        for guest in [each for each in self._guests if each.end is key.fileobj]:
+            self._hear_guest(guest)
+
+    def _hear_guest(self, guest: Guest) -> None:
+        """Only who knows the secret is listened to any further."""
+        try:
+            guest.said += guest.end.recv(HELLO.size - len(guest.said)) or b"\0" * HELLO.size
+        except OSError:
+            self._send_away(guest)
+            return
+        if len(guest.said) < HELLO.size:
+            return
+        secret, padded, life, clock = HELLO.unpack(guest.said[: HELLO.size])
+        name = padded.rstrip(b"\0").decode("utf-8", "replace")
+        coming = self._coming.get(name)
+        if not hmac.compare_digest(secret, self._secret) or coming is None or coming.life != life:
+            self._send_away(guest)
+            return
+        self._leave_guests(guest)
+        self._welcome(self._coming.pop(name), name, guest.end, clock)
+
+    def _welcome(self, coming: Coming, name: str, end: socket.socket, clock: float) -> None:
+        end.settimeout(SEND_SECONDS)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seat = Actor(self._servers[name], Wire(end), coming.handle)
+        seat.ahead = time.perf_counter() - clock
+        self._greet(seat)
+        self._dispatch.add(name, self._servers[name].role)
+        self._begin()
+
+    def _leave_guests(self, guest: Guest) -> None:
+        self._guests.remove(guest)
+        self._selector.unregister(guest.end)
+
+    def _send_away(self, guest: Guest) -> None:
+        self._leave_guests(guest)
+        guest.end.close()
+
+    def kill(self, name: str) -> None:
+        """The server dies now, whatever it was doing; another takes its place, unless it keeps dying."""
+        again = self._restart and self._fruitless.get(name, 0) < RESTARTS
+        # A drafter that is on its way holds nobody up: the text goes on without it.
+        self._dispatch.remove(name, returns=again and self._servers[name].role == TARGET)
+        self.deaths[name] = self.deaths.get(name, 0) + 1
+        self._part(name)
+        if again:
+            self._ask_for(name)
+        self._ready.extend(self._dispatch.stranded())
+
+    def _lose(self, name: str) -> None:
+        self._part(name)
+
+    def _give_up(self, name: str) -> None:
+        discard(self._coming.pop(name).handle)
+        if name in self._dispatch.away:
+            self._dispatch.give_up(name)
+        self._ready.extend(self._dispatch.stranded())
+
+    def close(self) -> None:
+        """Every server is gone: what is still open fails, and no actor is left."""
+        self._restart = False
+        for name in list(self._coming):
+            self._give_up(name)
+        for guest in list(self._guests):
+            self._send_away(guest)
+        super().close()
+        self._door.close()
+        self._cluster.close()
+
+
+class Cluster:
+    """Ray, as much of it as we need: a group of places, and actors in them."""
+
+    def __init__(self, address: str | None, needs: list[Needs]) -> None:
+        self._ray, self._ours = ray(), False
+        if not self._ray.is_initialized():
+            self._join(address, needs)
+        self.here = str(self._ray.util.get_node_ip_address())
+        self._group = self._places(needs)
+
+    def _join(self, address: str | None, needs: list[Needs]) -> None:
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+        if address is None:
+            cpus = max(1, int(sum(each.cpus for each in needs) + 0.999))
+            options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+        else:
+            options["address"] = address
+        try:
+            self._ray.init(**options)
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            raise ValueError(f"ray at {address or 'this machine'}: cannot be reached ({first})") from error
+        self._ours = True
+
+    def _places(self, needs: list[Needs]) -> Any:
+        return self._ray.util.placement_group(
+            [need.bundle or {"CPU": 0.001} for need in needs],
+            strategy="SPREAD",
+            bundle_label_selector=[dict(need.labels) for need in needs],
+        )
+
+    def start(self, place: int, server: Server, fault: Fault | None, need: Needs) -> Any:
+        strategy: Any = "DEFAULT"
+        if place < len(self._group.bundle_specs):
+            strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=place
+            )
+        host = self._ray.remote(Host).options(
+            num_cpus=need.cpus, num_gpus=need.gpus, max_restarts=0, scheduling_strategy=strategy
+        )
+        return host.remote(server, fault)
+
+    def room(self) -> str:
+        """What the cluster has, for whoever asks too much of it."""
+        found = self._ray.cluster_resources()
+        return f"the cluster has {found.get('CPU', 0):g} CPUs and {found.get('GPU', 0):g} GPUs"
+
+    def close(self) -> None:
+        with suppress(Exception):
+            self._ray.util.remove_placement_group(self._group)
+        if self._ours:
+            self._ray.shutdown()
