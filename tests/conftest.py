@@ -29,3 +29,12 @@ def serving() -> Iterator[Serving]:
     yield make
     for server in started:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """One Ray for all tests that need it: starting it takes seconds."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()

@@ -22,10 +22,12 @@ from dsi.cli_options import (
     Drafter,
     DrafterDevice,
     DrafterMs,
+    DrafterNeeds,
     Drafters,
     DrafterTtftMs,
     Dtype,
     Eager,
+    Fleet,
     Horizon,
     Jitter,
     Json,
@@ -43,6 +45,7 @@ from dsi.cli_options import (
     Target,
     TargetDevices,
     TargetMs,
+    TargetNeeds,
     TargetTtftMs,
     Temperature,
     Threads,
@@ -256,6 +259,9 @@ def generate(
     threads: Threads = None,
     target_devices: TargetDevices = None,
     drafter_device: DrafterDevice = None,
+    fleet: Fleet = None,
+    target_needs: TargetNeeds = None,
+    drafter_needs: DrafterNeeds = None,
     json: Json = False,
 ) -> None:
     """Continue a text: the text alone on stdout as it is written, a summary on stderr."""
@@ -303,6 +309,9 @@ def chat(
     threads: Threads = None,
     target_devices: TargetDevices = None,
     drafter_device: DrafterDevice = None,
+    fleet: Fleet = None,
+    target_needs: TargetNeeds = None,
+    drafter_needs: DrafterNeeds = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or the end of the input ends it."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
@@ -340,6 +349,9 @@ def compare(
     threads: Threads = None,
     target_devices: TargetDevices = None,
     drafter_device: DrafterDevice = None,
+    fleet: Fleet = None,
+    target_needs: TargetNeeds = None,
+    drafter_needs: DrafterNeeds = None,
     json: Json = False,
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.

@@ -25,14 +25,30 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
         "target_devices",
         "drafter_device",
         "vocab",
+        "fleet",
     )
     drafters = options["drafter"] or ["builtin"]
     with Console(stderr=True).status(f"loading {options['target']} and {', '.join(drafters)}"):
         from dsi.speech import Engine
 
-        engine = Engine.load(options["target"], drafters, **{name: options[name] for name in names}, **more)
+        chosen = {name: options[name] for name in names} | needs_of(options) | more
+        engine = Engine.load(options["target"], drafters, **chosen)
     for remark in engine.loaded.remarks:
         print(f"dsi: {remark}", file=sys.stderr)
     if options["algorithm"] == "auto":
         print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
     return engine
+
+
+def needs_of(options: dict[str, Any]) -> dict[str, Any]:
+    """What the servers ask of the machines of a cluster, by role."""
+    given = {"target": options["target_needs"], "drafter": options["drafter_needs"]}
+    asked = {role: text for role, text in given.items() if text is not None}
+    if asked and options["fleet"] is None:
+        [(role, text), *_] = asked.items()
+        raise ValueError(f"{role} needs {text!r}: are for --fleet ray")
+    if not asked:
+        return {}
+    from dsi.fleets.actors import needs
+
+    return {"needs": {role: needs(text) for role, text in asked.items()}}

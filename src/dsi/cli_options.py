@@ -68,6 +68,18 @@ TargetDevices = Annotated[
 DrafterDevice = Annotated[
     str | None, typer.Option(help="The drafter's GPU, cuda:0; without it, the last of the target devices.")
 ]
+Fleet = Annotated[
+    str | None,
+    typer.Option(
+        help="Where the servers run: ray starts a Ray cluster here, ray=ADDRESS joins one; without it, "
+        "processes on this machine."
+    ),
+]
+TargetNeeds = Annotated[
+    str | None,
+    typer.Option(help="On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a."),
+]
+DrafterNeeds = Annotated[str | None, typer.Option(help="On Ray, what the drafter asks for, likewise.")]
 AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
 AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]

@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoTokenizer
 
 from dsi.core.messages import DRAFTER, TARGET
+from dsi.fleets.actors import ActorFleet
 from dsi.fleets.polling import PollingFleet
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.work import Server
@@ -63,7 +64,7 @@ class Pace:
 class Loaded:
     """All that an engine needs to speak."""
 
-    fleet: ProcessFleet | PollingFleet
+    fleet: ProcessFleet | PollingFleet | ActorFleet
     text: Text
     context: int
     sp: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -16,6 +16,7 @@ from dsi.models.text import Detokenizer, Stops
 from dsi.request import Completion, Request
 
 if TYPE_CHECKING:
+    from dsi.fleets.actors import Needs
     from dsi.loading import Loaded
 
 
@@ -82,6 +83,8 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         drafter_device: str | None = None,
         vocab: str = "auto",
         texts: int | None = None,
+        fleet: str | None = None,
+        needs: Mapping[str, Needs] | None = None,
     ) -> Self:
         """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
 
@@ -89,12 +92,25 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         (`cuda:1,cuda:2`, or `cuda:0/8` for slices of one GPU) the servers compute there, SP degree, lookahead
         and patience are those that are fastest by what is measured, and the algorithm may be `auto`. With
         another vocabulary a drafter goes by shared tokens (`vocab` `tli`) or text (`slem`); `auto` chooses.
-        Where more than a few requests run at once, `texts` says how many.
+        Where more than a few requests run at once, `texts` says how many. With `fleet` `ray` the servers are
+        actors on a Ray cluster, one of its own or, with `ray=ADDRESS`, one that is there; `needs` says what
+        the target and the drafter ask of their machines.
         """
         if algorithm != "auto" or target_devices is None:
             check_algorithm(algorithm)
         numbers = [whole("lookahead", lookahead, 1), whole("patience", patience, 0)]
         drafters = [drafter] if isinstance(drafter, str) else list(drafter)
+        if fleet is not None:
+            from dsi.clustered import load_on_ray
+
+            if target_devices is not None or drafter_device is not None:
+                raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
+            degree = 1 if sp is None else sp
+            return cls(
+                load_on_ray(target, drafters, degree, fleet, dtype, threads, vocab, texts, needs),
+                algorithm,
+                *numbers,
+            )
         if target_devices is None:
             from dsi.loading import TEXTS, load_pair
 

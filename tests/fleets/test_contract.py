@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from dsi.core.context import Context, Tokens
+from dsi.core.dispatch import Dispatch
 from dsi.core.generation import Policy
 from dsi.core.messages import (
     WOKEN,
@@ -26,6 +27,7 @@ from dsi.core.messages import (
 )
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.engine import Fleet, FleetError, Loop
+from dsi.fleets.actors import ActorFleet, Needs
 from dsi.fleets.polling import PollingFleet
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.simulated import SimulatedFleet
@@ -39,6 +41,7 @@ from dsi.request import Request
 
 TARGET = ToyTarget(3)
 TEXT = Context.of((1, 2, 3))
+LITTLE = Needs(cpus=0.01)
 
 
 def truths(text: Context, width: int) -> Tokens:
@@ -74,6 +77,8 @@ class Noting:
 
 
 class KillableFleet(Fleet):
+    _dispatch: Dispatch
+
     def kill(self, name: str) -> None: ...
 
 
@@ -118,12 +123,22 @@ def polling(crew: list[Server], **options: object) -> PollingFleet:
     return PollingFleet(afar, **options)  # type: ignore[arg-type]
 
 
+def on_ray(crew: list[Server], **options: object) -> ActorFleet:
+    """Actors that stay dead when they die, all of them there."""
+    options.pop("pieces", None), options.pop("eager", None)
+    fleet = ActorFleet(crew, restart=False, needs={server.name: LITTLE for server in crew}, **options)  # type: ignore[arg-type]
+    fleet.wait_until_ready()
+    return fleet
+
+
 @pytest.fixture(
-    params=[SimulatedFleet, ThreadFleet, lasting, polling],
-    ids=["simulated", "threads", "processes", "polling"],
+    params=[SimulatedFleet, ThreadFleet, lasting, polling, on_ray],
+    ids=["simulated", "threads", "processes", "polling", "actors"],
 )
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     made: list[KillableFleet] = []
+    if request.param is on_ray:
+        request.getfixturevalue("cluster")
 
     def build(crew: list[Server], **options: object) -> KillableFleet:
         made.append(request.param(crew, **options))
@@ -219,8 +234,9 @@ def test_cancelling_what_is_unknown_or_over_is_harmless(make: Make) -> None:
 def test_the_job_of_a_dying_server_fails_and_can_go_elsewhere(make: Make) -> None:
     fleet = make(servers(targets=2))
     fleet.start(Verify(1, TEXT, 1))
-    fleet.kill("target-1")
-    assert fleet.next_event() == Failed(1, "server target-1 died")
+    [at_it] = fleet._dispatch.working  # who came first
+    fleet.kill(at_it)
+    assert fleet.next_event() == Failed(1, f"server {at_it} died")
     fleet.start(Verify(2, TEXT, 1))
     assert fleet.next_event() == Verified(2, truths(TEXT, 1))
 

@@ -59,6 +59,31 @@ class Needs:
         return {name: amount for name, amount in asked.items() if name and amount > 0}
 
 
+def needs(text: str) -> Needs:
+    """`cpus=2,gpus=1,node=10.0.0.2,label=zone:a`, or some of it."""
+    found: dict[str, Any] = {}
+    labels: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        try:
+            if name in ("cpus", "gpus"):
+                found[name] = float(value)
+            elif name == "node" and value:
+                found[name] = value
+            elif name == "label" and ":" in value:
+                key, _, label = value.partition(":")
+                labels[key] = label
+            else:
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"needs {part.strip()!r}: must be cpus=N, gpus=N, node=ADDRESS or label=KEY:VALUE"
+            ) from None
+    if min(found.get("cpus", 1), found.get("gpus", 0)) < 0:
+        raise ValueError(f"needs {text!r}: must be at least 0")
+    return Needs(**found, labels=labels)
+
+
 class Number:
     """A number that one thread writes and another reads."""
 
@@ -218,13 +243,14 @@ class ActorFleet(WiredFleet):
 
     def wait_until_ready(self, seconds: float | None = None) -> None:
         """Until all servers have come."""
-        end = time.perf_counter() + (self._patience if seconds is None else seconds)
-        while self._coming:
-            if time.perf_counter() > end:
-                late = ", ".join(self._coming)
-                raise ValueError(f"{late}: not there after {self._patience:g} s; {self._cluster.room()}")
+        patience = self._patience if seconds is None else seconds
+        wanted, end = list(self._coming), time.perf_counter() + patience
+        while self._coming and time.perf_counter() < end:
             for key, _ in self._listen():
                 self._hear_other(key)
+        if late := [name for name in wanted if name not in self._seats]:
+            raise ValueError(f"{', '.join(late)}: not there after {patience:g} s; {self._cluster.room()}")
+        self._began = time.perf_counter()  # its clock starts when they can
 
     def _ask_for(self, name: str) -> None:
         life = self._lives[name] = self._lives.get(name, 0) + 1
@@ -330,6 +356,17 @@ class ActorFleet(WiredFleet):
         self._cluster.close()
 
 
+def check_reachable(address: str) -> None:
+    """Ray itself takes more than a minute to say so."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # `auto`, or the name of a cluster
+    try:
+        socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"ray at {address}: nobody answers there") from error
+
+
 class Cluster:
     """Ray, as much of it as we need: a group of places, and actors in them."""
 
@@ -347,6 +384,7 @@ class Cluster:
             options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
         else:
             options["address"] = address
+            check_reachable(address)
         try:
             self._ray.init(**options)
         except Exception as error:

@@ -1,0 +1,199 @@
+"""Servers on Ray: what a job costs over a process on the same machine, DSI over SI, and what faults cost.
+
+Waited: models that wait instead of computing, on real actors. `--only` picks parts: latency, speed, faults.
+"""
+
+from __future__ import annotations
+
+import sys
+
+sys.path.pop(0)  # or this file would be what `import ray` finds
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dsi.core.context import Context
+from dsi.core.messages import Verify
+from dsi.core.policies import autoregressive, distributed, named
+from dsi.engine import Loop
+from dsi.fleets.actors import ActorFleet, Needs, ray
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.work import Server
+from dsi.measure.settings import SECOND, Setting
+from dsi.models.toy import ToyTarget
+from dsi.request import Request
+
+LITTLE = {"target": Needs(cpus=0.01), "drafter": Needs(cpus=0.01)}
+PAPER = Setting(37.7, 2.5, 0.8, sp=7, tokens=100)
+QUICK = Setting(4.0, 1.0, 0.7, sp=2, tokens=60)
+FAULTS = [  # what, how, every how many of them, how often
+    ("answer", "twice", 3, 150),
+    ("cancel", "lose", 1, 100),
+    ("answer", "late", 9, 60),
+    ("verify", "late", 9, 40),
+    ("draft", "late", 2, 20),
+    ("verify", "die", 12, 40),
+    ("draft", "die", 3, 25),
+    ("answer", "die", 15, 25),
+    ("cancel", "die", 3, 15),
+    ("warm", "die", 2, 10),
+    ("verify", "hang", 14, 15),
+    ("answer", "hang", 25, 10),
+]
+TEXT = Context.of((1, 2, 3))
+
+
+def say(*words: object) -> None:
+    print(*words, file=sys.stderr, flush=True)
+
+
+def latency(jobs: int) -> dict[str, Any]:
+    """A job that takes no time, on a process and on an actor, in turn."""
+    crew = [Server("target-1", "target", ToyTarget(3))]
+    actors, processes = ActorFleet(crew, needs=LITTLE), ProcessFleet(crew)
+    actors.wait_until_ready()
+    times: dict[str, list[float]] = {"actor": [], "process": []}
+    for id in range(jobs):
+        for name, fleet in (("actor", actors), ("process", processes)):
+            began = time.perf_counter()
+            fleet.start(Verify(id, TEXT, 1))
+            fleet.next_event()
+            times[name].append(1000 * (time.perf_counter() - began))
+    actors.close()
+    processes.close()
+    found = {name: (median(each), sorted(each)[int(0.99 * len(each))]) for name, each in times.items()}
+    added = [a - b for a, b in zip(found["actor"], found["process"])]
+    say(
+        f"a job of no time, {jobs} of each: actor {found['actor'][0]:.2f} ms (99%: {found['actor'][1]:.2f}), "
+        f"process {found['process'][0]:.2f} ({found['process'][1]:.2f}): adds {added[0]:.2f} ({added[1]:.2f})"
+    )
+    return {"median_and_p99_ms": found, "added_ms": added}
+
+
+def speed(repeats: int) -> dict[str, Any]:
+    """The paper's wait models on seven targets: on actors beside virtual time, the same luck."""
+    times: dict[str, list[float]] = {"si": [], "dsi": []}
+    virtual: dict[str, list[float]] = {"si": [], "dsi": []}
+    blocks = {"si": 5, "dsi": 3}
+    for seed in range(repeats):
+        fleet = ActorFleet(PAPER.servers(seed, SECOND), needs=LITTLE)
+        fleet.wait_until_ready()
+        loop = Loop(fleet)
+        for name in ("si", "dsi", "si", "dsi"):  # the first of each warms up
+            policy = named(name, blocks[name])
+            [done] = loop.run(Request((1, 2, 3), PAPER.tokens, policy))
+            [free] = Loop(PAPER.simulated(seed)).run(Request((1, 2, 3), PAPER.tokens, policy))
+            if done.tokens != free.tokens:
+                raise SystemExit("ray: different texts")
+            times[name].append(1000 * float(done.elapsed))
+            virtual[name].append(float(free.elapsed))
+        fleet.close()
+    over = {name: sum(times[name][1::2]) / sum(virtual[name][1::2]) for name in times}
+    ratio = sum(times["si"][1::2]) / sum(times["dsi"][1::2])
+    free_ratio = sum(virtual["si"]) / sum(virtual["dsi"])
+    say(
+        f"37.7 and 2.5 ms, acceptance 0.8, seven targets, {repeats} seeds: DSI over SI {ratio:.2f} on actors "
+        f"(waited), {free_ratio:.2f} in virtual time; over virtual time SI {over['si']:.3f}, DSI "
+        f"{over['dsi']:.3f}"
+    )
+    return {"dsi_over_si": ratio, "simulated": free_ratio, "over_virtual": over}
+
+
+@dataclass
+class Mischief:
+    """Now and then something goes wrong with one kind of message; each time is written down."""
+
+    kind: str
+    fate: str
+    every: int
+    book: str
+    count: int = 0
+
+    def __call__(self, kind: str) -> str | None:
+        self.count += kind == self.kind
+        if kind != self.kind or self.count % self.every:
+            return None
+        with open(self.book, "a") as book:
+            book.write(f"{self.kind} {self.fate}\n")
+        return self.fate
+
+
+def ordinary(requests: int = 10) -> float:
+    fleet = ActorFleet(QUICK.servers(3, SECOND), needs=LITTLE)
+    fleet.wait_until_ready()
+    loop = Loop(fleet)
+    found = [float(loop.run(request())[0].elapsed) for _ in range(requests)]
+    fleet.close()
+    return median(found)
+
+
+def request() -> Request:
+    return Request((1, 2, 3), QUICK.tokens, distributed(2))
+
+
+def faults(share: float) -> dict[str, Any]:
+    """Every kind of fault at every kind of message, until each has happened often enough."""
+    [plain] = Loop(QUICK.simulated(3)).run(Request((1, 2, 3), QUICK.tokens, autoregressive()))
+    usual, rows = ordinary(), []
+    for kind, fate, every, often in FAULTS:
+        row = fault(kind, fate, every, max(1, round(often * share)), plain.tokens)
+        row["ms_lost"] = 1000 * (row.pop("seconds") - row["texts"] * usual) / row["faults"]
+        rows.append(row)
+        say(f"  {kind} {fate}: {row['faults']} faults, {row['equal']} of {row['texts']} texts equal, "
+            f"{row['ms_lost']:.0f} ms lost by each")  # fmt: skip
+    total = Counter[str]()
+    for row in rows:
+        total.update({name: row[name] for name in ("faults", "texts", "equal")})
+    say(f"{total['faults']} faults: {total['equal']} of {total['texts']} texts equal")
+    return {"rows": rows, **total}
+
+
+def fault(kind: str, fate: str, every: int, often: int, plain: tuple[int, ...]) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile() as book:
+        fleet = ActorFleet(
+            QUICK.servers(3, SECOND),
+            needs=LITTLE,
+            hang_seconds=1.0,
+            fault=lambda _: Mischief(kind, fate, every, book.name),
+        )
+        fleet.wait_until_ready()
+        loop, texts, equal, seconds, seen = Loop(fleet), 0, 0, 0.0, 0
+        while seen < often:
+            [done] = loop.run(request())
+            texts, equal, seconds = texts + 1, equal + (done.tokens == plain), seconds + float(done.elapsed)
+            seen = len(Path(book.name).read_text().splitlines())
+        fleet.close()
+    return {"kind": kind, "fate": fate, "faults": seen, "texts": texts, "equal": equal, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="latency,speed,faults")
+    parser.add_argument("--jobs", type=int, default=1000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--share", type=float, default=1.0, help="of the 510 faults")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    ray().init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    parts = options.only.split(",")
+    found: dict[str, Any] = {"label": "waited"}
+    if "latency" in parts:
+        found["latency"] = latency(options.jobs)
+    if "speed" in parts:
+        found["speed"] = speed(options.repeats)
+    if "faults" in parts:
+        found["faults"] = faults(options.share)
+    ray().shutdown()
+    if options.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A pair of models on a Ray cluster: each server loads its own where it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from dsi.core.context import Context, Tokens
+from dsi.core.messages import DRAFTER, TARGET, Draft, Drafted, Failed, Job, Verify
+from dsi.fleets.actors import ActorFleet, Needs
+from dsi.fleets.work import Server
+from dsi.loading import (
+    LOOKUP_SHARE,
+    NGRAM,
+    TEXTS,
+    WIDE,
+    Loaded,
+    Pace,
+    backend,
+    check_means,
+    check_vocabulary,
+    folder,
+    quiet,
+)
+from dsi.models.backend import Ask, Model, Speaker
+from dsi.models.hf import load
+from dsi.models.ngram import NGram
+from dsi.models.text import Text
+from dsi.translation import AUTO, SAME, check_way
+
+RAY = "ray"
+MEASURED = 6  # times that each kind of forward is
+SAMPLE = tuple(range(1, 18))  # a text to measure by
+
+
+class Carried:
+    """A model that is made where it is unpickled: what travels is how to make it."""
+
+    def __init__(self, make: Callable[..., Model], *details: Any) -> None:
+        self._make, self._details = make, details
+
+    def __reduce__(self) -> tuple[Callable[..., Model], tuple[Any, ...]]:
+        return self._make, self._details
+
+    def answer(self, ask: Ask) -> Tokens:
+        raise RuntimeError(f"a model that lives elsewhere was asked about {len(ask.tokens)} tokens here")
+
+
+def speaker(name: str, role: str, dtype: str, threads: int, texts: int) -> Speaker:
+    """What a server makes of it."""
+    quiet()
+    torch.set_num_threads(threads)
+    return Speaker(backend(load(folder(name, role), dtype), texts))
+
+
+def load_on_ray(
+    target: str,
+    drafters: Sequence[str],
+    sp: int,
+    fleet: str,
+    dtype: str = "float32",
+    threads: int | None = None,
+    vocab: str = AUTO,
+    texts: int | None = None,
+    needs: Mapping[str, Needs] | None = None,
+) -> Loaded:
+    if sp < 1:
+        raise ValueError(f"SP degree {sp}: must be at least 1")
+    check_means(dtype, threads)
+    if check_way(vocab) not in (SAME, AUTO):
+        raise ValueError(f"vocab {vocab!r}: on a cluster a drafter must have the target's vocabulary")
+    quiet()
+    text, context = described(target, TARGET)
+    names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(drafters) + 1))
+    means = dtype, threads or 1, texts or TEXTS
+    big = Carried(speaker, target, TARGET, *means)
+    servers = [Server(f"{TARGET}-{i}", TARGET, big) for i in range(1, sp + 1)]
+    for name, drafter in zip(names, drafters):
+        servers.append(Server(name, name, guesser(drafter, target, text, means)))
+        context = min(context or 0, described(drafter, DRAFTER)[1]) if drafter != NGRAM else context
+    crew = ActorFleet(servers, address=address_of(fleet), needs=needs)
+    try:
+        crew.wait_until_ready()
+        pace = measured(crew, names[0], drafters[0] == NGRAM)
+    except BaseException:
+        crew.close()
+        raise
+    return Loaded(crew, text, context, sp, pace, names)
+
+
+def address_of(fleet: str) -> str | None:
+    """`ray` starts a cluster here, `ray=ADDRESS` joins one."""
+    kind, _, address = fleet.partition("=")
+    if kind != RAY or (address == "" and "=" in fleet):
+        raise ValueError(f"fleet {fleet!r}: must be ray, or ray=ADDRESS")
+    return address or None
+
+
+def guesser(name: str, target: str, text: Text, means: tuple[str, int, int]) -> Model:
+    if name == NGRAM:
+        return NGram()
+    check_vocabulary(text, described(name, DRAFTER)[0], target, name)
+    return Carried(speaker, name, DRAFTER, *means)
+
+
+def described(name: str, role: str) -> tuple[Text, int]:
+    """A model's tokenizer and context, without its weights."""
+    path = folder(name, role)
+    try:
+        config, found = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise ValueError(f"{name}: there is no such model, or no tokenizer with it") from error
+    ends = config.eos_token_id if hasattr(config, "eos_token_id") else None
+    with suppress(OSError):  # it may have none of its own
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
+    text = Text(found, [] if ends is None else ends if isinstance(ends, list) else [ends])
+    return text, int(getattr(config, "max_position_embeddings", 0) or 0)
+
+
+def measured(crew: ActorFleet, drafter: str, looked_up: bool) -> Pace:
+    """As the driver sees them, with what travels."""
+    ids = count(-1000, -1)  # which no request has
+    text = Context.of(SAMPLE)
+    one, wide = (
+        min(timed(crew, Verify(next(ids), text, width)) for _ in range(MEASURED)) for width in (1, WIDE)
+    )
+    if looked_up:
+        return Pace(one, one * LOOKUP_SHARE, max(0.0, wide - one) / (WIDE - 1))
+    guess = min(timed(crew, Draft(next(ids), text, WIDE, drafter)) for _ in range(MEASURED)) / WIDE
+    return Pace(one, guess, max(0.0, wide - one) / (WIDE - 1))
+
+
+def timed(crew: ActorFleet, job: Job) -> float:
+    """Milliseconds until its last word."""
+    began, left = time.perf_counter(), job.count if isinstance(job, Draft) else 1
+    crew.start(job)
+    while left:
+        event = crew.next_event()
+        if isinstance(event, Failed) and event.id == job.id:
+            raise ValueError(f"a server on the cluster cannot work: {event.reason}")
+        left -= event.id == job.id and (not isinstance(job, Draft) or isinstance(event, Drafted))
+    return 1000 * (time.perf_counter() - began)
