@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="of the 510 faults")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    ray().init(num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray().init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
     parts = options.only.split(",")
     found: dict[str, Any] = {"label": "waited"}
     if "latency" in parts:

@@ -35,6 +35,6 @@ def serving() -> Iterator[Serving]:
 def cluster() -> Iterator[None]:
     """One Ray for all tests that need it: starting it takes seconds."""
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()

@@ -24,9 +24,21 @@ MAY_USE = {
     "loading": {"core", "fleets", "measure", "models", "planner", "translation"},
     "dropin": {"core", "engine", "fleets", "loading", "models", "planner", "request"},
     "placement": set(),
+    "clustered": {"core", "fleets", "loading", "models", "translation"},
     "placed": {"core", "fleets", "loading", "measure", "models", "placement"},
     "repo": set(),
-    "speech": {"core", "engine", "loading", "models", "placed", "placement", "request", "translation"},
+    "speech": {
+        "clustered",
+        "core",
+        "engine",
+        "fleets",
+        "loading",
+        "models",
+        "placed",
+        "placement",
+        "request",
+        "translation",
+    },
     "prompts": {"core", "models"},
     "measure": {"core", "engine", "fleets", "loading", "models", "planner", "request", "sampling", "speech"},
     "plot": {"measure"},
@@ -46,7 +58,7 @@ MAY_USE = {
         "plot",
         "show",
     },
-    "cli_engine": {"show", "speech"},
+    "cli_engine": {"fleets", "show", "speech"},
     "cli_options": set(),
     "cli_serve": {"cli_engine", "cli_options", "serve"},
     "cli_measure": {"loading", "measure", "placed", "placement", "prompts", "show"},
@@ -67,14 +79,18 @@ CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing"
 # Modules of the world that only some parts may touch.
 KEEPERS = {
     "numpy": {"measure", "models", "paper", "plot", "sampling", "theory"},
-    "torch": {"dropin", "loading", "models", "placed", "placement"},
-    "transformers": {"loading", "models"},
+    "torch": {"clustered", "dropin", "loading", "models", "placed", "placement"},
+    "transformers": {"clustered", "loading", "models"},
+    "ray": {"fleets"},
     "datasets": {"prompts"},
     "matplotlib": {"plot"},
     "rich": {"cli_engine", "cli_measure", "plot", "show"},
     "typer": {"cli", "cli_measure", "cli_options", "cli_paper", "cli_serve"},
     **{name: {"serve"} for name in ("fastapi", "starlette", "uvicorn", "prometheus_client", "pydantic")},
-    **{name: {"fleets", "engine", "loading", "measure", "serve", "show"} for name in CLOCKS_AND_THREADS},
+    **{
+        name: {"clustered", "fleets", "engine", "loading", "measure", "serve", "show"}
+        for name in CLOCKS_AND_THREADS
+    },
 }
 
 

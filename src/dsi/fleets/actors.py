@@ -201,7 +201,8 @@ class ActorFleet(WiredFleet):
     """`address` joins a cluster; without it one is started here, and ends with the fleet.
 
     A server that has not answered for `hang_seconds` counts as dead, and one that has not come within
-    `start_seconds` does not come.
+    `start_seconds` does not come. The servers call the driver: at `listen`, or any port of this machine, or
+    where a gate between the machines has them call instead, `reach`.
     """
 
     def __init__(
@@ -213,6 +214,8 @@ class ActorFleet(WiredFleet):
         restart: bool = True,
         hang_seconds: float = 60.0,
         start_seconds: float = 120.0,
+        listen: tuple[str, int] | None = None,
+        reach: tuple[str, int] | None = None,
         fault: Callable[[str], Fault] | None = None,
         log: list[Span] | None = None,
     ) -> None:
@@ -224,7 +227,8 @@ class ActorFleet(WiredFleet):
         self._guests: list[Guest] = []
         self._secret = secrets.token_bytes(32)
         self._cluster = Cluster(address, [self._need(name) for name in self._servers])
-        self._door = socket.create_server((self._cluster.here, 0))
+        self._door = socket.create_server(listen or (self._cluster.here, 0))
+        self._reach = reach or self._door.getsockname()[:2]
         self._selector.register(self._door, EVENT_READ, None)
         for name in self._servers:
             self._dispatch.remove(name, returns=True)
@@ -260,7 +264,7 @@ class ActorFleet(WiredFleet):
             self._fault(name) if self._fault else None,
             self._need(name),
         )
-        handle.run.remote(self._door.getsockname()[:2], self._secret, life)
+        handle.run.remote(self._reach, self._secret, life)
         self._coming[name] = Coming(handle, life, time.perf_counter())
 
     def _listen(self) -> list[tuple[SelectorKey, int]]:
@@ -381,7 +385,11 @@ class Cluster:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if address is None:
             cpus = max(1, int(sum(each.cpus for each in needs) + 0.999))
-            options |= {"num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
+            options |= {
+                "address": "local",
+                "num_cpus": max(cpus, os.cpu_count() or 1),
+                "include_dashboard": False,
+            }
         else:
             options["address"] = address
             check_reachable(address)
