@@ -222,6 +222,7 @@ class ActorFleet(WiredFleet):
         super().__init__(servers, log)
         self._needs, self._restart, self._fault = dict(needs or {}), restart, fault
         self._hang, self._patience = hang_seconds, start_seconds
+        self._closed = False
         self._lives: dict[str, int] = {}
         self._coming: dict[str, Coming] = {}
         self._guests: list[Guest] = []
@@ -350,7 +351,9 @@ class ActorFleet(WiredFleet):
 
     def close(self) -> None:
         """Every server is gone: what is still open fails, and no actor is left."""
-        self._restart = False
+        if self._closed:
+            return  # Ray would start again to hear that it should stop
+        self._closed, self._restart = True, False
         for name in list(self._coming):
             self._give_up(name)
         for guest in list(self._guests):
@@ -369,6 +372,14 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
     except (OSError, OverflowError) as error:
         raise ValueError(f"ray at {address}: nobody answers there") from error
+
+
+def hush() -> None:
+    """Ray tells of every worker that dies, on standard output, where a text may be going."""
+    with suppress(Exception):  # it has no other way to be told so, and this one may not last
+        from ray._private import worker
+
+        worker.print_to_stdstream = lambda *_, **__: None
 
 
 class Cluster:
@@ -399,6 +410,7 @@ class Cluster:
             first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             raise ValueError(f"ray at {address or 'this machine'}: cannot be reached ({first})") from error
         self._ours = True
+        hush()
 
     def _places(self, needs: list[Needs]) -> Any:
         return self._ray.util.placement_group(
