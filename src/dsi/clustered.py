@@ -53,10 +53,11 @@ class Carried:
 
 
 def speaker(name: str, role: str, dtype: str, threads: int, texts: int) -> Speaker:
-    """What a server makes of it."""
+    """What a server makes of it, on a GPU if it was given one: Ray shows it no other."""
     quiet()
     torch.set_num_threads(threads)
-    return Speaker(backend(load(folder(name, role), dtype), texts))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Speaker(backend(load(folder(name, role), dtype, device), texts))
 
 
 def load_on_ray(
