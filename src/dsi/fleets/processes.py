@@ -7,7 +7,6 @@ elsewhere, and it is started again. When this process goes, they go.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -25,10 +24,10 @@ from dsi.core.messages import TARGET, WOKEN, Drafted, Event, Job
 from dsi.fleets.spans import Span, span
 from dsi.fleets.wire import READ, Receiver, Sender, Wire, pack_event, unpack_event
 from dsi.fleets.work import Server, by_name, work
+from dsi.kin import die_with_parent, keep_only
 from dsi.models.backend import Cancelled
 
 FORK = multiprocessing.get_context("fork")
-STDERR = 2
 NOTHING = -1  # the id of no job
 RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 POLL_SECONDS = 0.0005
@@ -63,8 +62,8 @@ def serve(
     server: Server, wire: Wire, unwanted: Any, cores: Sequence[int], prepare: Callable[[Server], None]
 ) -> None:
     """The life of a server process."""
-    _die_with_parent()
-    _keep_only(wire.fileno())
+    die_with_parent()
+    keep_only(wire.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
     if cores:
         os.sched_setaffinity(0, cores)
@@ -96,18 +95,6 @@ def _answer(job: Job, server: Server, wire: Wire, flag: SharedFlag) -> None:
     except Cancelled:
         gathered.append((None, began, time.perf_counter()))
     wire.send((gathered, True))
-
-
-def _die_with_parent() -> None:
-    """PR_SET_PDEATHSIG: even a parent that is killed leaves no process behind."""
-    if hasattr(signal, "SIGKILL"):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _keep_only(wire: int) -> None:
-    """Close what the parent had open: a connection of its own would stay open until this process ends."""
-    for first, after in ((STDERR + 1, wire), (wire + 1, os.sysconf("SC_OPEN_MAX"))):
-        os.closerange(first, after)
 
 
 class Seat:
