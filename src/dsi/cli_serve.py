@@ -19,6 +19,7 @@ from dsi.cli_options import (
     OneAlgorithm,
     Target,
     TargetDevices,
+    TargetMp,
     Threads,
     Vocab,
 )
@@ -32,6 +33,7 @@ def serve(
     vocab: Vocab = "auto",
     algorithm: OneAlgorithm = "dsi",
     sp: Degree = None,
+    target_mp: TargetMp = 1,
     lookahead: AutoLookahead = "auto",
     patience: AutoPatience = "auto",
     dtype: Dtype = "float32",
