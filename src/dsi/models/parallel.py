@@ -53,7 +53,7 @@ class Group:
 
     def meet(self, folder: str) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it would listen where the host's name leads
-        store = distributed.FileStore(str(Path(folder) / "ranks"), self.size)
+        store = distributed.FileStore(str(Path(folder) / "ranks"), self.size)  # type: ignore[attr-defined]
         self._gloo = distributed.ProcessGroupGloo(store, self.rank, self.size, PATIENCE)
 
     def part(self) -> None:
@@ -162,7 +162,7 @@ class Parallel:
         theirs, ours = os.pipe()
         if process := os.fork():
             os.close(theirs)
-            return Helper(process, open(ours, "wb"))  # noqa: SIM115
+            return Helper(process, open(ours, "wb"))
         try:
             die_with_parent()
             if os.getppid() == parent:
@@ -241,7 +241,8 @@ def _cut_columns(linear: nn.Linear, gathered: bool, group: Group) -> None:
 
 def _cut_rows(linear: nn.Linear, scattered: bool, group: Group) -> None:
     """A bias is added to the sum, once."""
-    bias, linear.bias = linear.bias, None
+    bias = linear.bias
+    linear.register_parameter("bias", None)
     linear.weight = _still(group.own(linear.weight, 1))
     if scattered:
         linear.register_forward_pre_hook(lambda _, given: (group.own(given[0]),))
