@@ -84,7 +84,13 @@ def same_rows(model: Any, one: Transformer, other: Parallel, count: int) -> bool
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), [*((name, 2) for name in MAKERS), ("a lean llama", 4), ("parts that are gathered", 4)]
+    ("name", "size"),
+    [
+        *((name, 2) for name in MAKERS),
+        ("a lean llama", 1),
+        ("a lean llama", 4),
+        ("parts that are gathered", 4),
+    ],
 )
 def test_the_rows_are_those_of_the_whole_model(split: Callable[..., Parallel], name: str, size: int) -> None:
     model = made(name)
@@ -151,6 +157,26 @@ def test_a_rank_that_is_gone_is_noticed(split: Callable[..., Parallel]) -> None:
     os.kill(other.helpers[0].process, signal.SIGKILL)
     with pytest.raises(Lost):
         other.forward([5, 17, 3], 3)
+    assert other.helpers == []
+
+
+class Interrupted(BaseException):
+    """A Ctrl-C, say."""
+
+
+class Interrupting(Later):
+    def is_set(self) -> bool:
+        if super().is_set():
+            raise Interrupted
+        return False
+
+
+def test_after_an_interruption_nothing_of_the_old_sums_is_left(split: Callable[..., Parallel]) -> None:
+    model = made("a lean llama")
+    one, other = backend(model), split(model)
+    with pytest.raises(Interrupted):
+        other.forward([5, 17, 3], 3, Interrupting(2))
+    torch.testing.assert_close(other.forward([9, 8, 7], 1), one.forward([9, 8, 7], 1), atol=1e-4, rtol=1e-4)
 
 
 def test_a_rank_that_hangs_is_not_waited_for_for_ever(

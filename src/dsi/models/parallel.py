@@ -51,10 +51,16 @@ class Group:
     flag: Flag = NEVER
     _gloo: Any = None
 
+    @property
+    def met(self) -> bool:
+        return self._gloo is not None
+
     def meet(self, folder: str) -> None:
+        """When this is done all are there, and the folder is needed no longer."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it would listen where the host's name leads
         store = distributed.FileStore(str(Path(folder) / "ranks"), self.size)  # type: ignore[attr-defined]
         self._gloo = distributed.ProcessGroupGloo(store, self.rank, self.size, PATIENCE)
+        self._gloo.barrier().wait()
 
     def part(self) -> None:
         self._gloo = None
@@ -125,16 +131,20 @@ class Parallel:
     def forward(self, tokens: Sequence[int], start: int, cancelled: Flag = NEVER) -> Any:
         if cancelled.is_set():
             raise Cancelled
-        self.groups[0].flag = cancelled
         try:
             self._start()
+            self.groups[0].flag = cancelled
             for helper in self.helpers:
                 _tell(helper, tokens, start)
             return self._parts[0].forward(tokens, start)
         except ALIKE:
             raise
         except Exception as error:  # gloo's, a pipe's: nothing else is different from rank to rank
+            self.close()
             raise Lost(1) from error
+        except BaseException:  # it stopped where the others do not
+            self.close()
+            raise
 
     def close(self) -> None:
         """No helper is left."""
@@ -147,7 +157,7 @@ class Parallel:
         self.groups[0].part()
 
     def _start(self) -> None:
-        if self.helpers or self.size == 1:
+        if self.groups[0].met:
             return
         self._parts[0].forget()
         cores = sorted(os.sched_getaffinity(0))
@@ -155,7 +165,6 @@ class Parallel:
             self.helpers += [self._fork(rank, folder, cores) for rank in range(1, self.size)]
             self._settle(0, cores)
             self.groups[0].meet(folder)
-            self.groups[0].total(torch.zeros(1))  # all are there: the folder is needed no longer
 
     def _fork(self, rank: int, folder: str, cores: Sequence[int]) -> Helper:
         parent = os.getpid()
@@ -176,7 +185,6 @@ class Parallel:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the one who started all this
         self._settle(rank, cores)
         self.groups[rank].meet(folder)
-        self.groups[rank].total(torch.zeros(1))
         tokens: list[int] = []
         with open(orders, "rb") as told:
             while True:
