@@ -17,6 +17,7 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
 
     names = (
         "sp",
+        "target_mp",
         "algorithm",
         "lookahead",
         "patience",

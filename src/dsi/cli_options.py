@@ -61,6 +61,9 @@ OneAlgorithm = Annotated[
 Degree = Annotated[
     int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")
 ]
+TargetMp = Annotated[
+    int, typer.Option(help="MP degree: processes that each target is split over, on its cores.")
+]
 TargetDevices = Annotated[
     str | None,
     typer.Option(help="GPUs for the targets: cuda:1,cuda:2, or slices of one, cuda:0/8; the CPU without it."),

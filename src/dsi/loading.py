@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.fleets.actors import ActorFleet
 from dsi.fleets.polling import PollingFleet
-from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.processes import FORK, ProcessFleet
 from dsi.fleets.work import Server
+from dsi.kin import die_with_parent
 from dsi.measure.choose import Choice
 from dsi.measure.settings import Setting
 from dsi.measure.simulate import fastest_patience
@@ -27,6 +28,7 @@ from dsi.models.backend import Ask, Model, Speaker
 from dsi.models.hf import Transformer, load
 from dsi.models.lean import Lean
 from dsi.models.ngram import NGram
+from dsi.models.parallel import Lost, Parallel, check_size
 from dsi.models.text import Text
 from dsi.models.vocabulary import Vocabulary
 from dsi.planner import suitable_lookahead
@@ -194,33 +196,35 @@ def load_pair(
     threads: int | None = None,
     vocab: str = AUTO,
     texts: int = TEXTS,
+    mp: int = 1,
 ) -> Loaded:
     """A target and its drafters; `ngram` is one that needs no model. `texts` is how many of them each server
     keeps in its caches: as many as there are requests at once, or they are read again and again.
 
     `vocab` is how guesses reach the target: `same` tokens, by token (`tli`) or by text (`slem`) from a
-    drafter with another vocabulary, or `auto`.
+    drafter with another vocabulary, or `auto`. `mp` is how many processes each target is split over.
     """
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
+    check_size(mp)
     check_means(dtype, threads)
     check_way(vocab)
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
     big = load(folder(target, TARGET), dtype)
     text = tokenizer(folder(target, TARGET), big)
-    judge = backend(big, texts)
+    judge = backend(big, texts) if mp == 1 else Parallel(big, mp, texts, threads)
     guessers = [guesser(name, text, big, target, dtype, vocab, texts) for name in drafters]
     names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(guessers) + 1))
     servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(judge)) for i in range(1, sp + 1)]
     servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
-    slow = forward_ms(judge)
+    cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
+    slow, wide = forwards_ms(judge, cores[servers[0].name])
     pace = Pace(
         slow,
         next((each.ms for each in guessers if each.ms is not None), slow * LOOKUP_SHARE),
-        max(0.0, forward_ms(judge, WIDE) - slow) / (WIDE - 1),
+        max(0.0, wide - slow) / (WIDE - 1),
     )
-    cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
     fleet = ProcessFleet(
         servers,
@@ -282,7 +286,40 @@ def check_vocabulary(target: Text, drafter: Text, *names: str) -> None:
         )
 
 
-def forward_ms(model: Transformer, new: int = 1, repeats: int = 8) -> float:
+def forwards_ms(judge: Transformer | Parallel, cores: Sequence[int]) -> tuple[float, float]:
+    """Over one new token, and over several. A model that is split starts processes of its own, which must
+    not be this one's: it is measured in one that ends, on the cores it will have.
+    """
+    if isinstance(judge, Transformer):
+        return forward_ms(judge), forward_ms(judge, WIDE)
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=tell_forwards_ms, args=(judge, cores, theirs))
+    process.start()
+    theirs.close()
+    try:
+        found = ours.recv()
+    except EOFError:
+        found = "they ended"
+    finally:
+        process.join()
+        ours.close()
+    if isinstance(found, str):
+        raise ValueError(f"target mp {judge.size}: the processes do not work together ({found})")
+    return found  # type: ignore[no-any-return]
+
+
+def tell_forwards_ms(judge: Parallel, cores: Sequence[int], wire: Any) -> None:
+    die_with_parent()
+    if judge.threads is None:
+        os.sched_setaffinity(0, cores)
+    try:
+        wire.send((forward_ms(judge), forward_ms(judge, WIDE)))
+    except (Lost, ValueError) as error:
+        wire.send(str(error.__cause__ or error))
+    judge.close()
+
+
+def forward_ms(model: Transformer | Parallel, new: int = 1, repeats: int = 8) -> float:
     """A forward over some new tokens: the places that are asked about are read anew each time."""
     tokens, times = [1] * (16 + new), []
     model.forward(tokens, len(tokens))

@@ -74,6 +74,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         drafter: str | Sequence[str] = "builtin",
         *,
         sp: int | None = None,
+        target_mp: int = 1,
         algorithm: str = "dsi",
         lookahead: int | str = "auto",
         patience: int | str = "auto",
@@ -94,7 +95,8 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         another vocabulary a drafter goes by shared tokens (`vocab` `tli`) or text (`slem`); `auto` chooses.
         Where more than a few requests run at once, `texts` says how many. With `fleet` `ray` the servers are
         actors on a Ray cluster, one of its own or, with `ray=ADDRESS`, one that is there; `needs` says what
-        the target and the drafter ask of their machines.
+        the target and the drafter ask of their machines. Each target can be split over `target_mp` processes
+        (the paper's MP degree), which divide its cores.
         """
         if algorithm != "auto" or target_devices is None:
             check_algorithm(algorithm)
@@ -105,6 +107,8 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
             if target_devices is not None or drafter_device is not None:
                 raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
+            if target_mp != 1:
+                raise ValueError(f"target mp {target_mp}: on a cluster each target is whole; leave one out")
             degree = 1 if sp is None else sp
             return cls(
                 load_on_ray(target, drafters, degree, fleet, dtype, threads, vocab, texts, needs),
@@ -117,12 +121,14 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             if drafter_device is not None:
                 raise ValueError(f"drafter device {drafter_device!r}: the targets need devices as well")
             degree = 1 if sp is None else sp
-            pair = load_pair(target, drafters, degree, dtype, threads, vocab, texts or TEXTS)
+            pair = load_pair(target, drafters, degree, dtype, threads, vocab, texts or TEXTS, target_mp)
             return cls(pair, algorithm, *numbers)
         from dsi.placed import load_placed
         from dsi.placement import placement
         from dsi.translation import AUTO, SAME, check_way
 
+        if target_mp != 1:
+            raise ValueError(f"target mp {target_mp}: on devices each target is whole; leave one of them out")
         if len(drafters) > 1 or threads is not None:
             raise ValueError(f"target devices {target_devices!r}: take one drafter, and no threads")
         if check_way(vocab) not in (SAME, AUTO):

@@ -7,7 +7,6 @@ elsewhere, and it is started again. When this process goes, they go.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -21,9 +20,9 @@ from dsi.fleets.spans import Span
 from dsi.fleets.wire import Receiver, Wire
 from dsi.fleets.wired import NOTHING, Seat, SharedFlag, WiredFleet, answer
 from dsi.fleets.work import Server
+from dsi.kin import die_with_parent, keep_only
 
 FORK = multiprocessing.get_context("fork")
-STDERR = 2
 RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 JOIN_SECONDS = 2.0
 AWAKE_SECONDS = 0.05  # that the driver may spin for an answer; in a longer wait, waking up is nothing
@@ -33,8 +32,8 @@ def serve(
     server: Server, wire: Wire, unwanted: Any, cores: Sequence[int], prepare: Callable[[Server], None]
 ) -> None:
     """The life of a server process."""
-    _die_with_parent()
-    _keep_only(wire.fileno())
+    die_with_parent()
+    keep_only(wire.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
     if cores:
         os.sched_setaffinity(0, cores)
@@ -47,18 +46,6 @@ def serve(
                 answer(job, server, wire, SharedFlag(unwanted, job.id))
         except (EOFError, OSError):
             return
-
-
-def _die_with_parent() -> None:
-    """PR_SET_PDEATHSIG: even a parent that is killed leaves no process behind."""
-    if hasattr(signal, "SIGKILL"):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def _keep_only(wire: int) -> None:
-    """Close what the parent had open: a connection of its own would stay open until this process ends."""
-    for first, after in ((STDERR + 1, wire), (wire + 1, os.sysconf("SC_OPEN_MAX"))):
-        os.closerange(first, after)
 
 
 class Process(Seat):

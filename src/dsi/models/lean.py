@@ -46,8 +46,9 @@ class Lean(Transformer):
 
     def __init__(self, model: Any, slots: int = 4) -> None:
         super().__init__(model, slots)
-        self._heads, self._epsilon = model.config.num_attention_heads, model.config.rms_norm_eps
+        self._epsilon = model.config.rms_norm_eps
         self._layers = [_layer(layer) for layer in model.model.layers]
+        self._heads = len(self._layers[0].qkv) // (3 * model.config.head_dim)
         self._embedding, self._norm = model.model.embed_tokens.weight.data, model.model.norm.weight.data
         self._words = model.lm_head.weight.data
         with torch.inference_mode():
@@ -74,10 +75,18 @@ class Lean(Transformer):
         for layer, shelf in zip(self._layers, shelves):
             if self._flag.is_set():
                 raise Cancelled
-            x = x + self._attend(self._normed(x, layer.before), layer, shelf, cos, sin, seen)
+            x = x + self._total(self._attend(self._normed(x, layer.before), layer, shelf, cos, sin, seen))
             gate, up = functional.linear(self._normed(x, layer.after), layer.gate_up).chunk(2, -1)
-            x = x + functional.linear(functional.silu(gate) * up, layer.down)
-        return functional.linear(self._normed(x[len(ids) - places :], self._norm), self._words).float()
+            x = x + self._total(functional.linear(functional.silu(gate) * up, layer.down))
+        last = self._normed(x[len(ids) - places :], self._norm)
+        return self._every_word(functional.linear(last, self._words)).float()
+
+    def _total(self, part: Tensor) -> Tensor:
+        """What all that hold a part of this model have found; this one holds it all."""
+        return part
+
+    def _every_word(self, scores: Tensor) -> Tensor:
+        return scores
 
     def _attend(
         self, x: Tensor, layer: Layer, shelf: Shelf, cos: Tensor, sin: Tensor, seen: Tensor | None
