@@ -43,6 +43,7 @@ bench: setup
 	$(BIN)/python benchmarks/vocabularies.py
 	$(BIN)/python benchmarks/rules.py
 	$(BIN)/python benchmarks/serve.py
+	$(BIN)/python benchmarks/cluster.py
 	$(BIN)/python benchmarks/ray.py
 
 clean:

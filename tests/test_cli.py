@@ -43,6 +43,16 @@ def test_simulate_several_gives_one_table_with_ratios() -> None:
     assert "simulated: means of 2 runs" in table
 
 
+def test_simulate_tells_of_machines_requests_and_failures() -> None:
+    flags = ("--nodes", "2", "--network-ms", "1", "--requests", "3", "--failures-per-hour", "9", *QUICK)
+    table = dsi("simulate", "--algorithm", "nonsi,dsi", *flags).stdout
+    for words in ("ms for one of 3", "tokens per second, in all", "time over none failing", "on 2 machines"):
+        assert words in table
+    found = document("simulate", "--algorithm", "dsi", *flags)
+    assert (found["nodes"], found["requests"]) == (2, 3)
+    assert found["unfailing_ms"] > 0
+
+
 def test_simulate_takes_the_best_of_lists() -> None:
     found = document("simulate", "--algorithm", "dsi", "--lookahead", "1,3,9", "--patience", "0,2", *QUICK)
     assert (found["lookahead"] in (1, 3, 9), found["patience"] in (0, 2)) == (True, True)
@@ -64,6 +74,13 @@ def test_every_option_of_the_fleet_is_taken() -> None:
         "per-token-ms": "0.1",
         "jitter": "0.1",
         "network-ms": "1",
+        "network-jitter": "0.2",
+        "nodes": "2",
+        "requests": "2",
+        "drafter-copies": "2",
+        "failures-per-hour": "100",
+        "repair-s": "1",
+        "notice-ms": "5",
         "contention": "0.05",
         "horizon": "20",
     }
@@ -158,6 +175,17 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("simulate --tokens 0", "tokens 0: must be at least 1"),
         ("simulate --repeats 0", "repeats 0: must be at least 1"),
         ("simulate --waited --network-ms 3", "network 3.0 ms, contention 0.0: only virtual time has them"),
+        (
+            "simulate --sp 2 --nodes 0",
+            "nodes (machines, each with a server) 0: must be between 1 and 3",
+        ),
+        (
+            "simulate --sp 2 --nodes 4",
+            "nodes (machines, each with a server) 4: must be between 1 and 3",
+        ),
+        ("simulate --requests 0", "requests 0: must be between 1 and 10000"),
+        ("simulate --failures-per-hour -1", "failures per hour -1.0: must be between 0 and 100000"),
+        ("simulate --waited --failures-per-hour 9", "9 failures per hour: only virtual time has them"),
         ("timeline --algorithm none", "algorithm 'none': must be one of nonsi, si, pearl, dsi"),
         ("timeline --out figure.gif", "figure.gif: the name must end in .svg, .png or .json"),
         ("timeline --out nowhere/a.svg", "nowhere/a.svg: there is no folder nowhere"),

@@ -29,8 +29,42 @@ Eager = Annotated[
 TargetTtftMs = Annotated[float | None, typer.Option(help="The target's first forward over a prompt.")]
 DrafterTtftMs = Annotated[float | None, typer.Option(help="The drafter's first forward over a prompt.")]
 PerTokenMs = Annotated[float, typer.Option(help="What each further new token adds to a target forward.")]
-Jitter = Annotated[float, typer.Option(help="Forwards vary by this share to either side: 0 to 1.")]
-NetworkMs = Annotated[float, typer.Option(help="Delay of a message, each way (virtual time only).")]
+Jitter = Annotated[
+    float, typer.Option(help="Each forward takes evenly up to this share more or less: 0 to 0.99, by seed.")
+]
+NetworkMs = Annotated[
+    float,
+    typer.Option(
+        help="Delay of a message, each way (virtual time only): of every one, or with nodes of those between "
+        "machines."
+    ),
+]
+NetworkJitter = Annotated[
+    float, typer.Option(help="Each message is delayed evenly up to this share more or less: 0 to 0.99.")
+]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        help="Machines over which the servers are spread evenly, at most one for each server; the drafter is "
+        "on the first, where the text is put together. Without it, every message takes network-ms."
+    ),
+]
+Requests = Annotated[
+    int,
+    typer.Option(
+        help="Texts at once on the same servers; dsi goes less far ahead the more there are, as in dsi serve."
+    ),
+]
+DrafterCopies = Annotated[
+    int, typer.Option(help="Servers of each drafter, which guess alike; for many requests.")
+]
+FailuresPerHour = Annotated[
+    float, typer.Option(help="Of each server, at random; its job is asked for again (virtual time only).")
+]
+RepairS = Annotated[
+    float, typer.Option(help="Seconds until a server that failed is back, with nothing read.")
+]
+NoticeMs = Annotated[float, typer.Option(help="Milliseconds until a failure is noticed.")]
 Contention = Annotated[
     float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")
 ]

@@ -120,9 +120,11 @@ def simulations(results: list[Result], json: bool) -> None:
         return
     _print_columns([result.title for result in results], [_column(result, results) for result in results])
     first = results[0]
+    each = f"{first.requests} requests of " * (first.requests > 1)
+    nodes = f", on {first.nodes} machine{'s' * (first.nodes > 1)}" if first.nodes else ""
     print(
-        f"{first.label}: means of {first.repeats} runs of {first.tokens} tokens, ± 95% confidence; "
-        f"SP {first.sp}, acceptance {first.acceptance:g}"
+        f"{first.label}: means of {first.repeats} runs of {each}{first.tokens} tokens, ± 95% confidence; "
+        f"SP {first.sp}, acceptance {first.acceptance:g}{nodes}"
     )
 
 
@@ -130,10 +132,11 @@ def _column(result: Result, results: list[Result]) -> dict[str, str]:
     """What the table says of one algorithm, from top to bottom."""
     speedups = _speedups(results)[result.algorithm]
     return {
-        "ms": f"{result.mean_ms:.1f} ± {result.ci95_ms:.1f}",
+        _times(result): f"{result.mean_ms:.1f} ± {result.ci95_ms:.1f}",
         "spread (stdev, ms)": f"{result.stdev_ms:.1f}",
-        "tokens per second": f"{result.tokens_per_second:.1f}",
+        f"tokens per second{', in all' * (result.requests > 1)}": f"{result.tokens_per_second:.1f}",
         **{f"speed over {other.title}": f"{speedups[other.algorithm]:.2f}" for other in results[:-1]},
+        **_failures(result),
         "lookahead": "-" if result.lookahead is None else str(result.lookahead),
         "patience": str(result.patience) if result.algorithm == "dsi" else "-",
         "target forwards": f"{result.target_forwards:.1f}",
@@ -142,6 +145,19 @@ def _column(result: Result, results: list[Result]) -> dict[str, str]:
         "drafts": f"{result.drafted:.1f}",
         "  of them wasted": f"{result.wasted_drafts:.1f}",
         **{f"busy: {name}": f"{share:.0%}" for name, share in _busy(result).items()},
+    }
+
+
+def _times(result: Result) -> str:
+    return "ms" if result.requests == 1 else f"ms for one of {result.requests}"
+
+
+def _failures(result: Result) -> dict[str, str]:
+    if result.unfailing_ms is None:
+        return {}
+    return {
+        "servers that failed": f"{result.failures:.2f}",
+        "  time over none failing": f"{result.failure_cost:.3f}",
     }
 
 

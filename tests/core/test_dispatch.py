@@ -131,3 +131,16 @@ def test_a_server_that_joins_takes_what_waits() -> None:
     assert dispatch.assign() == [("b", watch(2))]
     with pytest.raises(ValueError, match="already there"):
         dispatch.add("b", "target")
+
+
+def test_a_server_that_will_be_back_strands_its_own_job_alone_and_forgets_what_it_read() -> None:
+    dispatch = Dispatch({"a": "target", "b": "target"})
+    offered(dispatch, watch(1), watch(2))
+    released(dispatch, "a", "b")
+    assert offered(dispatch, watch(3)) == [("a", watch(3))]
+    for server in ("a", "b"):
+        dispatch.remove(server, returns=True)
+    assert dispatch.stranded() == [Failed(3, "server a died")]
+    assert (dispatch.open, offered(dispatch, watch(4)), dispatch.open) == (False, [], True)
+    dispatch.add("b", "target")
+    assert (dispatch.stranded(), dispatch.assign()) == ([], [("b", watch(4))])

@@ -1,14 +1,16 @@
 """Virtual time: exact, and able to model what the paper leaves out."""
 
 from fractions import Fraction
+from itertools import count
 
 import pytest
 
 from dsi.core.context import Context
-from dsi.core.messages import Draft, Job, Verify
-from dsi.core.policies import autoregressive, distributed
+from dsi.core.generation import Policy
+from dsi.core.messages import Draft, Failed, Job, Verified, Verify
+from dsi.core.policies import autoregressive, distributed, speculative
 from dsi.engine import Loop
-from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.simulated import Outage, SimulatedFleet
 from dsi.fleets.work import Server
 from dsi.measure.settings import Setting
 from dsi.models.toy import ToyDrafter, ToyTarget
@@ -143,3 +145,95 @@ def test_forwards_can_be_made_to_fail() -> None:
 def test_nothing_happens_at_a_negative_time() -> None:
     with pytest.raises(ValueError, match="network -1"):
         fleet(1, network=-1)
+
+
+def test_each_server_may_be_at_a_distance_of_its_own() -> None:
+    at = fleet(2, network={"target-1": 5})
+    assert answered_at(at, watch(1), watch(2), Draft(3, TEXT, 4)) == {3: 4, 1: 8, 2: 5 + 8 + 5}
+
+
+def test_a_distance_in_fractions_stays_exact() -> None:
+    third = Fraction(1, 3)
+    times = answered_at(fleet(1, network={"target-0": third}), watch(1), watch(2))
+    assert times == {1: 8 + 2 * third, 2: 16 + 4 * third}
+    assert all(isinstance(time, Fraction) for time in times.values())
+
+
+def test_messages_with_uneven_delays_stay_in_order_and_are_the_same_for_the_same_seed() -> None:
+    def arrivals(seed: int) -> list[Time]:
+        at = fleet(1, network=50, network_jitter=0.5, seed=seed)
+        at.start(Draft(1, TEXT, 30))
+        found = []
+        for _ in range(30):
+            at.next_event()
+            found.append(at.now())
+        return found
+
+    assert arrivals(1) == sorted(arrivals(1)) == arrivals(1) != arrivals(2)
+    assert 25 + 1 + 25 <= arrivals(1)[0] <= 75 + 1 + 75
+
+
+def test_a_server_that_does_not_exist_has_neither_distance_nor_outages() -> None:
+    with pytest.raises(ValueError, match="there is no server 'target-9'"):
+        fleet(1, network={"target-9": 1})
+    with pytest.raises(ValueError, match="there is no server 'target-9'"):
+        fleet(1, outages={"target-9": []})
+
+
+def test_the_job_of_a_server_that_fails_is_told_when_that_is_noticed() -> None:
+    at = fleet(2, outages={"target-0": [Outage(down=3, back=100, notice=2)]})
+    at.start(watch(1))
+    assert at.next_event() == Failed(1, "server target-0 died")
+    assert (at.now(), at.busy["target-0"], at.outages) == (5, 3, 1)
+    assert answered_at(at, watch(2)) == {2: 5 + 8}  # by the other
+
+
+def test_a_job_given_to_a_server_that_is_down_and_not_missed_yet_is_lost_too() -> None:
+    at = fleet(1, outages={"target-0": [Outage(down=1, back=20, notice=10)]})
+    assert answered_at(at, Draft(1, TEXT, 2)) == {1: 2}
+    at.start(watch(2))
+    assert isinstance(at.next_event(), Failed)
+    assert at.now() == 11
+
+
+def test_without_any_target_a_verification_waits_for_one_to_come_back() -> None:
+    at = fleet(1, outages={"target-0": [Outage(Fraction(9, 2), Fraction(41, 2))]})
+    [done] = Loop(at).run(Request((1, 2, 3), 2, autoregressive()))
+    assert done.times == (Fraction(41, 2) + 8, Fraction(41, 2) + 16)
+    assert (done.tally.failed, all(isinstance(time, Fraction) for time in done.times)) == (1, True)
+
+
+@pytest.mark.parametrize("policy", [speculative(3), distributed(3)])
+def test_without_the_drafter_a_text_goes_on_at_the_pace_of_the_target(policy: Policy) -> None:
+    at = fleet(1, outages={"drafter": [Outage(0, 1000)]})
+    [done] = Loop(at).run(Request((1, 2, 3), 10, policy))
+    assert done.elapsed == 80
+
+
+def test_a_server_that_comes_back_has_forgotten_the_prompt() -> None:
+    at = fleet(1, Latency(tpot=8, ttft=100), outages={"target-0": [Outage(105, 110)]})
+    [done] = Loop(at).run(Request((1, 2, 3), 2, autoregressive()))
+    assert done.times == (100, 110 + 100)
+
+
+def test_outages_without_end_keep_nobody_waiting_who_asked_for_nothing() -> None:
+    at = fleet(1, outages={"target-0": (Outage(10 * i, 10 * i + 1) for i in count(1))})
+    with pytest.raises(RuntimeError, match="nothing to do"):
+        at.next_event()
+
+
+def test_a_server_that_was_killed_does_not_come_back() -> None:
+    at = fleet(2, outages={"target-0": [Outage(3, 4)]})
+    at.kill("target-0")
+    assert answered_at(at, watch(1), watch(2)) == {1: 8, 2: 16}
+
+
+def test_an_outage_is_in_order() -> None:
+    with pytest.raises(ValueError, match="down at 5, noticed 0 later, back at 4: must be in order"):
+        Outage(5, 4)
+
+
+def test_an_answer_that_ends_as_its_server_fails_is_just_in_time() -> None:
+    at = fleet(1, outages={"target-0": [Outage(8, 50)]})
+    at.start(watch(1))
+    assert isinstance(at.next_event(), Verified)

@@ -88,6 +88,27 @@ def test_decision_7_a_stale_forward_costs_and_patience_gives_back() -> None:
     assert speed(1, pieces=8, patiences=(6, 9)) == pytest.approx(1.00, rel=0.06)
 
 
+def test_of_many_requests_the_time_is_of_one_and_the_speed_of_all() -> None:
+    result = simulate(replace(SETTING, requests=4), "nonsi", repeats=2)
+    assert (result.mean_ms, result.tokens_per_second, result.requests) == (800, 200, 4)
+    assert (result.target_forwards, result.hidden) == (160, 0)
+
+
+def test_what_is_hidden_is_told_of_each_request() -> None:
+    plenty = replace(SETTING, acceptance=1.0, sp=50, drafter_copies=4, requests=4, lookahead=1)
+    one = simulate(replace(plenty, requests=1), "dsi", repeats=1)
+    many = simulate(plenty, "dsi", repeats=1)
+    assert many.hidden == pytest.approx(one.hidden, abs=0.05)
+
+
+def test_what_failures_cost_is_told_against_the_same_runs_without() -> None:
+    result = simulate(replace(SETTING, failures_per_hour=10_000, repair_s=1), "dsi", repeats=5)
+    sound = simulate(SETTING, "dsi", repeats=5)
+    assert (result.unfailing_ms, sound.unfailing_ms, sound.failure_cost) == (sound.mean_ms, None, 1)
+    assert result.failures > 0
+    assert result.failure_cost == result.mean_ms / sound.mean_ms > 1
+
+
 def test_zero_repeats_are_refused() -> None:
     with pytest.raises(ValueError, match="repeats 0"):
         simulate(SETTING, "dsi", repeats=0)

@@ -85,6 +85,11 @@ class Dispatch:
                 self._strand(job)
             queue.clear()
 
+    @property
+    def open(self) -> bool:
+        """Whether any job is being done or waits."""
+        return bool(self.working) or any(queue for queues in self._queues.values() for queue in queues)
+
     def stranded(self) -> list[Failed]:
         """Word of the jobs that can no longer be answered; each is told once."""
         told, self._stranded = self._stranded, []

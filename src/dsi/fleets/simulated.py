@@ -6,11 +6,12 @@ how long instead; the sum is when their event is due. Time may be float or, for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import floor
+from random import Random
 
 from dsi.core.context import Context
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job
@@ -49,16 +50,39 @@ class Forward:
     event: Event | None = None  # how it will end; None once cancelled
     start: Time = 0
     end: Time = 0
+    due: Time = 0  # when word of its end arrives
+
+
+@dataclass(frozen=True)
+class Outage:
+    """A server falls silent at `down`; that is noticed `notice` later, and at `back` it is there again."""
+
+    down: Time
+    back: Time
+    notice: Time = 0
+
+    def __post_init__(self) -> None:
+        if self.notice < 0 or self.back < self.down + self.notice:
+            raise ValueError(
+                f"down at {self.down}, noticed {self.notice} later, back at {self.back}: must be in order"
+            )
+
+
+Outages = Mapping[str, Iterable[Outage]]  # by server, each in order of time, and without end if you like
+Change = Callable[[str], None]  # what happens to a server that falls or comes back
 
 
 class SimulatedFleet(Crew):
     """`pieces`: a cancelled forward frees its server at once (0), or when the current one of so many ends.
 
-    `network` is the delay of a message, each way. `contention` is by what share each other busy target
-    slows a target's forward, as it stands when the forward begins. An `eager` server that has answered
-    takes the next waiting job at once, as a thread pool does, and not only after its answer has been
-    handled, when that job may have gone stale. `fails` is asked at each forward of a
-    job whether that one ends in failure.
+    `network` is the delay of a message, each way: of all servers, or of each by its name, where those not
+    named have none. It varies evenly by the share `network_jitter` to either side, but messages of a
+    server stay in order. `contention` is by what share each other busy target slows a target's forward, as
+    it stands when the forward begins. An `eager` server that has answered takes the next waiting job at
+    once, as a thread pool does, and not only after its answer has been handled, when that job may have gone
+    stale. `fails` is asked at each forward of a job whether that one ends in failure. `outages` are when
+    servers fail and come back, having forgotten all they read: a draft fails at once while there is no
+    drafter, and a verification waits for a target.
     """
 
     def __init__(
@@ -66,23 +90,37 @@ class SimulatedFleet(Crew):
         servers: Iterable[Server],
         *,
         pieces: int = 0,
-        network: Time = 0,
+        network: Time | Mapping[str, Time] = 0,
+        network_jitter: float = 0,
         contention: float = 0,
         eager: bool = False,
         fails: Callable[[Job], bool] | None = None,
+        outages: Outages | None = None,
         log: list[Span] | None = None,
+        seed: int = 0,
     ) -> None:
-        if pieces < 0 or network < 0 or contention < 0:
+        super().__init__(servers)
+        delays = network if isinstance(network, Mapping) else dict.fromkeys(self._servers, network)
+        if pieces < 0 or min(delays.values(), default=0) < 0 or contention < 0:
             raise ValueError(
                 f"pieces {pieces}, network {network}, contention {contention}: must be at least 0"
             )
-        super().__init__(servers)
-        self._pieces, self._network, self._contention = pieces, network, contention
+        if strangers := {*delays, *(outages or {})} - self._servers.keys():
+            raise ValueError(f"there is no server {min(strangers)!r}")
+        if not 0 <= network_jitter < 1:
+            raise ValueError(f"network jitter {network_jitter}: must be at least 0 and below 1")
+        self.outages = 0  # that have begun
+        self._pieces, self._delays, self._contention = pieces, delays, contention
+        self._network_jitter, self._dice = network_jitter, Random(seed)
         self._eager, self._fails, self._log = eager, fails, log
         self._forwards: dict[str, Forward] = {}
-        self._agenda: list[tuple[Time, bool, int, str, Forward]] = []
+        self._agenda: list[tuple[Time, int, int, str, Forward | Change]] = []
         self._order = count()
         self._now: Time = 0
+        self._silent: set[str] = set()  # servers that are down, which nobody has noticed
+        self._outages = {name: iter(each) for name, each in (outages or {}).items()}
+        for name in self._outages:
+            self._foresee(name)
 
     def now(self) -> Time:
         return self._now
@@ -92,9 +130,13 @@ class SimulatedFleet(Crew):
         forward = self._forwards.get(name)
         if forward is None or forward.event is None:
             return  # it has answered, or is already stopping
-        heard = self._now + self._network
+        heard = self._now + self._delay(name)
         forward.event, forward.end = None, self._can_stop(forward, heard)
         self._due(name, forward)
+
+    def kill(self, name: str) -> None:
+        self._outages.pop(name, None)  # it will not come back
+        super().kill(name)
 
     def _lose(self, name: str) -> None:
         if forward := self._forwards.pop(name, None):
@@ -107,20 +149,26 @@ class SimulatedFleet(Crew):
     def next_event(self) -> Event:
         self._begin()
         while not self._ready:
-            if not self._agenda:
+            if not self._agenda or not self._dispatch.open:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
-            when, _, _, name, forward = heappop(self._agenda)
-            if self._forwards.get(name) is forward and when == forward.end + self._network:
+            when, _, _, name, what = heappop(self._agenda)
+            if not isinstance(what, Forward):
+                if name in self._outages:  # else it has been killed for good
+                    self._now = when
+                    what(name)
+            elif self._forwards.get(name) is what and when == what.due:
                 self._now = when
-                self._finish(name, forward)
+                self._finish(name, what)
         return self._ready.popleft()
 
     def _set_to(self, name: str, job: Job) -> None:
+        if name in self._silent:
+            return  # it will never be answered, and is asked for again when that is noticed
         meter = Meter()
         forward = self._forwards[name] = Forward(
             job, work(job, self._servers[name], meter), job.context, meter
         )
-        self._compute(name, forward, self._now + self._network)
+        self._compute(name, forward, self._now + self._delay(name))
 
     def _compute(self, name: str, forward: Forward, start: Time) -> bool:
         """Begin the next forward of a job, if it has one."""
@@ -136,7 +184,15 @@ class SimulatedFleet(Crew):
     def _due(self, name: str, forward: Forward) -> None:
         """At equal times guesses come first: a verdict finds a guess that is just in time."""
         late = not isinstance(forward.event, Drafted)
-        heappush(self._agenda, (forward.end + self._network, late, next(self._order), name, forward))
+        forward.due = max(forward.end + self._delay(name), self._now)
+        heappush(self._agenda, (forward.due, late, next(self._order), name, forward))
+
+    def _delay(self, name: str) -> Time:
+        """Of the next message to or from this server."""
+        delay = self._delays.get(name, 0)
+        if delay and self._network_jitter:
+            return delay * (1 + self._network_jitter * self._dice.uniform(-1, 1))
+        return delay
 
     def _slowdown(self, name: str) -> Time:
         if not self._contention or self._servers[name].role != TARGET:
@@ -166,6 +222,36 @@ class SimulatedFleet(Crew):
         piece = (forward.end - forward.start) / self._pieces
         done = floor((heard - forward.start) / piece) + 1
         return min(forward.end, forward.start + done * piece)
+
+    def _foresee(self, name: str) -> None:
+        """The server's next outage; what ends at the very time at which it begins is still told."""
+        outage = next(self._outages[name], None)
+        if outage is not None:
+            for when, change in (
+                (outage.down, self._fall),
+                (outage.down + outage.notice, self._miss),
+                (outage.back, self._return),
+            ):
+                heappush(self._agenda, (max(when, self._now), 2, next(self._order), name, change))
+
+    def _fall(self, name: str) -> None:
+        """The server dies, and nobody knows."""
+        self.outages += 1
+        self._silent.add(name)
+        self._lose(name)
+        if not self._servers[name].memory.common:
+            self._servers[name].memory.pages.clear()
+
+    def _miss(self, name: str) -> None:
+        """Now they know. Without drafters a text goes on; without targets it can only wait for one."""
+        self._silent.discard(name)
+        self._dispatch.remove(name, returns=self._servers[name].role == TARGET)
+        self._ready.extend(self._dispatch.stranded())
+
+    def _return(self, name: str) -> None:
+        self._dispatch.add(name, self._servers[name].role)
+        self._foresee(name)
+        self._begin()
 
     def _record(self, name: str, forward: Forward, end: Time) -> None:
         self.busy[name] = self.busy[name] + (end - forward.start)

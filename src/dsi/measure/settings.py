@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
+from random import Random
+from statistics import fmean
 
+from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Sampling, check_rule
-from dsi.core.policies import check_algorithm, named
+from dsi.core.policies import Crowd, check_algorithm, considerate, named
 from dsi.engine import Loop
-from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.simulated import Outage, SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
 from dsi.fleets.work import Server
@@ -21,8 +25,11 @@ from dsi.request import Completion, Request
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI"}
 PROMPT = (1, 2, 3)
 SECOND = 1000  # ms
+HOUR = 3600 * SECOND
 LEAST_MS, MOST_MS = 1e-6, 1e9  # what a latency can be in earnest
 MOST_SERVERS = 1000
+MOST_REQUESTS = 10_000
+MOST_FAILURES = 100_000  # of a server in an hour: one in 36 ms
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ class Setting:
     tokens: int
     lookahead: int | None = None
     drafters: int = 1
+    drafter_copies: int = 1  # servers of each drafter, which guess alike
     patience: int = 0
     horizon: float = inf
     branches: int = 1  # guesses for each place
@@ -49,6 +57,12 @@ class Setting:
     steps_ms: tuple[tuple[int, Number], ...] = ()  # instead: target forwards of up to so many new tokens
     jitter: float = 0
     network_ms: Number = 0
+    network_jitter: float = 0
+    nodes: int | None = None  # machines: only messages between them take network_ms. None: all messages do
+    requests: int = 1  # at once
+    failures_per_hour: float = 0  # of each server
+    repair_s: float = 10
+    notice_ms: Number = 0  # after which a failure is known
     contention: float = 0
     eager: bool = True  # as the paper's thread pool
     one_cache: bool = False  # the targets fill one cache: none reads what another is reading
@@ -63,6 +77,7 @@ class Setting:
             ("tokens", self.tokens, 1, inf),
             ("lookahead", self.lookahead, 1, inf),
             ("drafters", self.drafters, 1, MOST_SERVERS),
+            ("drafter copies", self.drafter_copies, 1, MOST_SERVERS),
             ("patience", self.patience, 0, inf),
             ("horizon", self.horizon, 1, inf),
             ("branches", self.branches, 1, inf),
@@ -76,12 +91,23 @@ class Setting:
             ("drafter time to first token in ms", self.drafter_ttft_ms, self.drafter_ms, MOST_MS),
             ("extra ms per token", self.per_token_ms, 0, MOST_MS),
             ("network delay in ms", self.network_ms, 0, MOST_MS),
+            ("network jitter", self.network_jitter, 0, 0.99),
+            ("nodes (machines, each with a server)", self.nodes, 1, self.count),
+            ("requests", self.requests, 1, MOST_REQUESTS),
+            ("failures per hour", self.failures_per_hour, 0, MOST_FAILURES),
+            ("repair in s", self.repair_s, 0, MOST_MS),
+            ("notice in ms", self.notice_ms, 0, MOST_MS),
             ("contention", self.contention, 0, MOST_MS),
             ("jitter", self.jitter, 0, 0.99),
         ):
             if value is not None and not least <= value <= most:
                 bounds = f"at least {least}" if most == inf else f"between {least:g} and {most:g}"
                 raise ValueError(f"{name} {value}: must be {bounds}")
+
+    @property
+    def count(self) -> int:
+        """Of servers."""
+        return self.sp + self.drafters * self.drafter_copies
 
     @property
     def drafter_names(self) -> tuple[str, ...]:
@@ -91,18 +117,33 @@ class Setting:
         """What was asked for, or what suits the algorithm."""
         if algorithm == "nonsi" or self.lookahead is not None:
             return None if algorithm == "nonsi" else self.lookahead
+        if algorithm == "dsi" and self.requests > 1:
+            return self._shared_block
+        return self._suitable(algorithm)
+
+    def _suitable(self, algorithm: str) -> int:
         sp = self.sp - self.spare
         return suitable_lookahead(algorithm, self.target_ms, self.drafter_ms, self.acceptance, sp)
+
+    @property
+    def _shared_block(self) -> int:
+        """As `dsi serve`: what the drafter guesses while each target is at its work, at most SI's block."""
+        often = self.target_ms * self.drafter_copies / (self.sp * self.drafter_ms)
+        return max(1, min(self._suitable("si"), int(often)))
 
     @property
     def sampling(self) -> Sampling:
         """Toy models draw nothing: of a rule they show only that it needs the guess before it can judge."""
         return Sampling(0.0 if self.rule == "match" else 1.0, rule=self.rule)
 
-    def policy(self, algorithm: str) -> Policy:
-        lookahead = self.lookahead_for(check_algorithm(algorithm)) or 1
+    def policy(self, algorithm: str, crowd: Crowd | None = None) -> Policy:
+        """Of one request; `crowd` is the company it is in."""
+        lookahead = self.lookahead or self._suitable(check_algorithm(algorithm))
         aside = self.branches, self.spare
-        return named(algorithm, lookahead, self.drafter_names, self.patience, self.horizon, *aside)
+        alone = named(algorithm, lookahead, self.drafter_names, self.patience, self.horizon, *aside)
+        if crowd is None or self.requests == 1 or algorithm != "dsi":
+            return alone
+        return considerate(alone, self.lookahead or self._shared_block, self.drafter_names, crowd)
 
     def servers(self, seed: int, unit: int = 1) -> list[Server]:
         """The targets, then the drafters, each erring on its own; `unit` is how many ms make one of time."""
@@ -125,32 +166,65 @@ class Setting:
         for i, name in enumerate(self.drafter_names):
             drafter = ToyDrafter(target, self.acceptance, seed * 1013 + i, self.second_hit, self.sure)
             fleet.append(Server(name, name, Wait(drafter, fast, ~seed - i)))
+            for copy in range(2, self.drafter_copies + 1):
+                alike = Wait(drafter, fast, ~seed - i - 1009 * copy)
+                fleet.append(Server(f"{name}-copy-{copy}", name, alike))
         return fleet
 
     def run(self, algorithm: str, seed: int, waited: bool = False) -> Outcome:
-        """One request under one algorithm, in virtual time or on real threads."""
+        """All requests at once under one algorithm, in virtual time or on real threads."""
         log: list[Span] = []
         fleet = self.waited(seed, log) if waited else self.simulated(seed, log)
+        loop = Loop(fleet)
+        loop.crowd.targets = self.sp
+        policy = self.policy(algorithm, loop.crowd)
         try:
-            [done] = Loop(fleet).run(Request(PROMPT, self.tokens, self.policy(algorithm), self.sampling))
+            done = loop.run(
+                *(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests))
+            )
         finally:
             fleet.close()
-        return Outcome(done, dict(fleet.busy), log, SECOND if waited else 1)
+        failures = fleet.outages if isinstance(fleet, SimulatedFleet) else 0
+        return Outcome(tuple(done), dict(fleet.busy), log, SECOND if waited else 1, failures)
 
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
         """Virtual time counts milliseconds, so that whole ones stay exact."""
+        servers = self.servers(seed)
+        names = [server.name for server in servers]
         return SimulatedFleet(
-            self.servers(seed),
+            servers,
             pieces=self.pieces,
-            network=self.network_ms,
+            network=self.network_ms if self.nodes is None else self.delays(names),
+            network_jitter=self.network_jitter,
             contention=self.contention,
             eager=self.eager,
+            outages={name: self.outages(name, seed) for name in names} if self.failures_per_hour else None,
             log=log,
+            seed=seed,
         )
+
+    def machines(self, names: list[str]) -> dict[str, int]:
+        """Where each server is, as evenly as possible: drafters first, beside the driver on machine 0."""
+        targets, drafters = names[: self.sp], names[self.sp :]
+        return {name: i * (self.nodes or 1) // self.count for i, name in enumerate(drafters + targets)}
+
+    def delays(self, names: list[str]) -> dict[str, Number]:
+        """Of a message between the driver and each server on another machine."""
+        return {name: self.network_ms for name, machine in self.machines(names).items() if machine}
+
+    def outages(self, name: str, seed: int) -> Iterator[Outage]:
+        """A life of its own for each server. Whole milliseconds are exact in any arithmetic."""
+        dice, back = Random(f"{seed} {name}"), 0
+        while True:
+            down = back + round(dice.expovariate(self.failures_per_hour / HOUR))
+            back = max(down + round(self.repair_s * SECOND), down + ceil(self.notice_ms))
+            yield Outage(down, back, self.notice_ms)
 
     def waited(self, seed: int, log: list[Span] | None = None) -> ThreadFleet:
         if self.one_cache:
             raise ValueError(f"one cache for {self.sp} targets: only virtual time has it")
+        if self.failures_per_hour:
+            raise ValueError(f"{self.failures_per_hour:g} failures per hour: only virtual time has them")
         if self.network_ms or self.contention:
             raise ValueError(
                 f"network {self.network_ms} ms, contention {self.contention}: only virtual time has them"
@@ -162,19 +236,37 @@ class Setting:
 class Outcome:
     """A finished run: multiply its times by `unit` for milliseconds."""
 
-    completion: Completion
+    completions: tuple[Completion, ...]  # of each request; all began at once
     busy: dict[str, Time]
     log: list[Span]
     unit: int
+    failures: int = 0  # of servers
+
+    @property
+    def completion(self) -> Completion:
+        """Of the first request, which may be the only one."""
+        return self.completions[0]
 
     @property
     def ms(self) -> float:
-        return float(self.completion.elapsed) * self.unit
+        """What a request took, in the mean."""
+        return fmean(float(done.elapsed) for done in self.completions) * self.unit
+
+    @property
+    def all_ms(self) -> float:
+        """Until the last request was done."""
+        return max(float(done.elapsed) for done in self.completions) * self.unit
 
     @property
     def shares(self) -> dict[str, float]:
         """The share of the time that each server computed."""
-        return {name: float(time) / float(self.completion.elapsed) for name, time in self.busy.items()}
+        elapsed = max(float(done.elapsed) for done in self.completions)
+        return {name: float(time) / elapsed for name, time in self.busy.items()}
+
+
+def prompt(i: int) -> Tokens:
+    """Of the request with this number: each has its own, and so a text and luck of its own."""
+    return (*PROMPT[:-1], PROMPT[-1] + i)
 
 
 def scaled(ms: Number | None, unit: int) -> Time:

@@ -7,16 +7,21 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
 
+from dsi.core.context import Tokens
 from dsi.core.generation import Tally
+from dsi.fleets.spans import Span
 from dsi.measure.records import blocks, hidden
-from dsi.measure.settings import TITLES, Outcome, Setting
+from dsi.measure.settings import TITLES, Outcome, Setting, prompt
 
 Progress = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What an algorithm did with a setting. Times are milliseconds, shares between 0 and 1."""
+    """What an algorithm did with a setting. Times are milliseconds, shares between 0 and 1.
+
+    Of several requests at once, times are those of one of them in the mean, all else is of all together.
+    """
 
     algorithm: str
     label: str  # simulated or waited
@@ -36,6 +41,15 @@ class Result:
     drafted: float
     wasted_drafts: float
     busy: dict[str, float]  # share of the time that each server computed
+    requests: int = 1
+    nodes: int | None = None
+    failures: float = 0  # of servers
+    unfailing_ms: float | None = None  # the mean if no server ever failed; None: none could
+
+    @property
+    def failure_cost(self) -> float:
+        """By how many times failures lengthen a request."""
+        return self.mean_ms / self.unfailing_ms if self.unfailing_ms else 1.0
 
     @property
     def title(self) -> str:
@@ -50,18 +64,38 @@ class Sample:
     """What counts of one run."""
 
     ms: float
-    tally: Tally
+    all_ms: float  # until the last request was done
+    tallies: list[Tally]
     shares: dict[str, float]
     forwards: int
     hidden: float
     stale: int
+    failures: int
 
 
 def sample(run: Outcome) -> Sample:
-    verifications = blocks(run.log, run.completion, run.unit, ("verify",))
     begun = [span for span in run.log if span.kind == "verify" and span.end > span.start]
     stale = sum(span.stale for span in begun)
-    return Sample(run.ms, run.completion.tally, run.shares, len(begun) - stale, hidden(verifications), stale)
+    return Sample(
+        run.ms,
+        run.all_ms,
+        [done.tally for done in run.completions],
+        run.shares,
+        len(begun) - stale,
+        fmean(hidden_of_each(run, begun)),
+        stale,
+        run.failures,
+    )
+
+
+def hidden_of_each(run: Outcome, verifications: Iterable[Span]) -> list[float]:
+    """The hidden share of each request; its forwards are known by its prompt."""
+    spans: dict[Tokens, list[Span]] = {}
+    for span in verifications:
+        spans.setdefault(span.context.origin.prompt, []).append(span)
+    return [
+        hidden(blocks(spans.get(prompt(i), ()), done, run.unit)) for i, done in enumerate(run.completions)
+    ]
 
 
 def simulate(
@@ -79,7 +113,11 @@ def simulate(
     for i in range(repeats):
         runs.append(sample(setting.run(algorithm, seed + i, waited)))
         progress()
-    return summary(setting, algorithm, runs, "waited" if waited else "simulated")
+    result = summary(setting, algorithm, runs, "waited" if waited else "simulated")
+    if not setting.failures_per_hour:
+        return result
+    unfailing = replace(setting, failures_per_hour=0)
+    return replace(result, unfailing_ms=fmean(unfailing.run(algorithm, seed + i).ms for i in range(repeats)))
 
 
 def best(
@@ -120,14 +158,14 @@ def choices(
 def summary(setting: Setting, algorithm: str, runs: list[Sample], label: str) -> Result:
     times = [run.ms for run in runs]
     spread = stdev(times) if len(times) > 1 else 0.0
-    tallies = [run.tally for run in runs]
+    tallies = [run.tallies for run in runs]
     return Result(
         algorithm=algorithm,
         label=label,
         mean_ms=fmean(times),
         stdev_ms=spread,
         ci95_ms=1.96 * spread / len(times) ** 0.5,
-        tokens_per_second=1000 * setting.tokens / fmean(times),
+        tokens_per_second=1000 * setting.tokens * setting.requests / fmean(run.all_ms for run in runs),
         lookahead=setting.lookahead_for(algorithm),
         patience=setting.patience,
         sp=setting.sp,
@@ -137,7 +175,10 @@ def summary(setting: Setting, algorithm: str, runs: list[Sample], label: str) ->
         target_forwards=fmean(run.forwards for run in runs),
         hidden=fmean(run.hidden for run in runs),
         stale_forwards=fmean(run.stale for run in runs),
-        drafted=fmean(tally.drafted for tally in tallies),
-        wasted_drafts=fmean(tally.wasted for tally in tallies),
+        drafted=fmean(sum(tally.drafted for tally in each) for each in tallies),
+        wasted_drafts=fmean(sum(tally.wasted for tally in each) for each in tallies),
         busy={name: fmean(run.shares[name] for run in runs) for name in runs[0].shares},
+        requests=setting.requests,
+        nodes=setting.nodes,
+        failures=fmean(run.failures for run in runs),
     )

@@ -1,0 +1,426 @@
+"""Planning past one machine: what delay, more processors, many streams and failures do to DSI. Simulated.
+
+The latencies are those of whole H200s (`benchmarks/results`: a target's forward by its new tokens, and the
+drafter's) and of one pair of the paper's Table 2. SI and non-SI stay on one GPU, where nothing delays them.
+DSI has lookahead and patience by a rehearsal. docs/cluster.md says what comes out; `--svg FILE` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise, product
+from math import comb
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dsi.fleets.simulated import Outage
+from dsi.measure.settings import Setting
+from dsi.planner import minimal_lookahead, servers_needed
+
+RESULTS = Path(__file__).parent / "results"
+PAPER = "paper"  # Vicuna-13B and 68M as published
+DELAYS = (0, 0.05, 0.2, 0.5, 1, 2, 5, 10)
+ACCEPTANCES = (0.63, 0.8, 0.93)
+SPS = (1, 2, 3, 4, 7, 11, 16, 22, 34, 63)
+MACHINES = (2, 4, 8)  # GPUs of one
+PROCESSORS = (8, 64, 512)
+STREAMS = (1, 8, 64)
+RATES = (0, 1, 10, 100, 1000)  # failures per hour of each server
+NOTICES = (0, 100, 1000)  # ms
+SI_BLOCKS = (3, 5, 7, 9, 11, 15)
+TOKENS, SEEDS, TRIES = 100, 10, 2
+LONG = 8_000  # tokens, in which servers have the time to fail
+REPAIR_S = 10
+RACK_MS = 0.05  # between two machines of one rack
+ENOUGH = 0.98  # of the speed that any number of targets gives
+COLOURS = {"vicuna-7b": "#3b6fb6", "vicuna-13b": "#4c9f70", PAPER: "#d1495b"}
+NAMES = {"vicuna-7b": "7B, H200", "vicuna-13b": "13B, H200", PAPER: "paper's 37.7 and 2.5 ms"}
+Row = dict[str, Any]
+
+
+@cache
+def pairs() -> dict[str, Setting]:
+    """Of each pair, a setting with its latencies; a forward that is cancelled ends within an eighth."""
+    found = {}
+    for path in sorted(RESULTS.glob("h200-*.json")):
+        for target in json.loads(path.read_text())["targets"]:
+            if target["shape"] in COLOURS and "whole_gpu" in target:
+                found[target["shape"]] = measured(target["whole_gpu"]["costs"])
+    basis = Setting(37.7, 2.5, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False)
+    return {**{name: found[name] for name in COLOURS if name in found}, PAPER: basis}
+
+
+def measured(costs: Row) -> Setting:
+    steps = tuple((int(width), round(ms, 2)) for width, ms in costs["by_width"].items())
+    drafter = round(costs["drafter_ms"], 3)
+    return Setting(steps[0][1], drafter, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False, steps_ms=steps)
+
+
+def ms_per_token(setting: Setting, algorithm: str, seeds: Iterable[int] = range(SEEDS)) -> float:
+    return fmean(setting.run(algorithm, seed).ms for seed in seeds) / setting.tokens
+
+
+@cache
+def alone(setting: Setting, algorithm: str) -> float:
+    """Milliseconds a token of SI at its best block, or of non-SI: on one GPU, without a network."""
+    here = replace(setting, sp=1, nodes=None, network_ms=0)
+    blocks = SI_BLOCKS if algorithm == "si" else (None,)
+    return min(ms_per_token(replace(here, lookahead=block), algorithm) for block in blocks)
+
+
+@cache
+def rehearsed(setting: Setting) -> Setting:
+    """With what is fastest for DSI on a few texts. A target is away for a forward and two messages."""
+    away = setting.target_ms + 2 * setting.network_ms
+    block = minimal_lookahead(away, setting.drafter_ms, setting.sp)
+    tried = [
+        replace(setting, lookahead=k, patience=wait, horizon=(setting.sp + 1) * k)
+        for k, wait in product(sorted({block, block + 1, 2 * block, 7}), (0, 3))
+    ]
+    return min(tried, key=lambda choice: ms_per_token(choice, "dsi", range(TRIES)))
+
+
+def dsi(setting: Setting) -> float:
+    return ms_per_token(rehearsed(setting), "dsi")
+
+
+def apart(setting: Setting, delay: float) -> Setting:
+    """A machine for each server."""
+    return replace(setting, nodes=setting.count, network_ms=delay)
+
+
+def by_delay() -> list[Row]:
+    """DSI on eight machines of one GPU each, against SI and non-SI on one."""
+    rows = []
+    for (name, pair), acceptance in product(pairs().items(), ACCEPTANCES):
+        setting = replace(pair, acceptance=acceptance)
+        ms = [dsi(apart(setting, delay)) for delay in DELAYS]
+        over_si = [alone(setting, "si") / each for each in ms]
+        rows.append(
+            {
+                "pair": name,
+                "acceptance": acceptance,
+                "delays_ms": DELAYS,
+                "dsi_ms": ms,
+                "over_si": over_si,
+                "over_nonsi": [alone(setting, "nonsi") / each for each in ms],
+                "half_eaten_ms": crossing(over_si, (1 + over_si[0]) / 2),
+                "eaten_ms": crossing(over_si, 1),
+            }
+        )
+    return rows
+
+
+def by_jitter() -> list[Row]:
+    """The 7B pair half a millisecond apart, where messages vary by 90%, forwards by 30%, or both."""
+    plan = rehearsed(apart(pairs()["vicuna-7b"], 0.5))
+    even = ms_per_token(plan, "dsi")
+    return [
+        {"network_jitter": network, "jitter": forwards, "time_over_even": ms / even}
+        for network, forwards in ((0.9, 0.0), (0.0, 0.3), (0.9, 0.3))
+        if (ms := ms_per_token(replace(plan, network_jitter=network, jitter=forwards), "dsi"))
+    ]
+
+
+def crossing(ratios: Sequence[float], level: float) -> float | None:
+    """At which delay the ratio falls to this level, on a straight line between two that were tried."""
+    for (a, above), (b, below) in pairwise(zip(DELAYS, ratios)):
+        if above > level >= below:
+            return a + (b - a) * (above - level) / (above - below)
+    return None
+
+
+def second_machine() -> list[Row]:
+    """DSI on two machines over DSI on one of them, by what a machine holds."""
+    delays = (0.05, 0.5, 2)
+    rows = []
+    for (name, pair), gpus in product(pairs().items(), MACHINES):
+        one = dsi(replace(pair, sp=gpus - 1))
+        two = replace(pair, sp=2 * gpus - 1, nodes=2)
+        gains = [one / dsi(replace(two, network_ms=delay)) for delay in delays]
+        over_si = alone(pair, "si") / one
+        rows.append({"pair": name, "gpus": gpus, "delays_ms": delays, "gain": gains, "one_over_si": over_si})
+    return rows
+
+
+def by_sp() -> list[Row]:
+    """One stream by its SP degree, without a network; what Eq. (1) says is the most that can be busy."""
+    rows = []
+    for name, pair in pairs().items():
+        ms = [dsi(replace(pair, sp=sp)) for sp in SPS]
+        enough = next(sp for sp, each in zip(SPS, ms) if min(ms) / each >= ENOUGH)
+        most = servers_needed(pair.target_ms, pair.drafter_ms, 1)
+        over_si = [alone(pair, "si") / each for each in ms]
+        rows.append({"pair": name, "sp": SPS, "ms": ms, "over_si": over_si, "enough": enough, "eq1": most})
+    return rows
+
+
+def by_streams() -> list[Row]:
+    """The 7B pair: all processors one pool for DSI, or groups of eight, or each by itself under SI."""
+    pair = pairs()["vicuna-7b"]
+    return [streams_row(pair, processors, streams) for processors, streams in product(PROCESSORS, STREAMS)]
+
+
+def streams_row(pair: Setting, processors: int, streams: int) -> Row:
+    groups = min(processors // 8, streams)
+    found = {name: by_itself(pair, name, processors, streams) for name in ("nonsi", "si")}
+    found["dsi"] = together(pair, processors, streams)
+    if processors > 8:
+        ms, speed = together(pair, 8, streams // groups)
+        found["dsi in groups"] = ms, speed * groups
+    return {
+        "processors": processors,
+        "streams": streams,
+        "ms_per_token": {name: ms for name, (ms, _) in found.items()},
+        "tokens_per_second": {name: speed for name, (_, speed) in found.items()},
+    }
+
+
+def by_itself(pair: Setting, algorithm: str, processors: int, streams: int) -> tuple[float, float]:
+    """Each GPU has streams of its own, which take turns."""
+    ms = alone(pair, algorithm)
+    return ms * max(1, streams / processors), 1000 * min(streams, processors) / ms
+
+
+@cache
+def together(pair: Setting, processors: int, streams: int) -> tuple[float, float]:
+    """One pool, with the better of a drafter for every eight processors and one for every four."""
+    ms = min(pooled(pair, processors, min(processors // share, streams), streams) for share in (8, 4))
+    return ms, 1000 * streams / ms  # as if a new text took the place of each that ends
+
+
+def pooled(pair: Setting, processors: int, drafters: int, streams: int) -> float:
+    pool = replace(
+        pair,
+        sp=processors - drafters,
+        drafter_copies=drafters,
+        requests=streams,
+        nodes=processors // 8,
+        network_ms=RACK_MS,
+    )
+    return dsi(pool) if streams == 1 else ms_per_token(pool, "dsi", range(1))
+
+
+def by_failures() -> list[Row]:
+    """One long text of the paper's pair on eight processors, by failures per hour of each."""
+    pair = rehearsed(pairs()[PAPER])
+    return [
+        failures_row(replace(pair, lookahead=None), "nonsi"),
+        failures_row(replace(pair, lookahead=None), "si"),
+        failures_row(pair, "dsi"),
+        failures_row(replace(pair, drafter_copies=2), "dsi"),
+    ]
+
+
+def failures_row(setting: Setting, algorithm: str) -> Row:
+    """Tokens per second: put together from parts, and, where failures are frequent, one long run."""
+    return {
+        "algorithm": algorithm,
+        "drafters": setting.drafter_copies,
+        "rates": RATES,
+        "by_parts": [by_parts(setting, algorithm, rate) for rate in RATES],
+        "in_one_run": in_one_run(setting, algorithm, RATES[-1]),
+    }
+
+
+def by_parts(setting: Setting, algorithm: str, rate: float) -> float:
+    """The speed with so many targets and with or without a drafter, by how often that is so.
+
+    Without a drafter it is non-SI's. What the change from one to the other costs is left out.
+    """
+    up = 1 / (1 + rate * REPAIR_S / 3600)
+    guessed = 1 - (1 - up) ** setting.drafter_copies
+    slow = speed(setting, "nonsi", 1)
+    return sum(
+        comb(setting.sp, targets)
+        * up**targets
+        * (1 - up) ** (setting.sp - targets)
+        * (guessed * speed(setting, algorithm, targets) + (1 - guessed) * slow)
+        for targets in range(1, setting.sp + 1)
+    )
+
+
+@cache
+def speed(setting: Setting, algorithm: str, targets: int) -> float:
+    """Tokens per second; only DSI has a use for more than one target."""
+    sp = targets if algorithm == "dsi" else 1
+    return 1000 / ms_per_token(replace(setting, sp=sp, drafter_copies=1), algorithm)
+
+
+def in_one_run(setting: Setting, algorithm: str, rate: float) -> float:
+    frail = replace(setting, tokens=LONG, failures_per_hour=rate, repair_s=REPAIR_S)
+    return 1000 * LONG / fmean(frail.run(algorithm, seed).ms for seed in range(TRIES))
+
+
+@dataclass(frozen=True)
+class OneFailure(Setting):
+    """One server fails once, and is not back before the text is done."""
+
+    victim: str = ""
+    at_ms: float = 0
+
+    def outages(self, name: str, seed: int) -> Iterator[Outage]:  # noqa: ARG002
+        down = self.at_ms
+        return iter([Outage(down, down + 1000 * REPAIR_S, self.notice_ms)] if name == self.victim else [])
+
+
+def by_notice() -> list[Row]:
+    """What the failure of one target costs one text, by when it is noticed."""
+    return [
+        {"pair": name, "notices_ms": NOTICES, "cost_ms": [one_failure(pair, notice) for notice in NOTICES]}
+        for name, pair in pairs().items()
+    ]
+
+
+def one_failure(pair: Setting, notice: float) -> float:
+    """Each target in turn, in the middle of a text."""
+    plan = rehearsed(pair)
+    costs = []
+    for seed, target in product(range(TRIES), range(1, plan.sp + 1)):
+        sound = plan.run("dsi", seed).ms
+        failing = {"failures_per_hour": 1, "notice_ms": notice, "victim": f"target-{target}"}
+        costs.append(OneFailure(**vars(plan) | failing, at_ms=sound / 2).run("dsi", seed).ms - sound)
+    return fmean(costs)
+
+
+# What is printed and drawn.
+
+
+def show(found: dict[str, list[Row]]) -> None:
+    for title, table in (
+        ("DSI on eight machines of one GPU each, by delay of a message in ms", delay_table),
+        ("7B, acceptance 0.8, 0.5 ms: time if messages and forwards vary, over time if not", jitter_table),
+        ("DSI on two machines over DSI on one, acceptance 0.8, by delay", machine_table),
+        ("one stream by SP degree, no network, acceptance 0.8", sp_table),
+        (f"7B, acceptance 0.8, {RACK_MS} ms between machines of eight: ms a token, tokens/s", streams_table),
+        (f"tokens/s by failures per hour of each server, repaired in {REPAIR_S} s", failures_table),
+        ("ms that the failure of one of seven targets costs a text, noticed after so many ms", notice_table),
+    ):
+        print(f"\n{title} (simulated)")
+        for line in table(found):
+            print("| " + " | ".join(line) + " |")
+
+
+def head(*cells: object) -> list[list[str]]:
+    return [[str(cell) for cell in cells], ["---"] * len(cells)]
+
+
+def delay_table(found: dict[str, list[Row]]) -> list[list[str]]:
+    lines = head("pair", "acceptance", "DSI's speed over", *DELAYS, "half eaten at", "eaten at")
+    for row in found["by_delay"]:
+        ends = ["-" if (at := row[key]) is None else f"{at:.2g}" for key in ("half_eaten_ms", "eaten_ms")]
+        first = [NAMES[row["pair"]], str(row["acceptance"])]
+        lines.append([*first, "SI", *(f"{each:.2f}" for each in row["over_si"]), *ends])
+        lines.append([*first, "non-SI", *(f"{each:.2f}" for each in row["over_nonsi"]), "", ""])
+    return lines
+
+
+def jitter_table(found: dict[str, list[Row]]) -> list[list[str]]:
+    lines = head("messages vary by", "forwards by", "time")
+    for row in found["by_jitter"]:
+        lines.append([str(row["network_jitter"]), str(row["jitter"]), f"{row['time_over_even']:.3f}"])
+    return lines
+
+
+def machine_table(found: dict[str, list[Row]]) -> list[list[str]]:
+    delays = found["second_machine"][0]["delays_ms"]
+    lines = head("pair", "GPUs of a machine", "one machine over SI", *delays)
+    for row in found["second_machine"]:
+        gains = (f"{each:.2f}" for each in row["gain"])
+        lines.append([NAMES[row["pair"]], str(row["gpus"]), f"{row['one_over_si']:.2f}", *gains])
+    return lines
+
+
+def sp_table(found: dict[str, list[Row]]) -> list[list[str]]:
+    lines = head("pair", *(f"SP {sp}" for sp in SPS), "enough", "most by Eq. (1)")
+    for row in found["by_sp"]:
+        speeds = (f"{each:.2f}" for each in row["over_si"])
+        lines.append([NAMES[row["pair"]], *speeds, str(row["enough"]), str(row["eq1"])])
+    return lines
+
+
+def streams_table(found: dict[str, list[Row]]) -> list[list[str]]:
+    names = list(found["by_streams"][-1]["ms_per_token"])
+    lines = head("processors", "streams", *names)
+    for row in found["by_streams"]:
+        cells = [
+            f"{row['ms_per_token'][name]:.2f}, {row['tokens_per_second'][name]:,.0f}"
+            if name in row["ms_per_token"]
+            else ""
+            for name in names
+        ]
+        lines.append([str(row["processors"]), str(row["streams"]), *cells])
+    return lines
+
+
+def failures_table(found: dict[str, list[Row]]) -> list[list[str]]:
+    lines = head("algorithm", "drafters", *RATES, f"{RATES[-1]}, in one run")
+    for row in found["by_failures"]:
+        speeds = (f"{each:.1f}" for each in (*row["by_parts"], row["in_one_run"]))
+        lines.append([row["algorithm"], str(row["drafters"]), *speeds])
+    return lines
+
+
+def notice_table(found: dict[str, list[Row]]) -> list[list[str]]:
+    lines = head("pair", *NOTICES)
+    for row in found["by_notice"]:
+        lines.append([NAMES[row["pair"]], *(f"{each:.1f}" for each in row["cost_ms"])])
+    return lines
+
+
+def draw(found: dict[str, list[Row]], path: Path) -> None:
+    picture = Figure(figsize=(10, 7.2), layout="constrained")
+    panels = picture.subplots(2, 2).ravel()
+    for axes, acceptance in zip(panels, ACCEPTANCES):
+        rows = [row for row in found["by_delay"] if row["acceptance"] == acceptance]
+        draw_delays(axes, rows)
+        axes.set_title(f"acceptance {acceptance}: a machine for each of 8 GPUs", fontsize=10)
+    for row in found["by_sp"]:
+        panels[3].plot(SPS, row["over_si"], "o-", color=COLOURS[row["pair"]])
+    panels[3].set_xscale("log", base=2)
+    panels[3].set_xticks(SPS, [str(sp) for sp in SPS])
+    panels[3].set_xlabel("SP degree (target servers), no network")
+    panels[3].set_title("acceptance 0.8: one stream, by SP degree", fontsize=10)
+    for axes in panels:
+        axes.axhline(1, color="black", linewidth=0.8)
+        axes.set_ylabel("DSI's speed over SI's (simulated)")
+        axes.spines[["top", "right"]].set_visible(False)
+    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    with matplotlib.rc_context({"svg.hashsalt": "dsi", "svg.fonttype": "none"}):
+        picture.savefig(path, metadata={"Date": None})
+
+
+def draw_delays(axes: Axes, rows: list[Row]) -> None:
+    for row in rows:
+        axes.plot(DELAYS, row["over_si"], "o-", color=COLOURS[row["pair"]], label=NAMES[row["pair"]])
+    axes.set_xscale("symlog", linthresh=0.05, linscale=0.5)
+    axes.set_xticks(DELAYS, [str(delay) for delay in DELAYS], fontsize=8)
+    axes.set_xlabel("delay of a message, each way (ms)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--svg", type=Path, help="also draw it")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    parts = (by_delay, by_jitter, second_machine, by_sp, by_streams, by_failures, by_notice)
+    found = {part.__name__: part() for part in parts}
+    if options.svg:
+        draw(found, options.svg)
+    if options.json:
+        print(json.dumps({"label": "simulated", **found}))
+    else:
+        show(found)
+
+
+if __name__ == "__main__":
+    main()
