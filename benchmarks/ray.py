@@ -23,7 +23,7 @@ from dsi.core.context import Context
 from dsi.core.messages import Verify
 from dsi.core.policies import autoregressive, distributed, named
 from dsi.engine import Loop
-from dsi.fleets.actors import ActorFleet, Needs, ray
+from dsi.fleets.actors import ActorFleet, Needs, hush, ray
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.work import Server
 from dsi.measure.settings import SECOND, Setting
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ray().init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
+    hush()
     parts = options.only.split(",")
     found: dict[str, Any] = {"label": "waited"}
     if "latency" in parts:
