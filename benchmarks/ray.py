@@ -14,7 +14,6 @@ import json
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +22,7 @@ from dsi.core.context import Context
 from dsi.core.messages import Verify
 from dsi.core.policies import autoregressive, distributed, named
 from dsi.engine import Loop
-from dsi.fleets.actors import ActorFleet, Needs, hush, ray
+from dsi.fleets.actors import ActorFleet, Mischief, Needs, hush, ray
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.work import Server
 from dsi.measure.settings import SECOND, Setting
@@ -104,25 +103,6 @@ def speed(repeats: int) -> dict[str, Any]:
         f"{over['dsi']:.3f}"
     )
     return {"dsi_over_si": ratio, "simulated": free_ratio, "over_virtual": over}
-
-
-@dataclass
-class Mischief:
-    """Now and then something goes wrong with one kind of message; each time is written down."""
-
-    kind: str
-    fate: str
-    every: int
-    book: str
-    count: int = 0
-
-    def __call__(self, kind: str) -> str | None:
-        self.count += kind == self.kind
-        if kind != self.kind or self.count % self.every:
-            return None
-        with open(self.book, "a") as book:
-            book.write(f"{self.kind} {self.fate}\n")
-        return self.fate
 
 
 def ordinary(requests: int = 10) -> float:

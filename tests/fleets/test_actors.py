@@ -7,7 +7,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from dsi.core.context import Context
 from dsi.core.messages import Verified, Verify
 from dsi.core.policies import autoregressive, distributed
 from dsi.engine import FleetError, Loop
-from dsi.fleets.actors import HELLO, ActorFleet, Needs, check_reachable, needs, ray
+from dsi.fleets.actors import HELLO, ActorFleet, Mischief, Needs, check_reachable, needs, ray
 from dsi.fleets.work import Server
 from dsi.measure.settings import Setting
 from dsi.models.toy import ToyTarget
@@ -47,25 +46,6 @@ def make(cluster: None) -> Iterator[Make]:  # noqa: ARG001
     yield build
     for fleet in made:
         fleet.close()
-
-
-@dataclass
-class Mischief:
-    """Now and then something goes wrong with one kind of message; each time is written down."""
-
-    kind: str
-    fate: str
-    every: int
-    book: str
-    count: int = 0
-
-    def __call__(self, kind: str) -> str | None:
-        self.count += kind == self.kind
-        if kind != self.kind or self.count % self.every:
-            return None
-        with open(self.book, "a") as book:
-            book.write(f"{self.kind} {self.fate}\n")
-        return self.fate
 
 
 CASES = [  # what, how, every how many of them, how often at least

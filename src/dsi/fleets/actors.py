@@ -144,6 +144,25 @@ class Voice(Wire):
             super().send(message)
 
 
+@dataclass
+class Mischief:
+    """A fault for tests: now and then something goes wrong with one kind of message, and is written down."""
+
+    kind: str
+    fate: str
+    every: int
+    book: str
+    count: int = 0
+
+    def __call__(self, kind: str) -> str | None:
+        self.count += kind == self.kind
+        if kind != self.kind or self.count % self.every:
+            return None
+        with open(self.book, "a") as book:
+            book.write(f"{self.kind} {self.fate}\n")
+        return self.fate
+
+
 def befall(fate: str | None) -> None:
     if fate == "die":
         os._exit(1)
