@@ -284,3 +284,14 @@ def test_without_a_wish_for_notes_there_are_none() -> None:
     story = Story(autoregressive())
     story.says(Verified(story.id("verify", (7,), 1), (1,)))
     assert story.g.notes == []
+
+
+def test_notes_are_aligned_from_the_end_where_the_root_has_passed_a_place() -> None:
+    g = Generation((7,), 9, lambda _: None, sampling=Sampling(logprobs=1))
+    g.start()
+    g.verify(g.root.child(1), 2)  # two places, of which another verification judges the first as well
+    wide = max(g.open)
+    g.verify(g.root, 1)
+    g.handle(Verified(max(g.open), (1,), (((1, -0.1),),)))
+    assert g.handle(Verified(wide, (1, 5), (((1, -0.1),), ((5, -0.5),)))).emit == (5,)
+    assert g.notes == [((1, -0.1),), ((5, -0.5),)]
