@@ -25,6 +25,8 @@ from dsi.loading import (
     backend,
     check_means,
     check_vocabulary,
+    drafter_names,
+    endings,
     folder,
     quiet,
 )
@@ -78,7 +80,7 @@ def load_on_ray(
         raise ValueError(f"vocab {vocab!r}: on a cluster a drafter must have the target's vocabulary")
     quiet()
     text, context = described(target, TARGET)
-    names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(drafters) + 1))
+    names = drafter_names(len(drafters))
     means = dtype, threads or 1, texts or TEXTS
     big = Carried(speaker, target, TARGET, *means)
     servers = [Server(f"{TARGET}-{i}", TARGET, big) for i in range(1, sp + 1)]
@@ -120,8 +122,7 @@ def described(name: str, role: str) -> tuple[Text, int]:
     ends = config.eos_token_id if hasattr(config, "eos_token_id") else None
     with suppress(OSError):  # it may have none of its own
         ends = GenerationConfig.from_pretrained(path).eos_token_id
-    text = Text(found, [] if ends is None else ends if isinstance(ends, list) else [ends])
-    return text, int(getattr(config, "max_position_embeddings", 0) or 0)
+    return Text(found, endings(ends)), int(getattr(config, "max_position_embeddings", 0) or 0)
 
 
 def measured(crew: ActorFleet, drafter: str, looked_up: bool) -> Pace:

@@ -215,7 +215,7 @@ def load_pair(
     text = tokenizer(folder(target, TARGET), big)
     judge = backend(big, texts) if mp == 1 else Parallel(big, mp, texts, threads)
     guessers = [guesser(name, text, big, target, dtype, vocab, texts) for name in drafters]
-    names = tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, len(guessers) + 1))
+    names = drafter_names(len(guessers))
     servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(judge)) for i in range(1, sp + 1)]
     servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
     cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
@@ -274,7 +274,17 @@ def tokenizer(name: str, model: Any) -> Text:
     except Exception as error:
         raise ValueError(f"{name}: has no tokenizer that can be loaded") from error
     ends = model.generation_config.eos_token_id
-    return Text(found, [] if ends is None else ends if isinstance(ends, list) else [ends])
+    return Text(found, endings(ends))
+
+
+def endings(ends: int | list[int] | None) -> list[int]:
+    """The tokens that end a text, however a model names them."""
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def drafter_names(count: int) -> tuple[str, ...]:
+    """Of their servers, the first one first."""
+    return tuple(DRAFTER if i == 1 else f"{DRAFTER}-{i}" for i in range(1, count + 1))
 
 
 def check_vocabulary(target: Text, drafter: Text, *names: str) -> None:

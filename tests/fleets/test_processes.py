@@ -15,7 +15,8 @@ from dsi.core.context import Context
 from dsi.core.messages import Failed, Verified, Verify
 from dsi.core.policies import autoregressive, distributed
 from dsi.engine import Loop
-from dsi.fleets.processes import RESTARTS, ProcessFleet
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.wired import RESTARTS
 from dsi.fleets.work import Server
 from dsi.measure.settings import Setting
 from dsi.models.backend import Ask

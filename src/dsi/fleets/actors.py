@@ -30,7 +30,6 @@ from dsi.fleets.work import Server
 HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, which life of it this is, its clock
 CANCEL = "cancel"
 SEND_SECONDS = 5.0
-RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 LOOK_SECONDS = 0.25  # between two looks at who is late
 
 Fault = Callable[[str], str | None]  # asked at each message what goes wrong with it: for tests
@@ -238,8 +237,8 @@ class ActorFleet(WiredFleet):
         fault: Callable[[str], Fault] | None = None,
         log: list[Span] | None = None,
     ) -> None:
-        super().__init__(servers, log)
-        self._needs, self._restart, self._fault = dict(needs or {}), restart, fault
+        super().__init__(servers, restart, log)
+        self._needs, self._fault = dict(needs or {}), fault
         self._hang, self._patience = hang_seconds, start_seconds
         self._closed = False
         self._lives: dict[str, int] = {}
@@ -290,8 +289,8 @@ class ActorFleet(WiredFleet):
     def _listen(self) -> list[tuple[SelectorKey, int]]:
         heard = self._selector.select(LOOK_SECONDS)
         now = time.perf_counter()
-        for name, job in list(self._dispatch.working.items()):
-            if job is not None and now - self._seats[name].since > self._hang:
+        for name in list(self._dispatch.working):
+            if now - self._seats[name].since > self._hang:
                 self.kill(name)
         for name, coming in list(self._coming.items()):
             if now - coming.asked > self._patience:
@@ -348,19 +347,15 @@ class ActorFleet(WiredFleet):
         self._leave_guests(guest)
         guest.end.close()
 
-    def kill(self, name: str) -> None:
-        """The server dies now, whatever it was doing; another takes its place, unless it keeps dying."""
-        again = self._restart and self._fruitless.get(name, 0) < RESTARTS
-        # A drafter that is on its way holds nobody up: the text goes on without it.
-        self._dispatch.remove(name, returns=again and self._servers[name].role == TARGET)
-        self.deaths[name] = self.deaths.get(name, 0) + 1
+    def _returns(self, name: str) -> bool:
+        """A drafter that is on its way holds nobody up: the text goes on without it."""
+        return self._dispatch.roles.get(name) == TARGET and self._comes_again(name)
+
+    def _lose(self, name: str) -> None:
+        again = self._comes_again(name)
         self._part(name)
         if again:
             self._ask_for(name)
-        self._ready.extend(self._dispatch.stranded())
-
-    def _lose(self, name: str) -> None:
-        self._part(name)
 
     def _give_up(self, name: str) -> None:
         discard(self._coming.pop(name).handle)
@@ -372,7 +367,7 @@ class ActorFleet(WiredFleet):
         """Every server is gone: what is still open fails, and no actor is left."""
         if self._closed:
             return  # Ray would start again to hear that it should stop
-        self._closed, self._restart = True, False
+        self._closed = True
         for name in list(self._coming):
             self._give_up(name)
         for guest in list(self._guests):

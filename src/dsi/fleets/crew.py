@@ -34,6 +34,10 @@ class Crew(ABC):
     def _lose(self, name: str) -> None:
         """The server is gone, whatever it was doing."""
 
+    def _returns(self, name: str) -> bool:  # noqa: ARG002
+        """Whether another takes its place later, for which jobs wait that only it could do."""
+        return False
+
     def members(self) -> list[tuple[str, str, bool]]:
         """Every server there ever was: its name, its role, and whether it lives."""
         return [(name, each.role, name in self._dispatch.roles) for name, each in self._servers.items()]
@@ -51,7 +55,7 @@ class Crew(ABC):
 
     def kill(self, name: str) -> None:
         """The server dies now, whatever it was doing."""
-        self._dispatch.remove(name)
+        self._dispatch.remove(name, returns=self._returns(name))
         self.deaths[name] = self.deaths.get(name, 0) + 1
         self._lose(name)
         self._ready.extend(self._dispatch.stranded())

@@ -23,7 +23,6 @@ from dsi.fleets.work import Server
 from dsi.kin import die_with_parent, keep_only
 
 FORK = multiprocessing.get_context("fork")
-RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 JOIN_SECONDS = 2.0
 AWAKE_SECONDS = 0.05  # that the driver may spin for an answer; in a longer wait, waking up is nothing
 
@@ -81,8 +80,8 @@ class ProcessFleet(WiredFleet):
         restart: bool = True,
         log: list[Span] | None = None,
     ) -> None:
-        super().__init__(servers, log)
-        self._cores, self._prepare, self._restart = cores or {}, prepare, restart
+        super().__init__(servers, restart, log)
+        self._cores, self._prepare = cores or {}, prepare
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
         for name in self._servers:
             self._seat(name)
@@ -91,16 +90,11 @@ class ProcessFleet(WiredFleet):
         self._greet(Process(self._servers[name], self._cores.get(name, ()), self._prepare))
 
     def _lose(self, name: str) -> None:
-        """A new process takes its place, unless it keeps dying."""
+        again = self._comes_again(name)
         self._part(name)
-        if self._restart and self._fruitless[name] <= RESTARTS:
+        if again:
             self._seat(name)
             self._dispatch.add(name, self._servers[name].role)
-
-    def close(self) -> None:
-        """Every server is gone: what is still open fails, and no process is left."""
-        self._restart = False
-        super().close()
 
     def _listen(self) -> list[tuple[SelectorKey, int]]:
         """Awake while some core has nothing to do: waking up takes longer than handling an answer."""

@@ -19,6 +19,7 @@ from dsi.fleets.work import Server, work
 from dsi.models.backend import Cancelled
 
 NOTHING = -1  # the id of no job
+RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 POLL_SECONDS = 0.0005
 GATHER_SECONDS = 0.0015  # guesses that come faster than this travel together: each message costs the driver
 
@@ -90,8 +91,9 @@ class Seat:
 
 
 class WiredFleet(Crew):
-    def __init__(self, servers: Iterable[Server], log: list[Span] | None) -> None:
+    def __init__(self, servers: Iterable[Server], restart: bool, log: list[Span] | None) -> None:
         super().__init__(servers)
+        self._restart = restart
         self._began = time.perf_counter()
         self.log = log
         self._fruitless: dict[str, int] = {}  # deaths of each server since its last answer
@@ -109,6 +111,10 @@ class WiredFleet(Crew):
     def _greet(self, seat: Seat) -> None:
         self._seats[seat.server.name] = seat
         self._selector.register(seat.wire, EVENT_READ, seat.server.name)
+
+    def _comes_again(self, name: str) -> bool:
+        """Another takes its place, unless it keeps dying."""
+        return self._restart and self._fruitless.get(name, 0) < RESTARTS
 
     def _part(self, name: str) -> None:
         seat = self._seats.pop(name)
@@ -130,6 +136,7 @@ class WiredFleet(Crew):
 
     def close(self) -> None:
         """Every server is gone: what is still open fails."""
+        self._restart = False
         super().close()
         self._selector.close()
         self._bell.close()

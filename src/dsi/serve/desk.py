@@ -219,19 +219,21 @@ class Desk:
 
     def _report(self, ticket: Ticket, run: Run) -> None:
         generation, seen = run.generation, ticket.seen
+        root, tip = generation.reached
         update = Update(
             tokens=run.tokens[seen:],
             origins=generation.origins[seen:],
             notes=generation.notes[seen:],
             at=self._since(ticket),
-            root=generation.reached[0],
-            tip=generation.reached[1],
+            root=root,
+            tip=tip,
             ended=generation.finish_reason,
             error=None if run.error is None else str(run.error),
         )
         if ticket.trace:
             update.spans, ticket.shown = ticket.spans[ticket.shown :], len(ticket.spans)
-            update.died, ticket.deaths = self._deaths() > ticket.deaths, self._deaths()
+            deaths = self._deaths()
+            update.died, ticket.deaths = deaths > ticket.deaths, deaths
         ticket.seen, ticket.told = len(run.tokens), update.at
         if not run.done:
             ticket.tell(update)
@@ -244,7 +246,7 @@ class Desk:
             self._end(ticket, update)
 
     def _deaths(self) -> int:
-        return sum(getattr(self.engine.fleet, "deaths", {}).values())
+        return sum(self.engine.loaded.fleet.deaths.values())
 
     def _drop(self, ticket: Ticket) -> None:
         if ticket.over:
