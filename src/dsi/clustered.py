@@ -20,6 +20,7 @@ from dsi.loading import (
     NGRAM,
     TEXTS,
     WIDE,
+    WIDTHS,
     Loaded,
     Pace,
     backend,
@@ -129,13 +130,13 @@ def measured(crew: ActorFleet, drafter: str, looked_up: bool) -> Pace:
     """As the driver sees them, with what travels."""
     ids = count(-1000, -1)  # which no request has
     text = Context.of(SAMPLE)
-    one, wide = (
-        min(timed(crew, Verify(next(ids), text, width)) for _ in range(MEASURED)) for width in (1, WIDE)
-    )
+    forwards = {
+        width: min(timed(crew, Verify(next(ids), text, width)) for _ in range(MEASURED)) for width in WIDTHS
+    }
     if looked_up:
-        return Pace(one, one * LOOKUP_SHARE, max(0.0, wide - one) / (WIDE - 1))
+        return Pace.of(forwards, forwards[1] * LOOKUP_SHARE)
     guess = min(timed(crew, Draft(next(ids), text, WIDE, drafter)) for _ in range(MEASURED)) / WIDE
-    return Pace(one, guess, max(0.0, wide - one) / (WIDE - 1))
+    return Pace.of(forwards, guess)
 
 
 def timed(crew: ActorFleet, job: Job) -> float:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Protocol
 
+from dsi.core.adaptive import Pulse
 from dsi.core.context import Tokens
 from dsi.core.generation import Generation
-from dsi.core.messages import Event, Failed, Job, Step, Verify
+from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Step, Verified, Verify
 from dsi.core.policies import Crowd
 from dsi.core.scoring import Scoring
 from dsi.models.wait import Time
@@ -44,6 +45,7 @@ class Run:
         self.began = began
         self.tokens: list[int] = []
         self.times: list[Time] = []
+        self.turns: list[Time] = []  # when each decision was taken
         self.failures = 0
         self.error: FleetError | None = None
 
@@ -64,6 +66,7 @@ class Run:
             self.generation.tally,
             tuple(self.generation.origins),
             tuple(self.generation.notes),
+            tuple(zip(self.turns, self.generation.decisions)),
         )
 
 
@@ -75,6 +78,8 @@ class Loop:
         self._owners: dict[int, Run] = {}  # whose each open job is
         self._verifying: set[int] = set()  # which of them are verifications
         self._running: dict[Run, None] = {}  # in the order in which they came
+        self.pulse: Pulse | None = None  # somebody wants to know how long forwards take
+        self._since: dict[int, Time] = {}  # since when the next word on each open job is awaited
 
     def submit(self, request: Request) -> Run:
         """A request for no new token with notes is one for what the target thinks of the prompt."""
@@ -108,6 +113,8 @@ class Loop:
             return None
         if isinstance(event, Failed) and isinstance(run.generation.open.get(event.id), Verify):
             self._count_failure(run, event)
+        if self.pulse is not None:
+            self._time(self.pulse, run.generation.open.get(event.id), event)
         step = run.generation.handle(event)
         if event.id not in run.generation.open:
             self._forget(event.id)
@@ -154,7 +161,20 @@ class Loop:
             self._running[run] = None
             self._obey(run, run.generation.look())
 
+    def _time(self, pulse: Pulse, job: Job | None, event: Event) -> None:
+        since = self._since.get(event.id)
+        if since is None:
+            return
+        now = self.fleet.now()
+        match job, event:
+            case Draft(), Drafted():
+                pulse.guessed(job.model, float(now - since))
+                self._since[event.id] = now
+            case Verify(), Verified():
+                pulse.verified(job.width, float(now - since))
+
     def _forget(self, id: int) -> None:
+        self._since.pop(id, None)
         self._owners.pop(id, None)
         self._verifying.discard(id)
 
@@ -166,9 +186,13 @@ class Loop:
             self.fleet.promote(id)
         for job in step.start:
             self._owners[job.id] = run
+            if self.pulse is not None and (isinstance(job, Draft) or not self._verifying):
+                self._since[job.id] = self.fleet.now()
             if isinstance(job, Verify):
                 self._verifying.add(job.id)
             self.fleet.start(job)
+        if len(run.generation.decisions) > len(run.turns):
+            run.turns.append(self.fleet.now() - run.began)
         if step.emit:
             run.failures = 0
             run.tokens += step.emit

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ import transformers
 from transformers import AutoTokenizer
 
 from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.outlook import Outlook
 from dsi.fleets.actors import ActorFleet
 from dsi.fleets.polling import PollingFleet
 from dsi.fleets.processes import FORK, ProcessFleet
 from dsi.fleets.work import Server
 from dsi.kin import die_with_parent
 from dsi.measure.choose import Choice
+from dsi.measure.forecast import outlook
 from dsi.measure.settings import Setting
 from dsi.measure.simulate import fastest_patience
 from dsi.models.backend import Ask, Model, Speaker
@@ -50,16 +53,45 @@ TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first guess for any oth
 REHEARSAL = 96  # tokens of virtual text by which a patience is chosen
 PIECES = 8  # places within a forward where it can be stopped: a layer each, more or less
 TEXTS = 4  # that a server keeps in its caches, unless more is asked for
-WIDE = 8  # new tokens of the forward that tells what each one adds
+WIDE = 8  # guesses by which a drafter is timed
+WIDTHS = (1, 2, 4, 8, 16)  # new tokens of the forwards that are timed
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Measured at start, in milliseconds: one forward over one new token, and what each token more adds."""
+    """Measured at start, in milliseconds: a target's forwards by their new tokens, and a drafter's."""
 
     target_ms: float
     drafter_ms: float
-    per_token_ms: float = 0.0
+    per_token_ms: float = 0.0  # what each new token more adds
+    by_width: tuple[tuple[int, float], ...] = ()  # forwards of up to so many new tokens, where known
+    contention: float = 0.0  # by what share each other target at work slows one down
+    pieces: int = PIECES
+    one_cache: bool = False
+
+    @classmethod
+    def of(cls, by_width: Mapping[int, float], drafter_ms: float, contention: float = 0.0) -> Pace:
+        least, most = min(by_width), max(by_width)
+        slow, wide = by_width[least], by_width[most]
+        more = max(0.0, wide - slow) / max(1, most - least)
+        return cls(slow, drafter_ms, more, rising(by_width), contention)
+
+    def setting(self, sp: int, tokens: int, **more: Any) -> Setting:
+        """To be rehearsed in virtual time."""
+        return Setting(
+            self.target_ms,
+            self.drafter_ms,
+            TYPICAL_ACCEPTANCE,
+            sp,
+            tokens,
+            per_token_ms=0 if self.by_width else self.per_token_ms,
+            steps_ms=self.by_width,
+            contention=self.contention,
+            pieces=self.pieces,
+            eager=False,
+            one_cache=self.one_cache,
+            **more,
+        )
 
 
 @dataclass(frozen=True)
@@ -96,17 +128,7 @@ class Loaded:
             return choice.patience
         if lookahead not in self._patiences:
             horizon, most = self.horizon(lookahead), self.lookahead("si")
-            setting = Setting(
-                self.pace.target_ms,
-                self.pace.drafter_ms,
-                TYPICAL_ACCEPTANCE,
-                self.sp,
-                REHEARSAL,
-                lookahead,
-                horizon=horizon,
-                pieces=PIECES,
-                per_token_ms=self.pace.per_token_ms,
-            )
+            setting = self.pace.setting(self.sp, REHEARSAL, lookahead=lookahead, horizon=horizon)
             self._patiences[lookahead] = fastest_patience(setting, most)
         return self._patiences[lookahead]
 
@@ -114,6 +136,11 @@ class Loaded:
         """One block for each target and one more: further ahead, a drafter takes more than it gives."""
         choice = self._rehearsed(lookahead)
         return choice.horizon if choice else (self.sp + 1) * lookahead
+
+    @cached_property
+    def outlook(self) -> Outlook:
+        """What a token takes by each way to go, for an engine that adapts."""
+        return outlook(self.pace.setting(self.sp, REHEARSAL))
 
     def _rehearsed(self, lookahead: int) -> Choice | None:
         choice = self.choices.get("dsi")
@@ -219,12 +246,9 @@ def load_pair(
     servers = [Server(f"{TARGET}-{i}", TARGET, Speaker(judge)) for i in range(1, sp + 1)]
     servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
     cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
-    slow, wide = forwards_ms(judge, cores[servers[0].name])
-    pace = Pace(
-        slow,
-        next((each.ms for each in guessers if each.ms is not None), slow * LOOKUP_SHARE),
-        max(0.0, wide - slow) / (WIDE - 1),
-    )
+    by_width = forwards_ms(judge, cores[servers[0].name])
+    guess = next((each.ms for each in guessers if each.ms is not None), by_width[1] * LOOKUP_SHARE)
+    pace = Pace.of(by_width, guess, crowding(sp, len(os.sched_getaffinity(0))))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
     fleet = ProcessFleet(
         servers,
@@ -296,12 +320,22 @@ def check_vocabulary(target: Text, drafter: Text, *names: str) -> None:
         )
 
 
-def forwards_ms(judge: Transformer | Parallel, cores: Sequence[int]) -> tuple[float, float]:
-    """Over one new token, and over several. A model that is split starts processes of its own, which must
+def crowding(sp: int, cores: int) -> float:
+    """By what share each target at work slows another, where there are not cores enough for all."""
+    return max(0.0, sp / max(1, cores - 1) - 1) / (sp - 1) if sp > 1 else 0.0
+
+
+def rising(by_width: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    """A wider forward that seemed faster was only lucky."""
+    return tuple((width, max(ms for w, ms in by_width.items() if w <= width)) for width in sorted(by_width))
+
+
+def forwards_ms(judge: Transformer | Parallel, cores: Sequence[int]) -> dict[int, float]:
+    """By the number of new tokens. A model that is split starts processes of its own, which must
     not be this one's: it is measured in one that ends, on the cores it will have.
     """
     if isinstance(judge, Transformer):
-        return forward_ms(judge), forward_ms(judge, WIDE)
+        return by_widths(judge)
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=tell_forwards_ms, args=(judge, cores, theirs))
     process.start()
@@ -323,10 +357,15 @@ def tell_forwards_ms(judge: Parallel, cores: Sequence[int], wire: Any) -> None:
     if judge.threads is None:
         os.sched_setaffinity(0, cores)
     try:
-        wire.send((forward_ms(judge), forward_ms(judge, WIDE)))
+        wire.send(by_widths(judge))
     except (Lost, ValueError) as error:
         wire.send(str(error.__cause__ or error))
     judge.close()
+
+
+def by_widths(model: Transformer | Parallel) -> dict[int, float]:
+    widths = [width for width in WIDTHS if not model.context or 16 + width < model.context]
+    return {width: forward_ms(model, width) for width in widths or [1]}
 
 
 def forward_ms(model: Transformer | Parallel, new: int = 1, repeats: int = 8) -> float:

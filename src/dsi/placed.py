@@ -19,6 +19,7 @@ from dsi.loading import (
     check_vocabulary,
     folder,
     quiet,
+    rising,
     tokenizer,
 )
 from dsi.measure.choose import DEGREES, choose
@@ -62,7 +63,15 @@ def load_placed(
     degree = choices["dsi"].sp
     servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i, judge in enumerate(judges[:degree], 1)]
     fleet = PollingFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
-    pace = Pace(found.target_ms, found.drafter_ms, found.per_token_ms)
+    pace = Pace(
+        found.target_ms,
+        found.drafter_beside(degree),
+        found.per_token_ms,
+        rising(found.by_width),
+        found.contention,
+        found.pieces,
+        one_cache,
+    )
     return Loaded(fleet, text, room, degree, pace, (DRAFTER,), choices, remarks([*judges, guesser]))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy, Tally
 from dsi.core.messages import GREEDY, Note, Sampling
+from dsi.core.outlook import Decision
 from dsi.models.wait import Time
 
 __all__ = ["Completion", "Request", "Sampling"]
@@ -31,6 +32,7 @@ class Completion:
     tally: Tally
     origins: tuple[str, ...] = field(default=(), repr=False)  # accepted, corrected or plain, for each token
     notes: tuple[Note, ...] = field(default=(), repr=False)  # what the target thought of each, if asked
+    decisions: tuple[tuple[Time, Decision], ...] = field(default=(), repr=False)  # under `auto`, and when
     text: str = ""  # where the engine speaks text
     prompt: Tokens = field(default=(), repr=False)
 

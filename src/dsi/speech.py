@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
+from dsi.core.adaptive import Mind, Pulse
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
@@ -18,6 +20,11 @@ from dsi.request import Completion, Request
 if TYPE_CHECKING:
     from dsi.fleets.actors import Needs
     from dsi.loading import Loaded
+
+
+AUTO = "auto"
+BELIEF = 0.7  # how often guesses are taken to be right before any has been judged
+SECOND = 1000  # ms
 
 
 class Writing:
@@ -60,12 +67,20 @@ class Writing:
 class Engine(Loop, AbstractContextManager["Engine"]):
     """`Engine.load(...)` starts one; close it, or use it in a `with` block, to stop its processes."""
 
-    def __init__(self, loaded: Loaded, algorithm: str, lookahead: int | None, patience: int | None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        algorithm: str,
+        lookahead: int | None,
+        patience: int | None,
+        acceptance: float = BELIEF,
+    ) -> None:
         super().__init__(loaded.fleet)
         self.crowd.targets = loaded.sp
         self.text = loaded.text
         self.loaded = loaded
         self._algorithm, self._lookahead, self._patience = algorithm, lookahead, patience
+        self._acceptance = acceptance
 
     @classmethod
     def load(
@@ -98,9 +113,8 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         the target and the drafter ask of their machines. Each target can be split over `target_mp` processes
         (the paper's MP degree), which divide its cores.
         """
-        if algorithm != "auto" or target_devices is None:
-            check_algorithm(algorithm)
-        numbers = [whole("lookahead", lookahead, 1), whole("patience", patience, 0)]
+        check_named(algorithm)
+        numbers = whole("lookahead", lookahead, 1), whole("patience", patience, 0)
         drafters = [drafter] if isinstance(drafter, str) else list(drafter)
         if fleet is not None:
             from dsi.clustered import load_on_ray
@@ -140,8 +154,14 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
     @property
     def algorithm(self) -> str:
-        """What it writes with: `auto` is the fastest of those that were rehearsed."""
-        return next(iter(self.loaded.choices)) if self._algorithm == "auto" else self._algorithm
+        """What it writes with, if nothing else is asked for."""
+        return self._algorithm
+
+    @cached_property
+    def mind(self) -> Mind:
+        """What is known and learned of these models, for `auto`."""
+        self.pulse = Pulse(self.loaded.outlook, SECOND)
+        return Mind(self.loaded.outlook, self.loaded.drafters, self._acceptance, self.pulse)
 
     def generate(self, prompt: str | Tokens, **options: Any) -> Completion:
         """Write a text to its end. The options are those of `stream`."""
@@ -193,6 +213,11 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         return self.loaded.patience(self._lookahead or self.loaded.lookahead("dsi"))
 
     def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
+        if algorithm == AUTO:
+            self._check_free(
+                lookahead or self._lookahead, patience if self._patience is None else self._patience
+            )
+            return considerate(self.mind, self.loaded.block, self.loaded.drafters, self.crowd)
         block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
         asked = self._patience if patience is None else patience
         if asked is None:
@@ -201,6 +226,13 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         if algorithm != "dsi":
             return policy
         return considerate(policy, min(block, self.loaded.block), self.loaded.drafters, self.crowd)
+
+    def _check_free(self, lookahead: int | None, patience: int | None) -> None:
+        for name, value in (("lookahead", lookahead), ("patience", patience)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} {value} with the algorithm {AUTO}: it finds its own; leave one of them out"
+                )
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
         """No more tokens than the context has room for."""
@@ -214,6 +246,11 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_named(algorithm: str) -> str:
+    """One of the algorithms, or `auto`, which goes from one to another."""
+    return algorithm if algorithm == AUTO else check_algorithm(algorithm)
 
 
 def whole(name: str, value: int | str, least: int) -> int | None:

@@ -30,6 +30,7 @@ from dsi.core.messages import (
     Warm,
     Warmed,
 )
+from dsi.core.outlook import Decision
 from dsi.core.tree import Node
 
 Policy = Callable[["Generation"], None]
@@ -80,7 +81,10 @@ class Generation:
         self.busy = 0  # drafts and verifications among them
         self.tally = Tally()
         self.origins: list[str] = []  # how each token of the text came
+        self.judged: list[tuple[dict[str, int], int]] = []  # what was guessed of each token, and what it was
         self.notes: list[Note] = []  # what the target thought of each place, where somebody asks
+        self.decisions: list[Decision] = []  # of a policy that changes its mind
+        self.memo: Any = None  # what a policy wants to remember
         self._stop = frozenset(stop)
         self._stopped = False
         self._at: dict[int, Node] = {}  # the node each job in flight has reached
@@ -155,6 +159,7 @@ class Generation:
                 self._seconds.append(node)
         self._failures.pop(job.model, None)
         node = self._at[job.id]
+        node.said[job.model] = token
         node.jobs.discard(job.id)
         node = self._at[job.id] = self._tips[job.model] = self._grow(node, token)
         node.jobs.add(job.id)
@@ -209,6 +214,7 @@ class Generation:
     def _account(self, passed: Node, token: int) -> None:
         guessed = token in passed.children
         self.origins.append(ACCEPTED if guessed else CORRECTED if passed.children else PLAIN)
+        self.judged.append((passed.said, token))
         if self.sampling.logprobs is not None:
             self.notes.append(passed.note)
         self.tally.useful += passed.watcher != self._judge
@@ -269,6 +275,11 @@ class Generation:
 
     def drafting(self, model: str = DRAFTER) -> bool:
         return self._drafting.get(model, 0) > 0
+
+    @property
+    def verifying(self) -> int:
+        """Verifications in flight."""
+        return self.busy - sum(self._drafting.values())
 
     def lost(self, model: str = DRAFTER) -> bool:
         """Whether this drafter keeps failing; it is tried again when the root moves."""

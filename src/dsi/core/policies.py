@@ -118,7 +118,7 @@ def distributed(
             _check_one_guess(g.sampling.rule, drafters, branches)
         g.branches = branches
         g.doubt = doubt
-        _go_ahead(g, lookahead, drafters, patience, horizon)
+        go_ahead(g, lookahead, drafters, patience, horizon)
         if branches > 1 and g.root.watcher is not None:
             _look_aside(g, spare)
         g.remind()  # any target may be next to watch this text
@@ -155,15 +155,25 @@ def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: C
         g.branches = 1
         share, patience = crowd.targets // crowd.requests, 0 if crowd.idle else lookahead
         if share > 1:
-            _go_ahead(g, lookahead, drafters, patience, lookahead * (share + 1))
+            go_ahead(g, lookahead, drafters, patience, lookahead * (share + 1))
         else:
             _stay_close(g, lookahead, drafters, patience)
 
     return policy
 
 
-def _go_ahead(g: Generation, lookahead: int, drafters: Sequence[str], patience: int, horizon: float) -> None:
-    """Let no drafter rest within the horizon; leave neither the root nor a full block unwatched."""
+def go_ahead(
+    g: Generation,
+    lookahead: int,
+    drafters: Sequence[str],
+    patience: int,
+    horizon: float,
+    targets: float = inf,
+) -> None:
+    """Let no drafter rest within the horizon; leave neither the root nor a full block unwatched.
+
+    Where no more than so many targets are to work, a block waits, and grows, until one is free.
+    """
     g.block = lookahead
     whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
     for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
@@ -175,7 +185,8 @@ def _go_ahead(g: Generation, lookahead: int, drafters: Sequence[str], patience: 
         unwatched = 0 if last is None else g.unwatched(last)
         root_is_watched = g.root.watcher is not None
         full = unwatched >= lookahead if root_is_watched or whole else lead >= patience
-        if last is not None and unwatched and (full or (left if whole else room) <= 0):
+        free = not root_is_watched or g.verifying < targets
+        if last is not None and unwatched and free and (full or (left if whole else room) <= 0):
             g.verify(last, unwatched)
         if room > 0 and not g.drafting(model):
             g.draft(tip, room, model)

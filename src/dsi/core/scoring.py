@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dsi.core.context import Context
 from dsi.core.generation import Tally
 from dsi.core.messages import Event, Failed, Job, Note, Sampling, Step, Verified, Verify
+from dsi.core.outlook import Decision
 
 
 class Scoring:
@@ -20,6 +21,7 @@ class Scoring:
         self.tally = Tally()
         self.origins: list[str] = []
         self.notes: list[Note] = []
+        self.decisions: list[Decision] = []
         self.finish_reason: str | None = None
 
     @property

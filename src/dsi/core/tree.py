@@ -21,6 +21,7 @@ class Node:
         "jobs",
         "note",
         "parent",
+        "said",
         "start",
         "truth",
         "watcher",
@@ -36,6 +37,7 @@ class Node:
         self.jobs: set[int] = set()  # open jobs whose text ends here
         self.alive = True  # not yet passed by the root, and not fallen
         self.guesses: tuple[Guess, ...] = ()  # about what comes next, where the rule needs to know them
+        self.said: dict[str, int] = {}  # what each drafter guessed comes next
         self.note: Note = ()  # what the target thinks may come next, where somebody asks
         self.drawn = False  # whether the truth was drawn by the target, and is no guess that stood
         self.start = context.length  # where the block of guesses begins to which what comes next belongs

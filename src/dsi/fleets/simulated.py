@@ -177,7 +177,7 @@ class SimulatedFleet(Crew):
             return False
         if self._fails is not None and self._fails(forward.job):
             forward.event, forward.events = Failed(forward.job.id, "the forward failed"), iter(())
-        forward.start, forward.end = start, start + forward.meter.read() * self._slowdown(name)
+        forward.start, forward.end = start, start + forward.meter.read() * self._slowdown(name, start)
         self._due(name, forward)
         return True
 
@@ -194,10 +194,14 @@ class SimulatedFleet(Crew):
             return delay * (1 + self._network_jitter * self._dice.uniform(-1, 1))
         return delay
 
-    def _slowdown(self, name: str) -> Time:
+    def _slowdown(self, name: str, start: Time) -> Time:
+        """By targets that compute at this time; one that is stopped just now does not."""
         if not self._contention or self._servers[name].role != TARGET:
             return 1
-        others = sum(self._servers[n].role == TARGET for n in self._dispatch.working if n != name)
+        others = sum(
+            self._servers[other].role == TARGET and other != name and forward.end > start
+            for other, forward in self._forwards.items()
+        )
         return 1 + self._contention * others
 
     def _finish(self, name: str, forward: Forward) -> None:

@@ -21,6 +21,27 @@ PROMPTS = (
     "In the forest there lived",
     "Ben wanted to",
 )
+CLASSES = {  # what the built-in pair was made for, and what it was not
+    "stories": PROMPTS[:4],
+    "code": (
+        "def fibonacci(n):\n    if n < 2:\n        return",
+        "import os\n\nfor name in os.listdir(",
+        "SELECT name, count(*) FROM orders WHERE",
+        '{"id": 17, "tags": ["a", "b"], "size":',
+    ),
+    "history": (
+        "The Roman Senate under Augustus",
+        "In 49 BC Caesar crossed the Rubicon and",
+        "The aqueducts of Rome carried",
+        "Hannibal led his elephants across the Alps",
+    ),
+    "random words": (
+        "zebra quantum left mug ordinal",
+        "of seventeen blue the carburettor wept",
+        "gravel piano under sixth yes mitochondria",
+        "tax whale ladder minus apricot verb",
+    ),
+}
 Contender = tuple[str, int | None]  # an algorithm, and the lookahead it is tried with; None: its own
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 from random import Random
@@ -29,6 +29,7 @@ HOUR = 3600 * SECOND
 LEAST_MS, MOST_MS = 1e-6, 1e9  # what a latency can be in earnest
 MOST_SERVERS = 1000
 MOST_REQUESTS = 10_000
+Guide = Callable[[Loop, int], Policy]
 MOST_FAILURES = 100_000  # of a server in an hour: one in 36 ms
 
 
@@ -67,6 +68,8 @@ class Setting:
     eager: bool = True  # as the paper's thread pool
     one_cache: bool = False  # the targets fill one cache: none reads what another is reading
     rule: str = "match"
+    later: tuple[int, float] | None = None  # after so many tokens, another acceptance
+    wrong: frozenset[int] = frozenset()  # tokens that no drafter guesses
 
     def __post_init__(self) -> None:
         check_rule(self.rule)
@@ -164,20 +167,29 @@ class Setting:
                 server.memory = fleet[0].memory
             fleet[0].memory.common = True
         for i, name in enumerate(self.drafter_names):
-            drafter = ToyDrafter(target, self.acceptance, seed * 1013 + i, self.second_hit, self.sure)
+            later = self.later and (len(PROMPT) + self.later[0], self.later[1])
+            wrong = frozenset(len(PROMPT) + place for place in self.wrong)
+            drafter = ToyDrafter(
+                target, self.acceptance, seed * 1013 + i, self.second_hit, self.sure, later, wrong
+            )
             fleet.append(Server(name, name, Wait(drafter, fast, ~seed - i)))
             for copy in range(2, self.drafter_copies + 1):
                 alike = Wait(drafter, fast, ~seed - i - 1009 * copy)
                 fleet.append(Server(f"{name}-copy-{copy}", name, alike))
         return fleet
 
-    def run(self, algorithm: str, seed: int, waited: bool = False) -> Outcome:
-        """All requests at once under one algorithm, in virtual time or on real threads."""
+    def run(self, algorithm: str | Guide, seed: int, waited: bool = False) -> Outcome:
+        """All requests at once under one algorithm, in virtual time or on real threads.
+
+        Instead of its name there may be what makes a policy, given the loop and how many ms its clock
+        counts as one.
+        """
         log: list[Span] = []
         fleet = self.waited(seed, log) if waited else self.simulated(seed, log)
         loop = Loop(fleet)
         loop.crowd.targets = self.sp
-        policy = self.policy(algorithm, loop.crowd)
+        unit = SECOND if waited else 1
+        policy = self.policy(algorithm, loop.crowd) if isinstance(algorithm, str) else algorithm(loop, unit)
         try:
             done = loop.run(
                 *(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests))
@@ -185,7 +197,7 @@ class Setting:
         finally:
             fleet.close()
         failures = fleet.outages if isinstance(fleet, SimulatedFleet) else 0
-        return Outcome(tuple(done), dict(fleet.busy), log, SECOND if waited else 1, failures)
+        return Outcome(tuple(done), dict(fleet.busy), log, unit, failures)
 
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
         """Virtual time counts milliseconds, so that whole ones stay exact."""

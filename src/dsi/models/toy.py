@@ -59,6 +59,8 @@ class ToyDrafter:
     seed: int = 1
     second: float = 0.0  # where the first guess is wrong: how often the second is right
     sure: float = 0.0  # where the first guess is right: how often there is no second
+    later: tuple[int, float] | None = None  # from this place of a text on, another acceptance
+    wrong: frozenset[int] = frozenset()  # places of a text at which it errs whatever its luck
 
     def __post_init__(self) -> None:
         for name in ("acceptance", "second", "sure"):
@@ -85,7 +87,11 @@ class ToyDrafter:
         return np.stack([np.roll(row, self.errs(tokens, start + i)) for i, row in enumerate(rows)])
 
     def errs(self, tokens: Sequence[int], i: int) -> bool:
-        return (place(ERROR, self.seed, tokens, i) >> 11) * 2.0**-53 >= self.acceptance
+        if i in self.wrong:
+            return True
+        changed = self.later is not None and i >= self.later[0]
+        acceptance = self.later[1] if changed and self.later else self.acceptance
+        return (place(ERROR, self.seed, tokens, i) >> 11) * 2.0**-53 >= acceptance
 
     def luck(self, about: int, tokens: Sequence[int], i: int) -> float:
         """A number between 0 and 1, of its own for each place."""

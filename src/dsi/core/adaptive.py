@@ -1,0 +1,195 @@
+"""Speculate as far as it pays: by what has been right lately and how long it took, down to nothing, and back.
+
+The time of every way to go is known beforehand (`Outlook`); how often guesses are right, and how fast they
+come, is learned on the way. Nothing here changes a text, only when it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dsi.core.generation import Generation, Policy
+from dsi.core.outlook import Decision, Outlook, Way
+from dsi.core.policies import go_ahead
+
+MEMORY = 40  # judged places of a text, or forwards, after which one counts for a third
+LONG_MEMORY = 1000  # of all texts
+BELIEF = 2.0  # places that the first belief counts for
+GAIN = 0.01  # by what share another way must be better to be taken
+PROBE = 4  # without speculation, every so many tokens a guess shows whether it would pay again
+LEAST_TIMED = 8  # forwards before their time is believed
+
+
+Names = tuple[str, ...]  # of drafters that share a tree
+
+
+@dataclass
+class Luck:
+    """How often guesses are right; what is long ago counts less and less."""
+
+    belief: float
+    memory: int = MEMORY
+    hits: float = 0.0
+    places: float = 0.0
+
+    def add(self, hit: bool) -> None:
+        fade = 1 - 1 / self.memory
+        self.hits, self.places = self.hits * fade + hit, self.places * fade + 1
+
+    @property
+    def rate(self) -> float:
+        return (self.hits + BELIEF * self.belief) / (self.places + BELIEF)
+
+
+@dataclass
+class Timing:
+    """How many times as long as planned something takes; what is long ago counts less and less."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, time: float) -> None:
+        fade = 1 - 1 / MEMORY
+        self.total, self.count = self.total * fade + time, self.count * fade + 1
+
+    @property
+    def mean(self) -> float:
+        """1 until there is enough to tell."""
+        return self.total / self.count if self.count >= LEAST_TIMED else 1.0
+
+
+class Pulse:
+    """Forwards as they come, by how many times as long as planned they take; `unit` makes ms of the clock."""
+
+    def __init__(self, plan: Outlook, unit: float = 1) -> None:
+        self._plan, self._unit = plan, unit
+        self._targets, self._drafters = Timing(), dict[str, Timing]()
+
+    def guessed(self, model: str, time: float) -> None:
+        self._drafters.setdefault(model, Timing()).add(time * self._unit / self._plan.drafter_ms)
+
+    def verified(self, width: int, time: float) -> None:
+        """By a target that had none beside it when it began."""
+        self._targets.add(time * self._unit / self._plan.forward_ms(width))
+
+    def slowness(self, drafters: Sequence[str]) -> float:
+        """Of the slowest of these drafters, beside a target, against the plan."""
+        known = [self._drafters[name].mean for name in drafters if name in self._drafters]
+        return max(known, default=1.0) / self._targets.mean
+
+
+class Mind:
+    """What an engine has learned of its drafters, alone and together; every request adds to it."""
+
+    def __init__(
+        self, outlook: Outlook, drafters: Sequence[str], belief: float, pulse: Pulse | None = None
+    ) -> None:
+        self.outlook, self.drafters = outlook, tuple(drafters)
+        self.pulse = pulse or Pulse(outlook)
+        sets = [(name,) for name in self.drafters]
+        self.luck = {names: Luck(belief, LONG_MEMORY) for names in dict.fromkeys([*sets, self.drafters])}
+        self.scales = dict.fromkeys(self.luck, outlook.scale(1.0))
+        self.first = self.best(self.luck)[1]  # before anything is learned
+
+    def time(self) -> bool:
+        """Look at the clock; returns whether a drafter's speed is not what it was taken to be."""
+        late = False
+        for names, scale in self.scales.items():
+            factor = self.pulse.slowness(names)
+            if not _near(self.outlook.scales[scale], factor):
+                self.scales[names] = self.outlook.scale(factor)
+                late |= self.scales[names] != scale
+        return late
+
+    def ms(self, names: Names, way: int, luck: Luck) -> float:
+        return self.outlook.ms[self.scales[names]][way][self.outlook.part(luck.rate)]
+
+    def best(self, lucks: Mapping[Names, Luck]) -> tuple[Names, int]:
+        """The drafters and the way that are expected to be fastest now."""
+        found = [
+            (names, self.outlook.best[self.scales[names]][self.outlook.part(luck.rate)])
+            for names, luck in lucks.items()
+        ]
+        return min(found, key=lambda each: self.ms(each[0], each[1], lucks[each[0]]))
+
+    def __call__(self, g: Generation) -> None:
+        """As a policy: each request has a course of its own."""
+        if (
+            g.sampling.needs_guess
+        ):  # its text depends on its blocks, which must not depend on what was learned
+            follow(g, self.outlook.ways[self.first], self.drafters[:1])
+            return
+        if g.memo is None:
+            g.memo = Course(self, g)
+        g.memo.go(g)
+
+
+def _near(scale: float, factor: float) -> bool:
+    """Half way to the next scale, and a little further: so that it does not go back and forth."""
+    return 0.75 < factor / scale < 1.33
+
+
+class Course:
+    """Where one request stands: each text has luck of its own, and begins with that of the others."""
+
+    def __init__(self, mind: Mind, g: Generation) -> None:
+        self.mind = mind
+        self.luck = {names: Luck(luck.rate) for names, luck in mind.luck.items()}
+        self._seen = 0
+        self._take(g, *mind.best(self.luck), "start")
+
+    def _take(self, g: Generation, drafters: Names, way: int, cause: str) -> None:
+        self.drafters, self._way = drafters, way
+        self.way = self.mind.outlook.ways[way]
+        rate = self.luck[drafters].rate
+        g.decisions.append(Decision(g.root.depth, self.way, drafters, cause, rate))
+
+    def go(self, g: Generation) -> None:
+        if len(g.judged) > self._seen:
+            self._reconsider(g)
+        follow(g, self.way, self.drafters)
+        if g.root.depth % PROBE == 0:
+            self._probe(g)
+
+    def _reconsider(self, g: Generation) -> None:
+        for said, token in g.judged[self._seen :]:
+            self._learn(said, token)
+        self._seen = len(g.judged)
+        late = self.mind.time()
+        drafters, way = self.mind.best(self.luck)
+        if (drafters, way) == (self.drafters, self._way):
+            return
+        if self._ms(drafters, way) < (1 - GAIN) * self._ms(self.drafters, self._way):
+            self._take(g, drafters, way, "latency" if late else "acceptance")
+
+    def _ms(self, drafters: Names, way: int) -> float:
+        return self.mind.ms(drafters, way, self.luck[drafters])
+
+    def _learn(self, said: dict[str, int], token: int) -> None:
+        for names, luck in self.luck.items():
+            if all(name in said for name in names):
+                hit = any(said[name] == token for name in names)
+                luck.add(hit)
+                self.mind.luck[names].add(hit)
+
+    def _probe(self, g: Generation) -> None:
+        """Now and then those who do not guess are asked what they would have said."""
+        for name in self.mind.drafters:
+            idle = not self.way.speculates or name not in self.drafters
+            if idle and name not in g.root.said and not g.drafting(name) and g.room(g.root, name) > 0:
+                g.draft(g.root, 1, name)
+
+
+def follow(g: Generation, way: Way, drafters: Sequence[str]) -> None:
+    if way.speculates:
+        go_ahead(g, way.lookahead, drafters, way.patience, way.horizon, way.targets)
+        if way.targets > 1:
+            g.remind()  # any target may be next to watch this text
+    elif g.root.watcher is None:
+        g.verify(g.root, 1)
+
+
+def steady(way: Way, drafters: Sequence[str]) -> Policy:
+    """Always this way."""
+    return lambda g: follow(g, way, drafters)

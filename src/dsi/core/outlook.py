@@ -1,0 +1,79 @@
+"""Ways to go, and what is known beforehand of how long a token takes by each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Way:
+    """How to go: at most so many targets at once; without a lookahead, one token after the other."""
+
+    targets: int = 1
+    lookahead: int = 0
+    patience: int = 0
+
+    @property
+    def speculates(self) -> bool:
+        return self.lookahead > 0
+
+    @property
+    def horizon(self) -> int:
+        """One block for each target and one more: further ahead, a drafter takes more than it gives."""
+        return max(self.patience + 1, (self.targets + 1) * self.lookahead)
+
+    def __str__(self) -> str:
+        if not self.speculates:
+            return "no speculation"
+        return f"SP {self.targets}, lookahead {self.lookahead}, patience {self.patience}"
+
+
+PLAIN = Way()
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a token is expected to take under each way, by the drafter's speed and how often it is right.
+
+    `ms[s][w][r]`: with a drafter `scales[s]` times as slow as it was when measured, by `ways[w]`, at a rate
+    of r parts of as many as there are.
+    """
+
+    ways: tuple[Way, ...]
+    scales: tuple[float, ...]
+    ms: tuple[tuple[tuple[float, ...], ...], ...]
+    drafter_ms: float = 1.0
+    steps_ms: tuple[tuple[int, float], ...] = ((1, 1.0),)  # target forwards of up to so many new tokens
+    best: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        order = range(len(self.ways))
+        best = tuple(
+            tuple(min(order, key=lambda way: table[way][part]) for part in range(len(table[0])))
+            for table in self.ms
+        )
+        object.__setattr__(self, "best", best)
+
+    def forward_ms(self, width: int) -> float:
+        return next((ms for most, ms in self.steps_ms if width <= most), self.steps_ms[-1][1])
+
+    def part(self, rate: float) -> int:
+        return round(rate * (len(self.best[0]) - 1))
+
+    def scale(self, factor: float) -> int:
+        """The nearest that is known, by ratio."""
+        return min(
+            range(len(self.scales)),
+            key=lambda i: max(self.scales[i], factor) / max(1e-9, min(self.scales[i], factor)),
+        )
+
+
+@dataclass(frozen=True)
+class Decision:
+    """From so many sure tokens on, another way; `cause` is what had changed."""
+
+    tokens: int
+    way: Way
+    drafters: tuple[str, ...]
+    cause: str  # acceptance, latency or start
+    rate: float  # what acceptance was taken to be

@@ -1,0 +1,169 @@
+"""What a token will take, at any acceptance rate, from one virtual run in which every guess is right.
+
+Every rejection begins anew: the correction is there when its guess would have been confirmed, and nothing of
+what came after is kept. So, if token k + 1 comes `rise[k]` after token k when all is right, the next token
+takes `rise[K]` on average, where K is how many guesses were right before it since the last rejection: a
+geometric number. That is exact for constant latencies and forwards that can be stopped at once, and holds
+for non-SI, SI, PEARL and DSI alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dsi.core.adaptive import Mind, Pulse, steady
+from dsi.core.generation import Policy
+from dsi.core.outlook import Outlook, Way
+from dsi.engine import Loop
+from dsi.measure.settings import Guide, Setting
+from dsi.planner import best_si_lookahead, minimal_lookahead
+
+GAPS = (0, 0, 0, 1, 0, 2, 1, 1, 0, 4, 0, 9, 2, 20)  # guesses that are right between two that are wrong
+LONG = 48  # and in the end
+SPARE = 16  # tokens more, so that the end of a text, where there is less to guess, is not seen
+PARTS = 50  # of the acceptance rates at which ways are compared
+SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
+SHARES = (0.5, 1)  # of the lookahead that Eq. (1) asks for
+BLOCKS = (1, 2, 5)  # lookaheads that are tried besides
+RATES = (0.2, 0.4, 0.7, 0.9)  # at which SI's best block may be a good patience
+MOST = 32  # guesses of a block
+DEGREES = (1, 2, 4, 8)  # numbers of targets that are tried, besides all
+
+Array = Any  # a float or an array of floats
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """From one rejection to the next: by how much each token came after the one before."""
+
+    before: int  # guesses that were right between the rejection and the one before that
+    rises: Sequence[float]
+
+
+@dataclass(frozen=True)
+class Stairs:
+    """What is known of a way: how it goes on after rejections, and what repeats itself in the long run."""
+
+    stretches: tuple[Stretch, ...]
+    cycle: Sequence[float]
+
+    def ms(self, acceptance: Array) -> Array:
+        """A token, on average; a stretch counts as much as the one before it is likely."""
+        p = np.asarray(acceptance, float)
+        longest = max(len(each.rises) for each in self.stretches)
+        fading = [p**k for k in range(len(self.cycle))]
+        total = p**longest * sum(w * rise for w, rise in zip(fading, self.cycle)) / sum(fading)
+        for k in range(longest):
+            known = [each for each in self.stretches if len(each.rises) > k]
+            weights = [p**each.before + 1e-9 for each in known]
+            rise = sum(w * each.rises[k] for w, each in zip(weights, known)) / sum(weights)
+            total = total + (1 - p) * p**k * rise
+        return total
+
+
+def stairs(setting: Setting, algorithm: str | Guide) -> Stairs:
+    """Where nothing lasts beyond a rejection, one stretch without any tells all."""
+    lasting = setting.contention or setting.per_token_ms or setting.steps_ms
+    gaps = (*(GAPS if lasting else ()), LONG)
+    ends = [sum(gaps[: i + 1]) + i for i in range(len(gaps))]
+    wrong = frozenset(ends[:-1])
+    tokens = ends[-1] + SPARE
+    right = replace(
+        setting,
+        acceptance=1.0,
+        later=None,
+        wrong=wrong,
+        tokens=tokens,
+        requests=1,
+        jitter=0,
+        network_jitter=0,
+    )
+    times = [0.0, *map(float, right.run(algorithm, 0).completion.times)]
+    rises = [b - a for a, b in pairwise(times)]
+    stretches = [
+        Stretch(before, rises[end - gap : end + (end in wrong)])
+        for before, gap, end in zip((0, *gaps), gaps, ends)
+    ]
+    *others, last = stretches[1:] or stretches
+    begun, cycle = settled(last.rises, float(setting.drafter_ms))
+    return Stairs((*others, replace(last, rises=begun)), cycle)
+
+
+def settled(rises: Sequence[float], least: float) -> tuple[Sequence[float], Sequence[float]]:
+    """Up to the last block, and what comes again and again from then on: as from some block before to it.
+
+    In the long run no token takes less than `least`.
+    """
+    knots = [i for i, rise in enumerate(rises) if rise > 0]
+    cycle = rises[next(i for i in knots if i >= knots[-1] // 2) : knots[-1]] or rises[-1:]
+    slower = max(1.0, least * len(cycle) / sum(cycle)) if sum(cycle) else 1.0
+    return rises[: knots[-1]], [rise * slower for rise in cycle]
+
+
+def expected_ms(setting: Setting, algorithm: str | Guide) -> float:
+    """Of a token."""
+    return float(stairs(setting, algorithm).ms(setting.acceptance))
+
+
+def guide(way: Way, setting: Setting) -> Guide:
+    return lambda _, __: steady(way, setting.drafter_names)
+
+
+def ways(setting: Setting, degrees: Iterable[int] = DEGREES) -> list[Way]:
+    """All that may be the best at some acceptance."""
+    found = [Way()]
+    patiences = sorted({0, *(block(setting, rate) for rate in RATES)})
+    for sp in sorted({sp for sp in degrees if sp < setting.sp} | {setting.sp}):
+        least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
+        blocks = sorted({max(1, round(least * share)) for share in SHARES} | {*BLOCKS})
+        found += [Way(sp, ahead, patience) for ahead in blocks for patience in patiences]
+    return found
+
+
+def block(setting: Setting, rate: float) -> int:
+    return best_si_lookahead(setting.target_ms, setting.drafter_ms, rate, MOST)
+
+
+def outlook(setting: Setting, scales: Iterable[float] = SCALES) -> Outlook:
+    """What each way takes at each speed of the drafter."""
+    found = ways(setting)
+    rates = np.arange(PARTS + 1) / PARTS
+    tables = []
+    for scale in scales:
+        slower = replace(setting, drafter_ms=setting.drafter_ms * scale)
+        tables.append(
+            tuple(
+                tuple(stairs(replace(slower, sp=way.targets), guide(way, setting)).ms(rates).tolist())
+                for way in found
+            )
+        )
+    steps = setting.steps_ms or ((1, setting.target_ms),)
+    return Outlook(
+        tuple(found),
+        tuple(scales),
+        tuple(tables),
+        float(setting.drafter_ms),
+        tuple((width, float(ms)) for width, ms in steps),
+    )
+
+
+def best_way(known: Outlook, acceptance: float) -> tuple[Way, float]:
+    """With the drafter as fast as it was measured; and what a token is expected to take."""
+    scale, part = known.scale(1.0), known.part(acceptance)
+    way = known.best[scale][part]
+    return known.ways[way], known.ms[scale][way][part]
+
+
+def adaptive(known: Outlook, setting: Setting, belief: float) -> Guide:
+    """What runs a setting by what it learns on the way."""
+
+    def policy(loop: Loop, unit: int) -> Policy:
+        loop.pulse = Pulse(known, unit)
+        return Mind(known, setting.drafter_names, belief, loop.pulse)
+
+    return policy
