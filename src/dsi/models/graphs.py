@@ -267,13 +267,13 @@ class Graphed:
     def guessing(self, ask: Ask, count: int, mind: Model | None = None) -> Iterator[int | None]:
         """Guess after guess; the next forward begins before the last guess is told, and runs meanwhile.
 
-        `mind` says what is guessed in place of the model itself.
+        `mind` says what is guessed in place of the model itself, and is asked while that computes.
         """
         text, one = list(ask.tokens), self._forwards[1]
         [token] = yield from self.answering(ask)
+        if mind is not None:
+            [token] = mind.answer(ask)
         for left in range(count - 1, -1, -1):
-            if mind is not None:
-                [token] = mind.answer(Ask(text, len(text), None, ask.sampling))
             text.append(token)
             ahead = left > 0 and ask.sampling.temperature == 0 and len(text) <= self.context
             flight = self._begin(one, len(text) - 1, [token], NEVER) if ahead else None
@@ -283,11 +283,13 @@ class Graphed:
                 if flight:
                     deque(self._shelf.going_on(flight), 0)  # its inputs may be written over only then
                 raise
+            said = mind.answer(Ask(text, len(text), None, ask.sampling)) if mind is not None and left else ()
             if flight:
                 yield from self._shelf.going_on(flight)
                 token = int(self._found_now[0])
             elif left:
                 [token] = yield from self.answering(Ask(text, len(text), None, ask.sampling, ask.cancelled))
+            [token] = said or (token,)
             if left and ask.cancelled.is_set():
                 raise Cancelled
 
