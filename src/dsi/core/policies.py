@@ -114,7 +114,7 @@ def distributed(
     _at_least("spare", spare, 0)
 
     def policy(g: Generation) -> None:
-        if g.sampling.needs_guess:
+        if g.needs_guess:
             _check_one_guess(g.sampling.rule, drafters, branches)
         g.branches = branches
         g.doubt = doubt
@@ -149,7 +149,7 @@ def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: C
     _at_least("lookahead", lookahead, 1)
 
     def policy(g: Generation) -> None:
-        if crowd.requests < 2 or g.sampling.needs_guess:
+        if crowd.requests < 2 or g.needs_guess:
             alone(g)
             return
         g.branches = 1
@@ -165,7 +165,7 @@ def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: C
 def _go_ahead(g: Generation, lookahead: int, drafters: Sequence[str], patience: int, horizon: float) -> None:
     """Let no drafter rest within the horizon; leave neither the root nor a full block unwatched."""
     g.block = lookahead
-    whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
+    whole = g.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
     for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
         tip = g.tip(model, drafters)
         lead = tip.depth - g.root.depth

@@ -302,7 +302,7 @@ class Graphed:
     def _kept(self, ask: Ask) -> int:
         """How much of this text need not be read again."""
         tokens, held = ask.tokens, self.held
-        shared = len(held) if list(tokens[: len(held)]) == held else common(held, tokens)
+        shared = len(held) if tokens[: len(held)] == held else common(held, tokens)
         return min(shared, ask.start - 1)
 
     def _next(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:

@@ -22,6 +22,7 @@ from dsi.models.backend import NEVER, Cancelled, Flag
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what could be a name on the hub
 SPARED = 32  # tokens that one text may cost another in a cache: reading so many again is nothing
 SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
+NEAR = 16  # tokens before the end within which two texts of one request usually part
 
 
 class Shelf(DynamicLayer):  # type: ignore[misc]
@@ -166,8 +167,14 @@ class Transformer:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike, by halving: comparing slices is fast."""
+    """How many tokens two texts begin with alike, by halving: comparing slices is fast.
+
+    Texts of one request part near the end, so that is tried first.
+    """
     low, high = 0, min(len(a), len(b))
+    near = max(0, high - NEAR)
+    if list(a[:near]) == list(b[:near]):
+        low = near
     while low < high:
         middle = (low + high + 1) // 2
         if list(a[low:middle]) == list(b[low:middle]):

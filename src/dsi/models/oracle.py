@@ -24,7 +24,7 @@ class Oracle:
         return self._said(ask)
 
     def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
-        """The mind is asked while the body computes: no model that computes in earnest has one to wait for."""
+        """The mind is asked while the body computes: a model that speaks for itself has none to wait for."""
         said: Tokens | None = None
         for _ in self.body.answering(ask):
             yield None
