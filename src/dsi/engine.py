@@ -145,7 +145,7 @@ class Loop:
 
     def _share_out(self) -> None:
         """A target has nothing to do: the next request in turn need not wait for more guesses."""
-        if not self.crowd.idle or self.crowd.requests < 2:
+        if self.crowd.requests < 2 or not self.crowd.idle:
             return
         for run in [run for run in self._running if run.generation.waits]:
             if not self.crowd.idle:

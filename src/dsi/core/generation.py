@@ -208,7 +208,8 @@ class Generation:
             self._account(passed, token)
             self.root = self._grow(passed, token)
             del passed.children[token]
-            self._abandon(passed.fall())
+            if lost := passed.fall():
+                self._abandon(lost)
             self.root.parent = None  # what lies behind the root is only text now
             self._stopped = token in self._stop
         if sure:
@@ -216,14 +217,17 @@ class Generation:
         return tuple(sure)
 
     def _account(self, passed: Node, token: int) -> None:
-        guessed = token in passed.children
-        self.origins.append(ACCEPTED if guessed else CORRECTED if passed.children else PLAIN)
+        if token in passed.children:
+            self.tally.accepted += 1
+            self.origins.append(ACCEPTED)
+        else:
+            self.tally.exposed += 1
+            self.origins.append(CORRECTED if passed.children else PLAIN)
         if self.sampling.logprobs is not None:
             self.notes.append(passed.note)
-        self.tally.useful += passed.watcher != self._judge
-        self.tally.accepted += guessed
-        self.tally.exposed += not guessed
-        self._judge = passed.watcher
+        if passed.watcher != self._judge:
+            self.tally.useful += 1
+            self._judge = passed.watcher
 
     def _abandon(self, ids: list[int]) -> None:
         """A job is worth finishing only while its place is still possible."""

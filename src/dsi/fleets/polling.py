@@ -20,6 +20,8 @@ from dsi.models.backend import Cancelled
 class Wish:
     """Set when an answer is no longer wanted."""
 
+    __slots__ = ("gone",)
+
     def __init__(self) -> None:
         self.gone = False
 
@@ -34,6 +36,8 @@ class Wish:
 
 class Seat:
     """A server at a job."""
+
+    __slots__ = ("began", "context", "job", "left", "server", "steps", "wish")
 
     def __init__(self, server: Server, job: Job, now: float) -> None:
         self.server, self.job, self.wish = server, job, Wish()
@@ -107,10 +111,15 @@ class PollingFleet(Crew):
     def _record(self, seat: Seat, event: Event | None, free: bool) -> None:
         if event is None and not free:
             return  # it has not come to a halt
-        now, server = self.now(), seat.server
-        self.busy[server.name] += now - seat.began
-        if self.log is not None and now > seat.began:
-            self.log.append(span(server.name, server.role, seat.job, seat.context, seat.began, now, event))
+        now = self.now()
+        self.busy[seat.server.name] += now - seat.began
+        if self.log is not None:
+            self._write(self.log, seat, event, now)
         seat.began = now
+
+    def _write(self, log: list[Span], seat: Seat, event: Event | None, now: float) -> None:
+        server = seat.server
+        if now > seat.began:
+            log.append(span(server.name, server.role, seat.job, seat.context, seat.began, now, event))
         if isinstance(event, Drafted):
             seat.context = seat.context.then(event.token)

@@ -144,7 +144,7 @@ class Graphed:
         self.context = room
         self.why_not = ""  # the forwards are recorded, if there is no reason here
         self._device = model.device
-        self._sizes = [size for size in sizes if size <= room]
+        self._sizes = sorted(size for size in sizes if size <= room)
         self._shelf: Shelf
         self._cache: Any
         deep = list(layers(model))
@@ -301,9 +301,7 @@ class Graphed:
 
     def _kept(self, ask: Ask) -> int:
         """How much of this text need not be read again."""
-        tokens, held = ask.tokens, self.held
-        shared = len(held) if tokens[: len(held)] == held else common(held, tokens)
-        return min(shared, ask.start - 1)
+        return min(common(self.held, ask.tokens), ask.start - 1)
 
     def _next(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
         """What one forward reads after the first tokens, and how wide a forward."""
@@ -327,6 +325,8 @@ class Graphed:
 
     def _size(self, begin: int, new: int) -> int:
         """The next recorded size that holds all that is new; at the end of the room, one without padding."""
-        fits = [size for size in self._sizes if begin + size <= self.context]
-        enough = [size for size in fits if size >= new]
-        return min(enough) if enough else max(size for size in fits if size <= new)
+        room = self.context - begin
+        for size in self._sizes:
+            if new <= size <= room:
+                return size
+        return max(size for size in self._sizes if size <= new and size <= room)

@@ -167,14 +167,20 @@ class Transformer:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike, by halving: comparing slices is fast.
+    """How many tokens two texts begin with alike: those of one request part near the end, if at all."""
+    length = min(len(a), len(b))
+    near = max(0, length - NEAR)
+    if list(a[:near]) != list(b[:near]):
+        return _halved(a, b, near)
+    for i in range(near, length):
+        if a[i] != b[i]:
+            return i
+    return length
 
-    Texts of one request part near the end, so that is tried first.
-    """
-    low, high = 0, min(len(a), len(b))
-    near = max(0, high - NEAR)
-    if list(a[:near]) == list(b[:near]):
-        low = near
+
+def _halved(a: Sequence[int], b: Sequence[int], high: int) -> int:
+    """The same for texts that part before `high`, by halving: comparing slices is fast."""
+    low = 0
     while low < high:
         middle = (low + high + 1) // 2
         if list(a[low:middle]) == list(b[low:middle]):
