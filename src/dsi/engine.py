@@ -139,8 +139,9 @@ class Loop:
     def run(self, *requests: Request) -> list[Completion]:
         """All of these at once, to their ends."""
         runs = [self.submit(request) for request in requests]
-        while not all(run.done for run in runs):
-            self.step()
+        for run in runs:
+            while not run.done:
+                self.step()  # which may be another's
         return [run.completion() for run in runs]
 
     def _share_out(self) -> None:

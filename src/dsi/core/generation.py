@@ -8,7 +8,7 @@ node is judged, walked and cut off at most once, so an event costs the same at a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -291,6 +291,12 @@ class Generation:
     def lost(self, model: str = DRAFTER) -> bool:
         """Whether this drafter keeps failing; it is tried again when the root moves."""
         return self._failures.get(model, 0) >= TRIES
+
+    def willing(self, drafters: Sequence[str]) -> Sequence[str]:
+        """Those of them that do not keep failing; if all do, the first."""
+        if not self._failures:
+            return drafters
+        return [model for model in drafters if not self.lost(model)] or drafters[:1]
 
     def room(self, tip: Node, model: str = DRAFTER) -> int:
         """How many guesses this drafter could usefully add after `tip`."""

@@ -166,7 +166,7 @@ def _go_ahead(g: Generation, lookahead: int, drafters: Sequence[str], patience: 
     """Let no drafter rest within the horizon; leave neither the root nor a full block unwatched."""
     g.block = lookahead
     whole = g.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
-    for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
+    for model in g.willing(drafters):
         tip = g.tip(model, drafters)
         lead = tip.depth - g.root.depth
         left = g.room(tip, model)
@@ -183,7 +183,7 @@ def _go_ahead(g: Generation, lookahead: int, drafters: Sequence[str], patience: 
 
 def _stay_close(g: Generation, lookahead: int, drafters: Sequence[str], patience: int) -> None:
     """One block beyond the root, and no verification but the root's."""
-    model = next((name for name in drafters if not g.lost(name)), drafters[0])
+    model = g.willing(drafters)[0]
     tip = g.tip(model, drafters)
     lead = tip.depth - g.root.depth
     room = min(g.room(tip, model), lookahead - lead)

@@ -54,8 +54,10 @@ class Seat:
             return None, True
         except StopIteration:  # before its last word only if an interrupt has ended it
             return (Failed(self.job.id, "interrupted") if self.left else None), True
-        last = event is not None and not isinstance(event, Drafted)
-        self.left = 0 if last else self.left - (event is not None)
+        if event is None:
+            return None, False
+        last = not isinstance(event, Drafted)
+        self.left = 0 if last else self.left - 1
         if last:
             next(self.steps, None)  # it has nothing more to say
         return event, last
@@ -93,7 +95,7 @@ class PollingFleet(Crew):
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             for name, seat in list(self._seats.items()):
                 self._look(name, seat)
-            if not self._ready:
+            if not self._ready and self._dispatch.changed:
                 self._begin()
         return self._ready.popleft()
 

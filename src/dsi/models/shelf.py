@@ -41,7 +41,7 @@ class Gone:
         return True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Flight:
     """A forward on its way."""
 
