@@ -192,9 +192,7 @@ class Generation:
         """
         self.tally.failed += 1
         if isinstance(job, Verify):
-            node = self._close(job.id)
-            self._unwatch(job.id, node.lineage(job.width))
-            self.verify(node, job.width, job.aside)
+            self.verify(self._close(job.id), job.width, job.aside)
         elif isinstance(job, Draft):
             self._close(job.id)
             self._failures[job.model] = self._failures.get(job.model, 0) + 1
