@@ -146,13 +146,14 @@ class Loop:
     def run(self, *requests: Request) -> list[Completion]:
         """All of these at once, to their ends."""
         runs = [self.submit(request) for request in requests]
-        while not all(run.done for run in runs):
-            self.step()
+        for run in runs:
+            while not run.done:
+                self.step()  # which may be another's
         return [run.completion() for run in runs]
 
     def _share_out(self) -> None:
         """A target has nothing to do: the next request in turn need not wait for more guesses."""
-        if not self.crowd.idle or self.crowd.requests < 2:
+        if self.crowd.requests < 2 or not self.crowd.idle:
             return
         for run in [run for run in self._running if run.generation.waits]:
             if not self.crowd.idle:

@@ -1,6 +1,6 @@
 """Static caches and padded forwards, as they run on any device: only recording them needs a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -173,3 +173,25 @@ def test_an_oracle_says_what_its_mind_says_and_computes_with_its_body() -> None:
     assert oracle.answer(Ask(text, len(text) + 1)) == ()
     assert [token for token in oracle.guessing(Ask([1, 2, 3], 3), 8) if token is not None] == text[3:]
     assert body.held == text[:-1]  # it has read what the mind said, not what it found itself
+
+
+def test_an_oracle_thinks_while_its_body_computes() -> None:
+    """At the second look, when the forward has long begun: nobody waits for the mind in the end."""
+    looks: list[int] = []
+
+    class Body:
+        def answering(self, ask: Ask) -> Iterator[None]:  # noqa: ARG002
+            for look in range(3):
+                looks.append(look)
+                yield None
+
+    class Mind:
+        def answer(self, ask: Ask) -> tuple[int, ...]:
+            return (len(looks),) * ask.places
+
+    answering = Oracle(Body(), Mind()).answering(Ask([1, 2, 3], 2))  # type: ignore[arg-type]
+    for _ in range(3):
+        next(answering)
+    with pytest.raises(StopIteration) as end:
+        next(answering)
+    assert end.value.value == (1, 1)

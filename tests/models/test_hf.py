@@ -237,8 +237,14 @@ def test_a_saved_model_comes_back(llama: Any, tmp_path: Path) -> None:
     assert torch.equal(rows, Transformer(llama).forward(PROMPT, 1))
 
 
-@given(st.lists(st.integers(0, 1), max_size=9), st.lists(st.integers(0, 1), max_size=9))
-def test_common_beginnings(a: list[int], b: list[int]) -> None:
+@given(
+    st.integers(0, 40),
+    st.lists(st.integers(0, 1), max_size=40),
+    st.lists(st.integers(0, 1), max_size=40),
+)
+def test_common_beginnings(alike: int, a: list[int], b: list[int]) -> None:
+    """They may part near the end or far before it."""
+    a, b = [2] * alike + a, [2] * alike + b
     n = common(a, b)
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]

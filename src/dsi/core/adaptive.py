@@ -116,7 +116,7 @@ class Mind:
     def __call__(self, g: Generation) -> None:
         """As a policy: each request has a course of its own."""
         if (
-            g.sampling.needs_guess
+            g.needs_guess
         ):  # its text depends on its blocks, which must not depend on what was learned
             follow(g, self.outlook.ways[self.first], self.drafters[:1])
             return

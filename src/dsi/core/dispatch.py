@@ -35,7 +35,7 @@ class Dispatch:
         self._standing: dict[int, Warm] = {}  # the newest sure text of each request
         self._read: dict[str, dict[Context, int]] = {}  # tokens of each request a server has seen
         self._stopping: set[str] = set()  # servers whose job was withdrawn
-        self._changed = False  # whether there may be something to assign
+        self.changed = False  # whether there may be something to assign
         self._resting: dict[str, None] = {}  # servers that may be idle and behind the sure text
         self._stranded: list[Failed] = []  # jobs that lost their server, or never had one
         for server, role in roles.items():
@@ -57,7 +57,7 @@ class Dispatch:
         self.roles[server] = role
         self._read[server] = {}
         self._idle.setdefault(role, {})[server] = self._resting[server] = None
-        self._changed = True
+        self.changed = True
         self._queues.setdefault(role, (OrderedDict(), OrderedDict(), OrderedDict()))
 
     def remove(self, server: str, returns: bool = False) -> None:
@@ -99,7 +99,7 @@ class Dispatch:
         self._stranded.append(Failed(job.id, f"no {role_of(job)} server is left"))
 
     def offer(self, job: Job) -> None:
-        self._changed = True
+        self.changed = True
         role = role_of(job)
         if isinstance(job, Warm):
             self._standing[job.id] = job
@@ -136,14 +136,14 @@ class Dispatch:
             self._note(server, job)
         self._stopping.discard(server)
         self._idle[self.roles[server]][server] = self._resting[server] = None
-        self._changed = True
+        self.changed = True
 
     def assign(self) -> Assignments:
         """Give waiting jobs to idle servers, and to the targets that are left what they have not read."""
         begun: Assignments = []
-        if not self._changed:
+        if not self.changed:
             return begun
-        self._changed = False
+        self.changed = False
         for role, queues in self._queues.items():
             idle = self._idle[role]
             for queue in queues:
@@ -154,6 +154,8 @@ class Dispatch:
         return begun + self._catch_up()
 
     def _best(self, idle: dict[str, None], job: Job) -> str:
+        if len(idle) == 1:
+            return next(iter(idle))
         origin = job.context.origin
         return max(idle, key=lambda server: self._read[server].get(origin, -1))
 

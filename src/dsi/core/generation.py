@@ -8,7 +8,7 @@ node is judged, walked and cut off at most once, so an event costs the same at a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,6 +17,7 @@ from dsi.core.context import Context, Tokens
 from dsi.core.messages import (
     DRAFTER,
     GREEDY,
+    NOTHING,
     Draft,
     Drafted,
     Event,
@@ -73,7 +74,7 @@ class Generation:
             raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
         self.end = max_new_tokens
         self.policy = policy
-        self.sampling = sampling
+        self.sampling, self.needs_guess = sampling, sampling.needs_guess
         self.block = 1  # guesses that the rule `block` judges together; the policy says how many
         self.branches, self.doubt = 1, 0.0  # guesses wanted for each place, and how close; likewise
         self.root = Node(Context.of(prompt), None, 0)  # the last place known to be true
@@ -118,9 +119,9 @@ class Generation:
 
     def handle(self, event: Event) -> Step:
         if event.id not in self.open or isinstance(event, Warmed):
-            return Step()  # the last word of a cancelled job, or nothing new
-        self._learn(event)
-        return self._step(tuple(self._advance()))
+            return NOTHING  # the last word of a cancelled job, or nothing new
+        self._learn(event, self.open[event.id])
+        return self._step(self._advance())
 
     def look(self) -> Step:
         """Nothing has happened here, but the policy may see the world with other eyes."""
@@ -140,26 +141,25 @@ class Generation:
         cancelled, self._cancelled = tuple(self._cancelled), []
         return Step(emit, wanted, cancelled, self._urgent() if emit else ())
 
-    def _learn(self, event: Event) -> None:
-        match event, self.open[event.id]:
-            case Drafted(token=token, odds=odds, others=others), Draft() as job:
-                self._learn_guess(job, token, odds, others)
-            case Verified(tokens=tokens, notes=notes), Verify() as job:
-                self._learn_truth(job, tokens, notes)
-            case Failed(), job:
-                self._learn_failure(job)
+    def _learn(self, event: Event, job: Job) -> None:
+        if isinstance(event, Drafted) and isinstance(job, Draft):
+            self._learn_guess(job, event.token, event.odds, event.others)
+        elif isinstance(event, Verified) and isinstance(job, Verify):
+            self._learn_truth(job, event.tokens, event.notes)
+        elif isinstance(event, Failed):
+            self._learn_failure(job)
 
     def _learn_guess(self, job: Draft, token: int, odds: Any, others: Tokens) -> None:
         self.tally.drafted += 1 + len(others)
-        if self.sampling.needs_guess:
-            self._at[job.id].guesses = tuple((guess, odds) for guess in (token, *others))
-        for other in others:
-            node = self._grow(self._at[job.id], other)
-            if self.branches > 1 and other not in self._stop:
-                self._seconds.append(node)
-        self._failures.pop(job.model, None)
         node = self._at[job.id]
         node.said[job.model] = token
+        if self.needs_guess:
+            node.guesses = tuple((guess, odds) for guess in (token, *others))
+        for other in others:
+            second = self._grow(node, other)
+            if self.branches > 1 and other not in self._stop:
+                self._seconds.append(second)
+        self._failures.pop(job.model, None)
         node.jobs.discard(job.id)
         node = self._at[job.id] = self._tips[job.model] = self._grow(node, token)
         node.jobs.add(job.id)
@@ -172,8 +172,10 @@ class Generation:
         if not job.fits(tokens):
             raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
         self.tally.forwards += 1
-        places = list(self._close(job.id).lineage(job.width))[::-1]
+        places = self._close(job.id).lineage(job.width)[::-1]
         cut = len(tokens) < job.width  # it ends with a correction, never the guess itself: that falls
+        if cut:
+            self._unwatch(job.id, places)
         passed = job.width - len(places)  # by the root, since it was asked for
         for place, token, note in zip(places, tokens[passed:], notes[passed:] or ((),) * len(places)):
             place.truth, place.watcher, place.note = token, job.id, note
@@ -181,9 +183,11 @@ class Generation:
 
     def _grow(self, node: Node, token: int) -> Node:
         """What comes next if this token does; it lies in the same block unless that is full or cut short."""
-        known = token in node.children
+        known = node.children.get(token)
+        if known is not None:
+            return known
         child = node.child(token)
-        if not known and not node.drawn and child.context.length - node.start < self.block:
+        if not node.drawn and child.context.length - node.start < self.block:
             child.start = node.start
         return child
 
@@ -198,35 +202,44 @@ class Generation:
             self._close(job.id)
             self._failures[job.model] = self._failures.get(job.model, 0) + 1
 
-    def _advance(self) -> Iterator[int]:
+    def _advance(self) -> Tokens:
         """Follow the truth as far as it is known; every other guess falls off the tree."""
-        while self.root.truth is not None and not self.done:
-            passed, token = self.root, self.root.truth
+        sure: list[int] = []
+        while (token := self.root.truth) is not None and not self.done:
+            sure.append(token)
+            passed = self.root
             self._account(passed, token)
             self.root = self._grow(passed, token)
             del passed.children[token]
-            self._abandon(list(passed.fall()))
+            if lost := passed.fall():
+                self._abandon(lost)
             self.root.parent = None  # what lies behind the root is only text now
             self._stopped = token in self._stop
+        if sure:
             self._failures.clear()
-            yield token
+        return tuple(sure)
 
     def _account(self, passed: Node, token: int) -> None:
-        guessed = token in passed.children
-        self.origins.append(ACCEPTED if guessed else CORRECTED if passed.children else PLAIN)
         self.judged.append((passed.said, token))
+        if token in passed.children:
+            self.tally.accepted += 1
+            self.origins.append(ACCEPTED)
+        else:
+            self.tally.exposed += 1
+            self.origins.append(CORRECTED if passed.children else PLAIN)
         if self.sampling.logprobs is not None:
             self.notes.append(passed.note)
-        self.tally.useful += passed.watcher != self._judge
-        self.tally.accepted += guessed
-        self.tally.exposed += not guessed
-        self._judge = passed.watcher
+        if passed.watcher != self._judge:
+            self.tally.useful += 1
+            self._judge = passed.watcher
 
     def _abandon(self, ids: list[int]) -> None:
         """A job is worth finishing only while its place is still possible."""
         for id in ids:
-            self.tally.abandoned += isinstance(self.open[id], Verify)
-            self._close(id)
+            job, node = self.open[id], self._close(id)
+            if isinstance(job, Verify):
+                self.tally.abandoned += 1
+                self._unwatch(id, node.lineage(job.width))
         self._cancelled += ids
 
     def _close(self, id: int) -> Node:
@@ -236,11 +249,14 @@ class Generation:
             self._drafting[job.model] -= 1
         if isinstance(job, Verify):
             self._asides.discard(id)
-            for place in node.lineage(job.width):
-                if place.watcher == id:
-                    place.watcher = None
         self.busy -= not isinstance(job, Warm)
         return node
+
+    def _unwatch(self, id: int, places: list[Node]) -> None:
+        """This verification will not judge them."""
+        for place in places:
+            if place.watcher == id:
+                place.watcher = None
 
     def _urgent(self) -> tuple[int, ...]:
         """The watch on the new root was deeper speculation until now."""
@@ -285,16 +301,22 @@ class Generation:
         """Whether this drafter keeps failing; it is tried again when the root moves."""
         return self._failures.get(model, 0) >= TRIES
 
+    def willing(self, drafters: Sequence[str]) -> Sequence[str]:
+        """Those of them that do not keep failing; if all do, the first."""
+        if not self._failures:
+            return drafters
+        return [model for model in drafters if not self.lost(model)] or drafters[:1]
+
     def room(self, tip: Node, model: str = DRAFTER) -> int:
         """How many guesses this drafter could usefully add after `tip`."""
         if self.lost(model) or (tip is not self.root and tip.token in self._stop):
             return 0
-        last = self.end if self.sampling.needs_guess else self.end - 1
+        last = self.end if self.needs_guess else self.end - 1
         return last - tip.depth
 
     def judgeable(self, tip: Node) -> Node | None:
         """The last place up to `tip` that can be judged now: a rule may need the guess about it."""
-        return tip.parent if self.sampling.needs_guess and not tip.guesses else tip
+        return tip.parent if self.needs_guess and not tip.guesses else tip
 
     def unwatched(self, tip: Node) -> int:
         """How many places, ending at `tip`, no target has judged or is judging."""
@@ -333,13 +355,12 @@ class Generation:
 
     def verify(self, node: Node, width: int, aside: bool = False) -> None:
         lead = node.depth - width + 1 - self.root.depth
-        guesses = (
-            tuple(place.guesses for place in node.lineage(width))[::-1] if self.sampling.needs_guess else ()
-        )
+        places = node.lineage(width)
+        guesses = tuple(place.guesses for place in reversed(places)) if self.needs_guess else ()
         job = Verify(next(self._ids), node.context, width, lead, self.sampling, guesses, aside)
         if aside:
             self._asides.add(job.id)
-        for place in node.lineage(width):
+        for place in places:
             place.watcher = job.id
         self._want(job, node)
 

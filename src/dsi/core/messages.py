@@ -157,3 +157,6 @@ class Step:
     start: tuple[Job, ...] = ()
     cancel: tuple[int, ...] = ()
     promote: tuple[int, ...] = ()
+
+
+NOTHING = Step()

@@ -114,7 +114,7 @@ def distributed(
     _at_least("spare", spare, 0)
 
     def policy(g: Generation) -> None:
-        if g.sampling.needs_guess:
+        if g.needs_guess:
             _check_one_guess(g.sampling.rule, drafters, branches)
         g.branches = branches
         g.doubt = doubt
@@ -149,7 +149,7 @@ def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: C
     _at_least("lookahead", lookahead, 1)
 
     def policy(g: Generation) -> None:
-        if crowd.requests < 2 or g.sampling.needs_guess:
+        if crowd.requests < 2 or g.needs_guess:
             alone(g)
             return
         g.branches = 1
@@ -175,8 +175,8 @@ def go_ahead(
     Where no more than so many targets are to work, a block waits, and grows, until one is free.
     """
     g.block = lookahead
-    whole = g.sampling.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
-    for model in [m for m in drafters if not g.lost(m)] or drafters[:1]:
+    whole = g.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
+    for model in g.willing(drafters):
         tip = g.tip(model, drafters)
         lead = tip.depth - g.root.depth
         left = g.room(tip, model)
@@ -194,7 +194,7 @@ def go_ahead(
 
 def _stay_close(g: Generation, lookahead: int, drafters: Sequence[str], patience: int) -> None:
     """One block beyond the root, and no verification but the root's."""
-    model = next((name for name in drafters if not g.lost(name)), drafters[0])
+    model = g.willing(drafters)[0]
     tip = g.tip(model, drafters)
     lead = tip.depth - g.root.depth
     room = min(g.room(tip, model), lookahead - lead)

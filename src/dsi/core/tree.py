@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from dsi.core.context import Context
 from dsi.core.messages import Guess, Note
 
@@ -53,19 +51,22 @@ class Node:
             node = self.children[token] = Node(self.context.then(token), self, self.depth + 1)
         return node
 
-    def lineage(self, count: int) -> Iterator[Node]:
+    def lineage(self, count: int) -> list[Node]:
         """This node, its parent, and so on: `count` nodes, or fewer where the root comes first."""
+        line: list[Node] = []
         node: Node | None = self
-        while node is not None and count > 0:
-            yield node
+        while node is not None and len(line) < count:
+            line.append(node)
             node = node.parent
-            count -= 1
+        return line
 
-    def fall(self) -> Iterator[int]:
-        """Cut this node and all below it off the tree; yields the jobs that lose their place."""
+    def fall(self) -> list[int]:
+        """Cut this node and all below it off the tree; returns the jobs that lose their place."""
+        lost: list[int] = []
         falling = [self]
         while falling:
             node = falling.pop()
             node.alive = False
-            yield from node.jobs
-            falling.extend(node.children.values())
+            lost += node.jobs
+            falling += node.children.values()
+        return lost

@@ -20,6 +20,8 @@ from dsi.models.backend import Cancelled
 class Wish:
     """Set when an answer is no longer wanted."""
 
+    __slots__ = ("gone",)
+
     def __init__(self) -> None:
         self.gone = False
 
@@ -34,6 +36,8 @@ class Wish:
 
 class Seat:
     """A server at a job."""
+
+    __slots__ = ("began", "context", "job", "left", "server", "steps", "wish")
 
     def __init__(self, server: Server, job: Job, now: float) -> None:
         self.server, self.job, self.wish = server, job, Wish()
@@ -50,8 +54,10 @@ class Seat:
             return None, True
         except StopIteration:  # before its last word only if an interrupt has ended it
             return (Failed(self.job.id, "interrupted") if self.left else None), True
-        last = event is not None and not isinstance(event, Drafted)
-        self.left = 0 if last else self.left - (event is not None)
+        if event is None:
+            return None, False
+        last = not isinstance(event, Drafted)
+        self.left = 0 if last else self.left - 1
         if last:
             next(self.steps, None)  # it has nothing more to say
         return event, last
@@ -89,7 +95,7 @@ class PollingFleet(Crew):
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             for name, seat in list(self._seats.items()):
                 self._look(name, seat)
-            if not self._ready:
+            if not self._ready and self._dispatch.changed:
                 self._begin()
         return self._ready.popleft()
 
@@ -107,10 +113,15 @@ class PollingFleet(Crew):
     def _record(self, seat: Seat, event: Event | None, free: bool) -> None:
         if event is None and not free:
             return  # it has not come to a halt
-        now, server = self.now(), seat.server
-        self.busy[server.name] += now - seat.began
-        if self.log is not None and now > seat.began:
-            self.log.append(span(server.name, server.role, seat.job, seat.context, seat.began, now, event))
+        now = self.now()
+        self.busy[seat.server.name] += now - seat.began
+        if self.log is not None:
+            self._write(self.log, seat, event, now)
         seat.began = now
+
+    def _write(self, log: list[Span], seat: Seat, event: Event | None, now: float) -> None:
+        server = seat.server
+        if now > seat.began:
+            log.append(span(server.name, server.role, seat.job, seat.context, seat.began, now, event))
         if isinstance(event, Drafted):
             seat.context = seat.context.then(event.token)

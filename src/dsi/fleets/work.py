@@ -58,9 +58,8 @@ class Memory:
 
     def page(self, context: Context) -> Page:
         origin = context.origin
-        page = self.pages.get(origin) or Page(origin, list(origin))
+        page = self.pages.pop(origin, None) or Page(origin, list(origin))
         self.pages[origin] = page
-        self.pages.move_to_end(origin)
         if len(self.pages) > self.capacity:
             self.pages.popitem(last=False)
         page.turn_to(context)

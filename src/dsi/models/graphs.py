@@ -144,7 +144,7 @@ class Graphed:
         self.context = room
         self.why_not = ""  # the forwards are recorded, if there is no reason here
         self._device = model.device
-        self._sizes = [size for size in sizes if size <= room]
+        self._sizes = sorted(size for size in sizes if size <= room)
         self._shelf: Shelf
         self._cache: Any
         deep = list(layers(model))
@@ -267,13 +267,13 @@ class Graphed:
     def guessing(self, ask: Ask, count: int, mind: Model | None = None) -> Iterator[int | None]:
         """Guess after guess; the next forward begins before the last guess is told, and runs meanwhile.
 
-        `mind` says what is guessed in place of the model itself.
+        `mind` says what is guessed in place of the model itself, and is asked while that computes.
         """
         text, one = list(ask.tokens), self._forwards[1]
         [token] = yield from self.answering(ask)
+        if mind is not None:
+            [token] = mind.answer(ask)
         for left in range(count - 1, -1, -1):
-            if mind is not None:
-                [token] = mind.answer(Ask(text, len(text), None, ask.sampling))
             text.append(token)
             ahead = left > 0 and ask.sampling.temperature == 0 and len(text) <= self.context
             flight = self._begin(one, len(text) - 1, [token], NEVER) if ahead else None
@@ -283,11 +283,13 @@ class Graphed:
                 if flight:
                     deque(self._shelf.going_on(flight), 0)  # its inputs may be written over only then
                 raise
+            said = mind.answer(Ask(text, len(text), None, ask.sampling)) if mind is not None and left else ()
             if flight:
                 yield from self._shelf.going_on(flight)
                 token = int(self._found_now[0])
             elif left:
                 [token] = yield from self.answering(Ask(text, len(text), None, ask.sampling, ask.cancelled))
+            [token] = said or (token,)
             if left and ask.cancelled.is_set():
                 raise Cancelled
 
@@ -299,9 +301,7 @@ class Graphed:
 
     def _kept(self, ask: Ask) -> int:
         """How much of this text need not be read again."""
-        tokens, held = ask.tokens, self.held
-        shared = len(held) if list(tokens[: len(held)]) == held else common(held, tokens)
-        return min(shared, ask.start - 1)
+        return min(common(self.held, ask.tokens), ask.start - 1)
 
     def _next(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
         """What one forward reads after the first tokens, and how wide a forward."""
@@ -325,6 +325,8 @@ class Graphed:
 
     def _size(self, begin: int, new: int) -> int:
         """The next recorded size that holds all that is new; at the end of the room, one without padding."""
-        fits = [size for size in self._sizes if begin + size <= self.context]
-        enough = [size for size in fits if size >= new]
-        return min(enough) if enough else max(size for size in fits if size <= new)
+        room = self.context - begin
+        for size in self._sizes:
+            if new <= size <= room:
+                return size
+        return max(size for size in self._sizes if size <= new and size <= room)

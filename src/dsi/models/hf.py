@@ -22,6 +22,7 @@ from dsi.models.backend import NEVER, Cancelled, Flag
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what could be a name on the hub
 SPARED = 32  # tokens that one text may cost another in a cache: reading so many again is nothing
 SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
+NEAR = 16  # tokens before the end within which two texts of one request usually part
 
 
 class Shelf(DynamicLayer):  # type: ignore[misc]
@@ -166,8 +167,20 @@ class Transformer:
 
 
 def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike, by halving: comparing slices is fast."""
-    low, high = 0, min(len(a), len(b))
+    """How many tokens two texts begin with alike: those of one request part near the end, if at all."""
+    length = min(len(a), len(b))
+    near = max(0, length - NEAR)
+    if list(a[:near]) != list(b[:near]):
+        return _halved(a, b, near)
+    for i in range(near, length):
+        if a[i] != b[i]:
+            return i
+    return length
+
+
+def _halved(a: Sequence[int], b: Sequence[int], high: int) -> int:
+    """The same for texts that part before `high`, by halving: comparing slices is fast."""
+    low = 0
     while low < high:
         middle = (low + high + 1) // 2
         if list(a[low:middle]) == list(b[low:middle]):

@@ -21,11 +21,18 @@ class Oracle:
 
     def answer(self, ask: Ask) -> Tokens:
         self.body.answer(ask)
-        return self.mind.answer(ask) if ask.places else ()
+        return self._said(ask)
 
     def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
-        yield from self.body.answering(ask)
-        return self.mind.answer(ask) if ask.places else ()
+        """The mind is asked while the body computes: a model that speaks for itself has none to wait for."""
+        said: Tokens | None = None
+        for _ in self.body.answering(ask):
+            yield None
+            said = self._said(ask) if said is None else said
+        return self._said(ask) if said is None else said
 
     def guessing(self, ask: Ask, count: int) -> Iterator[int | None]:
         return self.body.guessing(ask, count, self.mind)
+
+    def _said(self, ask: Ask) -> Tokens:
+        return self.mind.answer(ask) if ask.places else ()

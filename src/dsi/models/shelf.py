@@ -41,7 +41,7 @@ class Gone:
         return True
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Flight:
     """A forward on its way."""
 
@@ -105,12 +105,13 @@ class Shelf:
     def _push(self, flight: Flight) -> None:
         """Begin its next piece, if it is time and the forward before it has been there."""
         for orphan in self._orphans:
-            self._push_alone(orphan)
+            if not orphan.launched:
+                self._push_alone(orphan)
         self._push_alone(flight)
 
     def _push_alone(self, flight: Flight) -> None:
         piece = len(flight.ends)
-        if flight.launched or (piece >= AHEAD and not flight.ends[piece - AHEAD].query()):
+        if piece >= AHEAD and not flight.ends[piece - AHEAD].query():
             return
         before = self._before(flight)
         if before is None or len(before.ends) > piece:
