@@ -96,7 +96,11 @@ Degree = Annotated[
     int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")
 ]
 TargetMp = Annotated[
-    int, typer.Option(help="MP degree: processes that each target is split over, on its cores.")
+    int,
+    typer.Option(
+        help="MP degree: processes that each target is split over, on its cores; on Ray each asks for the "
+        "CPUs of a whole one."
+    ),
 ]
 TargetDevices = Annotated[
     str | None,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dsi.core.context import Context, Tokens
 from dsi.core.messages import DRAFTER, TARGET, Draft, Drafted, Failed, Job, Verify
@@ -33,6 +34,7 @@ from dsi.loading import (
 from dsi.models.backend import Ask, Model, Speaker
 from dsi.models.hf import load
 from dsi.models.ngram import NGram
+from dsi.models.parallel import Parallel, check, check_size
 from dsi.models.text import Text
 from dsi.translation import AUTO, SAME, check_way
 
@@ -54,9 +56,12 @@ class Carried:
         raise RuntimeError(f"a model that lives elsewhere was asked about {len(ask.tokens)} tokens here")
 
 
-def speaker(name: str, role: str, dtype: str, threads: int, texts: int) -> Speaker:
+def speaker(name: str, role: str, dtype: str, threads: int, texts: int, mp: int = 1) -> Speaker:
     """What a server makes of it, on a GPU if it was given one: Ray shows it no other."""
     quiet()
+    if mp > 1:
+        torch.set_num_threads(1)  # a pool of threads would not survive the fork
+        return Speaker(Parallel(load(folder(name, role), dtype), mp, texts, threads))
     torch.set_num_threads(threads)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Speaker(backend(load(folder(name, role), dtype, device), texts))
@@ -72,22 +77,26 @@ def load_on_ray(
     vocab: str = AUTO,
     texts: int | None = None,
     needs: Mapping[str, Needs] | None = None,
+    mp: int = 1,
 ) -> Loaded:
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
+    check_size(mp)
+    asked = needs_in_parts(needs or {}, mp)
     check_means(dtype, threads)
     if check_way(vocab) not in (SAME, AUTO):
         raise ValueError(f"vocab {vocab!r}: on a cluster a drafter must have the target's vocabulary")
     quiet()
     text, context = described(target, TARGET)
+    check_parts(target, mp)
     names = drafter_names(len(drafters))
     means = dtype, threads or 1, texts or TEXTS
-    big = Carried(speaker, target, TARGET, *means)
+    big = Carried(speaker, target, TARGET, *means, mp)
     servers = [Server(f"{TARGET}-{i}", TARGET, big) for i in range(1, sp + 1)]
     for name, drafter in zip(names, drafters):
         servers.append(Server(name, name, guesser(drafter, target, text, means)))
         context = min(context or 0, described(drafter, DRAFTER)[1]) if drafter != NGRAM else context
-    crew = ActorFleet(servers, address=address_of(fleet), needs=needs)
+    crew = ActorFleet(servers, address=address_of(fleet), needs=asked)
     try:
         crew.wait_until_ready()
         pace = measured(crew, names[0], drafters[0] == NGRAM)
@@ -103,6 +112,26 @@ def address_of(fleet: str) -> str | None:
     if kind != RAY or (address == "" and "=" in fleet):
         raise ValueError(f"fleet {fleet!r}: must be ray, or ray=ADDRESS")
     return address or None
+
+
+def needs_in_parts(needs: Mapping[str, Needs], mp: int) -> dict[str, Needs]:
+    """Each process of a target has the CPUs of a whole one, and all are on one machine."""
+    asked = {TARGET: Needs(), **needs}
+    for name in [name for name in asked if mp > 1 and name.startswith(TARGET)]:
+        if gpus := asked[name].gpus:
+            raise ValueError(
+                f"target mp {mp}: a target is split on CPUs alone, and asks for {gpus:g} GPUs; leave one out"
+            )
+        asked[name] = replace(asked[name], cpus=mp * asked[name].cpus)
+    return asked
+
+
+def check_parts(target: str, mp: int) -> None:
+    """By its shape, without its weights."""
+    if mp > 1:
+        config = AutoConfig.from_pretrained(folder(target, TARGET))
+        with torch.device("meta"):
+            check(AutoModelForCausalLM.from_config(config), mp)
 
 
 def guesser(name: str, target: str, text: Text, means: tuple[str, int, int]) -> Model:

@@ -96,7 +96,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         Where more than a few requests run at once, `texts` says how many. With `fleet` `ray` the servers are
         actors on a Ray cluster, one of its own or, with `ray=ADDRESS`, one that is there; `needs` says what
         the target and the drafter ask of their machines. Each target can be split over `target_mp` processes
-        (the paper's MP degree), which divide its cores.
+        (the paper's MP degree), which divide its cores; on a cluster, each has the CPUs of a whole one.
         """
         if algorithm != "auto" or target_devices is None:
             check_algorithm(algorithm)
@@ -107,14 +107,11 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
             if target_devices is not None or drafter_device is not None:
                 raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
-            if target_mp != 1:
-                raise ValueError(f"target mp {target_mp}: on a cluster each target is whole; leave one out")
             degree = 1 if sp is None else sp
-            return cls(
-                load_on_ray(target, drafters, degree, fleet, dtype, threads, vocab, texts, needs),
-                algorithm,
-                *numbers,
+            crew = load_on_ray(
+                target, drafters, degree, fleet, dtype, threads, vocab, texts, needs, mp=target_mp
             )
+            return cls(crew, algorithm, *numbers)
         if target_devices is None:
             from dsi.loading import TEXTS, load_pair
 
