@@ -104,7 +104,10 @@ TargetMp = Annotated[
 ]
 TargetDevices = Annotated[
     str | None,
-    typer.Option(help="GPUs for the targets: cuda:1,cuda:2, or slices of one, cuda:0/8; the CPU without it."),
+    typer.Option(
+        help="GPUs for the targets: cuda:1,cuda:2, slices of one, cuda:0/8, or one target over several, "
+        "cuda:1+cuda:2; the CPU without it."
+    ),
 ]
 DrafterDevice = Annotated[
     str | None, typer.Option(help="The drafter's GPU, cuda:0; without it, the last of the target devices.")

@@ -35,6 +35,7 @@ from dsi.models.backend import Ask, Model, Speaker
 from dsi.models.hf import load
 from dsi.models.ngram import NGram
 from dsi.models.parallel import Parallel, check, check_size
+from dsi.models.pipeline import spread
 from dsi.models.text import Text
 from dsi.translation import AUTO, SAME, check_way
 
@@ -57,14 +58,14 @@ class Carried:
 
 
 def speaker(name: str, role: str, dtype: str, threads: int, texts: int, mp: int = 1) -> Speaker:
-    """What a server makes of it, on a GPU if it was given one: Ray shows it no other."""
+    """What a server makes of it, over the GPUs that it was given, if any: Ray shows it no other."""
     quiet()
     if mp > 1:
         torch.set_num_threads(1)  # a pool of threads would not survive the fork
         return Speaker(Parallel(load(folder(name, role), dtype), mp, texts, threads))
     torch.set_num_threads(threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Speaker(backend(load(folder(name, role), dtype, device), texts))
+    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+    return Speaker(backend(spread(load(folder(name, role), dtype), devices), texts))
 
 
 def load_on_ray(

@@ -90,13 +90,14 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
 
         Several drafters share one tree under DSI; the other algorithms use the first. With `target_devices`
-        (`cuda:1,cuda:2`, or `cuda:0/8` for slices of one GPU) the servers compute there, SP degree, lookahead
-        and patience are those that are fastest by what is measured, and the algorithm may be `auto`. With
-        another vocabulary a drafter goes by shared tokens (`vocab` `tli`) or text (`slem`); `auto` chooses.
-        Where more than a few requests run at once, `texts` says how many. With `fleet` `ray` the servers are
-        actors on a Ray cluster, one of its own or, with `ray=ADDRESS`, one that is there; `needs` says what
-        the target and the drafter ask of their machines. Each target can be split over `target_mp` processes
-        (the paper's MP degree), which divide its cores; on a cluster, each has the CPUs of a whole one.
+        (`cuda:1,cuda:2`, `cuda:0/8` for slices of one GPU, `cuda:1+cuda:2` for one target over both) the
+        servers compute there, SP degree, lookahead and patience are those that are fastest by what is
+        measured, and the algorithm may be `auto`. With another vocabulary a drafter goes by shared tokens
+        (`vocab` `tli`) or text (`slem`); `auto` chooses. Where more than a few requests run at once, `texts`
+        says how many. With `fleet` `ray` the servers are actors on a Ray cluster, one of its own or, with
+        `ray=ADDRESS`, one that is there; `needs` says what the target and the drafter ask of their machines.
+        Each target can be split over `target_mp` processes (the paper's MP degree), which divide its cores;
+        on a cluster, each has the CPUs of a whole one.
         """
         if algorithm != "auto" or target_devices is None:
             check_algorithm(algorithm)
@@ -125,7 +126,10 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         from dsi.translation import AUTO, SAME, check_way
 
         if target_mp != 1:
-            raise ValueError(f"target mp {target_mp}: on devices each target is whole; leave one of them out")
+            raise ValueError(
+                f"target mp {target_mp}: on devices a target is spread by its layers, as cuda:0+cuda:1; "
+                "leave one of them out"
+            )
         if len(drafters) > 1 or threads is not None:
             raise ValueError(f"target devices {target_devices!r}: take one drafter, and no threads")
         if check_way(vocab) not in (SAME, AUTO):
