@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsi import Engine
-from dsi.clustered import address_of, needs_in_parts
+from dsi.clustered import address_of, needs_in_parts, translator
 from dsi.fleets.actors import Needs
+from dsi.models.backend import Speaker
+from dsi.models.slem import SLEM
+from dsi.models.tli import TLI
+from tongues import llama, tongue
 
 pytest.importorskip("ray")
 
@@ -48,6 +53,40 @@ def test_the_text_is_the_targets_own_whatever_dies(
             if i == 1:
                 engine.loaded.fleet.kill("target-1")
         assert writing.completion.tokens == expected[prompt, heat]
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A drafter that has another vocabulary than the built-in target."""
+    place = tmp_path_factory.mktemp("characters")
+    llama("characters").save_pretrained(place)
+    tongue("characters").save_pretrained(place)
+    return str(place)
+
+
+def test_a_drafter_may_have_another_vocabulary(
+    cluster: None,  # noqa: ARG001
+    expected: dict[tuple[str, float], tuple[int, ...]],
+    stranger: str,
+) -> None:
+    with Engine.load(drafter=stranger, lookahead=2, fleet="ray", needs=LITTLE) as engine:
+        assert engine.loaded.context == 512  # the target's: the drafter reads the end of a longer text
+        for heat in (0.0, 0.9):
+            done = engine.generate(PROMPTS[0], max_new_tokens=48, temperature=heat, seed=3)
+            assert done.tokens == expected[PROMPTS[0], heat]
+            assert (done.tally.failed, done.tally.drafted > 0) == (0, True)
+
+
+def test_it_goes_the_way_that_is_asked_for(stranger: str) -> None:
+    means = "float32", 1, 4
+    threads = torch.get_num_threads()
+    by_token, by_text = (translator(stranger, "builtin", way, *means) for way in ("tli", "slem"))
+    torch.set_num_threads(threads)
+    assert isinstance(by_token, Speaker)
+    assert isinstance(by_token.backend, TLI)
+    assert isinstance(by_text, SLEM)
+    with pytest.raises(ValueError, match=r"has another vocabulary \(49 tokens\) than the target builtin"):
+        Engine.load(drafter=stranger, fleet="ray", vocab="same")
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +167,8 @@ def test_a_fleet_that_is_none_is_refused(fleet: str) -> None:
     ("options", "sentence"),
     [
         ({"target_devices": "cpu,cpu"}, "takes no devices"),
-        ({"vocab": "slem"}, "must have the target's vocabulary"),
+        ({"vocab": "magic"}, "^vocab 'magic': must be"),
+        ({"drafter": "nowhere/at/all"}, "^nowhere/at/all: there is no such model"),
         ({"target_mp": 0}, "^target mp 0: must be at least 1$"),
         ({"target_mp": 4}, "^target mp 4: does not divide the model's 6 heads$"),
         ({"target_mp": 2, "needs": {"target": Needs(gpus=1)}}, "target mp 2: .* CPUs alone, .* 1 GPUs"),

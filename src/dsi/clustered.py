@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -21,6 +21,7 @@ from dsi.loading import (
     NGRAM,
     TEXTS,
     WIDE,
+    Guesser,
     Loaded,
     Pace,
     backend,
@@ -37,11 +38,24 @@ from dsi.models.ngram import NGram
 from dsi.models.parallel import Parallel, check, check_size
 from dsi.models.pipeline import spread
 from dsi.models.text import Text
-from dsi.translation import AUTO, SAME, check_way
+from dsi.models.vocabulary import Vocabulary
+from dsi.translation import AUTO, SAME, check_way, translated
 
 RAY = "ray"
 MEASURED = 6  # times that each kind of forward is
 SAMPLE = tuple(range(1, 18))  # a text to measure by
+
+
+class Outline(NamedTuple):
+    """What is known of a model without its weights."""
+
+    text: Text
+    context: int  # 0: without bounds
+    rows: int  # tokens that it knows
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.text, self.rows)
 
 
 class Carried:
@@ -54,7 +68,10 @@ class Carried:
         return self._make, self._details
 
     def answer(self, ask: Ask) -> Tokens:
-        raise RuntimeError(f"a model that lives elsewhere was asked about {len(ask.tokens)} tokens here")
+        self.forward(ask.tokens)
+
+    def forward(self, tokens: Sequence[int], *_: Any) -> NoReturn:
+        raise RuntimeError(f"a model that lives elsewhere was asked about {len(tokens)} tokens here")
 
 
 def speaker(name: str, role: str, dtype: str, threads: int, texts: int, mp: int = 1) -> Speaker:
@@ -66,6 +83,14 @@ def speaker(name: str, role: str, dtype: str, threads: int, texts: int, mp: int 
     torch.set_num_threads(threads)
     devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
     return Speaker(backend(spread(load(folder(name, role), dtype), devices), texts))
+
+
+def translator(name: str, target: str, vocab: str, *means: Any) -> Model:
+    """A drafter that has another vocabulary than the target, whose tokenizer must be there as well."""
+    made, own = speaker(name, DRAFTER, *means), outline(name, DRAFTER)
+    return translated(
+        vocab, made.backend, own.vocabulary, outline(target, TARGET).vocabulary, own.context, name
+    )
 
 
 def load_on_ray(
@@ -85,18 +110,16 @@ def load_on_ray(
     check_size(mp)
     asked = needs_in_parts(needs or {}, mp)
     check_means(dtype, threads)
-    if check_way(vocab) not in (SAME, AUTO):
-        raise ValueError(f"vocab {vocab!r}: on a cluster a drafter must have the target's vocabulary")
+    check_way(vocab)
     quiet()
-    text, context = described(target, TARGET)
+    big = outline(target, TARGET)
     check_parts(target, mp)
     names = drafter_names(len(drafters))
     means = dtype, threads or 1, texts or TEXTS
-    big = Carried(speaker, target, TARGET, *means, mp)
-    servers = [Server(f"{TARGET}-{i}", TARGET, big) for i in range(1, sp + 1)]
-    for name, drafter in zip(names, drafters):
-        servers.append(Server(name, name, guesser(drafter, target, text, means)))
-        context = min(context or 0, described(drafter, DRAFTER)[1]) if drafter != NGRAM else context
+    guessers = [guesser(name, target, big, vocab, means) for name in drafters]
+    judge = Carried(speaker, target, TARGET, *means, mp)
+    servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i in range(1, sp + 1)]
+    servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
     crew = ActorFleet(servers, address=address_of(fleet), needs=asked)
     try:
         crew.wait_until_ready()
@@ -104,7 +127,9 @@ def load_on_ray(
     except BaseException:
         crew.close()
         raise
-    return Loaded(crew, text, context, sp, pace, names)
+    bounds = [big.context, *(each.context for each in guessers)]
+    context = min((bound for bound in bounds if bound), default=0)
+    return Loaded(crew, big.text, context, sp, pace, names)
 
 
 def address_of(fleet: str) -> str | None:
@@ -135,15 +160,19 @@ def check_parts(target: str, mp: int) -> None:
             check(AutoModelForCausalLM.from_config(config), mp)
 
 
-def guesser(name: str, target: str, text: Text, means: tuple[str, int, int]) -> Model:
+def guesser(name: str, target: str, big: Outline, vocab: str, means: tuple[str, int, int]) -> Guesser:
     if name == NGRAM:
-        return NGram()
-    check_vocabulary(text, described(name, DRAFTER)[0], target, name)
-    return Carried(speaker, name, DRAFTER, *means)
+        return Guesser(NGram())
+    own = outline(name, DRAFTER)
+    carried = Carried(speaker, name, DRAFTER, *means)
+    if vocab == SAME or (vocab == AUTO and big.text.same_vocabulary(own.text)):
+        check_vocabulary(big.text, own.text, target, name)
+        return Guesser(carried, context=own.context)
+    translated(vocab, carried, own.vocabulary, big.vocabulary, own.context, name)  # refused here if at all
+    return Guesser(Carried(translator, name, target, vocab, *means))
 
 
-def described(name: str, role: str) -> tuple[Text, int]:
-    """A model's tokenizer and context, without its weights."""
+def outline(name: str, role: str) -> Outline:
     path = folder(name, role)
     try:
         config, found = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -152,7 +181,8 @@ def described(name: str, role: str) -> tuple[Text, int]:
     ends = config.eos_token_id if hasattr(config, "eos_token_id") else None
     with suppress(OSError):  # it may have none of its own
         ends = GenerationConfig.from_pretrained(path).eos_token_id
-    return Text(found, endings(ends)), int(getattr(config, "max_position_embeddings", 0) or 0)
+    context = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return Outline(Text(found, endings(ends)), context, config.get_text_config().vocab_size)
 
 
 def measured(crew: ActorFleet, drafter: str, looked_up: bool) -> Pace:
