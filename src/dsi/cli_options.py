@@ -124,6 +124,13 @@ TargetNeeds = Annotated[
     typer.Option(help="On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a."),
 ]
 DrafterNeeds = Annotated[str | None, typer.Option(help="On Ray, what the drafter asks for, likewise.")]
+HangSeconds = Annotated[
+    float | None,
+    typer.Option(help="On Ray, how long a server may be silent at its work before it counts as dead: 60."),
+]
+StartSeconds = Annotated[
+    float | None, typer.Option(help="On Ray, how long a server may take to come, its model loaded: 120.")
+]
 AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
 AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]

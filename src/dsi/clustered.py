@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from dsi.core.context import Context, Tokens
 from dsi.core.messages import DRAFTER, TARGET, Draft, Drafted, Failed, Job, Verify
-from dsi.fleets.actors import ActorFleet, Needs
+from dsi.fleets.actors import HANG_SECONDS, START_SECONDS, ActorFleet, Needs
 from dsi.fleets.work import Server
 from dsi.loading import (
     LOOKUP_SHARE,
@@ -104,6 +104,8 @@ def load_on_ray(
     texts: int | None = None,
     needs: Mapping[str, Needs] | None = None,
     mp: int = 1,
+    hang_seconds: float = HANG_SECONDS,
+    start_seconds: float = START_SECONDS,
 ) -> Loaded:
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
@@ -120,7 +122,13 @@ def load_on_ray(
     judge = Carried(speaker, target, TARGET, *means, mp)
     servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i in range(1, sp + 1)]
     servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
-    crew = ActorFleet(servers, address=address_of(fleet), needs=asked)
+    crew = ActorFleet(
+        servers,
+        address=address_of(fleet),
+        needs=asked,
+        hang_seconds=hang_seconds,
+        start_seconds=start_seconds,
+    )
     try:
         crew.wait_until_ready()
         pace = measured(crew, names[0], drafters[0] == NGRAM)

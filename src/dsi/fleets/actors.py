@@ -29,6 +29,7 @@ from dsi.fleets.work import Server
 
 HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, which life of it this is, its clock
 CANCEL = "cancel"
+HANG_SECONDS, START_SECONDS = 60.0, 120.0  # unless others are asked for
 SEND_SECONDS = 5.0
 LOOK_SECONDS = 0.25  # between two looks at who is late
 
@@ -230,13 +231,14 @@ class ActorFleet(WiredFleet):
         address: str | None = None,
         needs: Mapping[str, Needs] | None = None,
         restart: bool = True,
-        hang_seconds: float = 60.0,
-        start_seconds: float = 120.0,
+        hang_seconds: float = HANG_SECONDS,
+        start_seconds: float = START_SECONDS,
         listen: tuple[str, int] | None = None,
         reach: tuple[str, int] | None = None,
         fault: Callable[[str], Fault] | None = None,
         log: list[Span] | None = None,
     ) -> None:
+        check_seconds(hang=hang_seconds, start=start_seconds)
         super().__init__(servers, restart, log)
         self._needs, self._fault = dict(needs or {}), fault
         self._hang, self._patience = hang_seconds, start_seconds
@@ -375,6 +377,12 @@ class ActorFleet(WiredFleet):
         super().close()
         self._door.close()
         self._cluster.close()
+
+
+def check_seconds(**limits: float) -> None:
+    for name, seconds in limits.items():
+        if not seconds > 0:
+            raise ValueError(f"{name} seconds {seconds:g}: must be above 0")
 
 
 def check_reachable(address: str) -> None:
