@@ -207,8 +207,6 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("generate hi --vocab magic", "vocab 'magic': must be same, tli, slem or auto"),
         ("generate hi --dtype int4", "dtype 'int4': must be float32 or bfloat16"),
         ("generate hi --threads 0", "threads 0: must be at least 1"),
-        ("generate hi --hang-seconds 5", "hang seconds 5: is for servers on Ray; say --fleet ray"),
-        ("chat --start-seconds 0.5", "start seconds 0.5: is for servers on Ray; say --fleet ray"),
         ("generate --file nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
         ("compare --repeats 0", "repeats 0: must be at least 1"),
         ("simulate --network-ms inf", "network delay in ms inf: must be between 0 and 1e+09"),
@@ -232,6 +230,12 @@ def test_the_commands_say_how_long_a_server_on_a_cluster_has(
     words = [command, "--fleet", "ray", "--hang-seconds", "5", "--start-seconds", "300"]
     done = CliRunner().invoke(app, [*words, *(["Once"] if command == "generate" else [])])
     assert str(done.exception) == "asked for 5.0 and 300.0"
+
+
+@pytest.mark.parametrize("name", ["hang", "start"])
+def test_that_is_refused_where_there_is_no_cluster(name: str) -> None:
+    done = CliRunner().invoke(app, ["chat", f"--{name}-seconds", "5"])
+    assert str(done.exception) == f"{name} seconds 5: is for servers on Ray; say --fleet ray"
 
 
 WITHOUT_RAY = """

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 
+from dsi.models.backend import Ask
 from dsi.models.graphs import Graphed
 from dsi.models.hf import Transformer, layers
 from dsi.models.pipeline import spread, stretches
@@ -61,7 +62,7 @@ def test_what_a_layer_reads_is_where_the_layer_is(name: str) -> None:
             lambda _, args, kwargs: read.append({each.device.type for each in tensors((args, kwargs))}),
             with_kwargs=True,
         )
-    with pytest.raises(NotImplementedError, match="meta"):  # what it computes does not come home
+    with pytest.raises(NotImplementedError, match="out of meta"):  # what it computes does not come home
         model(input_ids=torch.tensor([TEXT]), use_cache=True)
     assert read == held
 
@@ -79,6 +80,18 @@ def test_the_rows_are_those_of_the_model_on_one_device(name: str, count: int) ->
     whole, apart = Transformer(made(name)), Transformer(spread(made(name), ["cpu"] * count))
     for text in (TEXT, [*TEXT, 9, 12], [*TEXT[:2], 7]):
         torch.testing.assert_close(apart.forward(text, 2), whole.forward(text, 2))
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cpu"), ("cpu", "cuda:0"), ("cuda:0", "cuda:1")])
+def test_the_rows_are_the_same_over_real_devices(devices: tuple[str, ...]) -> None:
+    if any(device.startswith("cuda") and int(device[5:]) >= torch.cuda.device_count() for device in devices):
+        pytest.skip(f"there are {torch.cuda.device_count()} GPUs here")
+    whole, model = Transformer(made("llama")), spread(made("llama"), devices)
+    apart, static = Transformer(model), Graphed(model, 64)
+    for text in (TEXT, [*TEXT, 9, 12], [*TEXT[:2], 7]):
+        expected = whole.forward(text, 2)
+        torch.testing.assert_close(apart.forward(text, 2).cpu(), expected, atol=1e-4, rtol=1e-4)
+        assert static.answer(Ask(text, 2)) == tuple(expected.argmax(-1).tolist())
 
 
 def test_more_devices_than_layers_are_refused() -> None:
