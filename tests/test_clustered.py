@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dsi import Engine
-from dsi.clustered import address_of, needs_in_parts, translator
+from dsi.clustered import address_of, devices, needs_in_parts, translator
 from dsi.fleets.actors import Needs
 from dsi.models.backend import Speaker
 from dsi.models.slem import SLEM
@@ -148,6 +148,12 @@ def test_each_part_of_a_target_has_its_cpus() -> None:
     asked = {"target": Needs(cpus=2), "target-2": Needs(cpus=1), "drafter": Needs(gpus=1)}
     parts = {"target": Needs(cpus=4), "target-2": Needs(cpus=2), "drafter": Needs(gpus=1)}
     assert (needs_in_parts(asked, 1), needs_in_parts(asked, 2)) == (asked, parts)
+
+
+def test_a_server_computes_on_the_gpus_it_has_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices(2) == ["cpu"] or torch.cuda.device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [devices(gpus) for gpus in (0, 1, 2)] == [["cpu"], ["cuda:0"], ["cuda:0", "cuda:1"]]
 
 
 def test_the_command_runs_on_a_cluster_of_its_own() -> None:

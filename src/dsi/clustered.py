@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
+from math import ceil
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from dsi.core.context import Context, Tokens
 from dsi.core.messages import DRAFTER, TARGET, Draft, Drafted, Failed, Job, Verify
-from dsi.fleets.actors import HANG_SECONDS, START_SECONDS, ActorFleet, Needs
+from dsi.fleets.actors import HANG_SECONDS, START_SECONDS, ActorFleet, Needs, needed
 from dsi.fleets.work import Server
 from dsi.loading import (
     LOOKUP_SHARE,
@@ -74,15 +75,21 @@ class Carried:
         raise RuntimeError(f"a model that lives elsewhere was asked about {len(tokens)} tokens here")
 
 
-def speaker(name: str, role: str, dtype: str, threads: int, texts: int, mp: int = 1) -> Speaker:
-    """What a server makes of it, over the GPUs that it was given, if any: Ray shows it no other."""
+def speaker(
+    name: str, role: str, dtype: str, threads: int, texts: int, gpus: int = 0, mp: int = 1
+) -> Speaker:
+    """What a server makes of it, over the GPUs that it has asked for, if any."""
     quiet()
     if mp > 1:
         torch.set_num_threads(1)  # a pool of threads would not survive the fork
         return Speaker(Parallel(load(folder(name, role), dtype), mp, texts, threads))
     torch.set_num_threads(threads)
-    devices = [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
-    return Speaker(backend(spread(load(folder(name, role), dtype), devices), texts))
+    return Speaker(backend(spread(load(folder(name, role), dtype), devices(gpus)), texts))
+
+
+def devices(gpus: int) -> list[str]:
+    """Ray shows a server the GPUs that are its own, or all of them if it has asked for none."""
+    return [f"cuda:{i}" for i in range(min(gpus, torch.cuda.device_count()))] or ["cpu"]
 
 
 def translator(name: str, target: str, vocab: str, *means: Any) -> Model:
@@ -117,10 +124,17 @@ def load_on_ray(
     big = outline(target, TARGET)
     check_parts(target, mp)
     names = drafter_names(len(drafters))
-    means = dtype, threads or 1, texts or TEXTS
-    guessers = [guesser(name, target, big, vocab, means) for name in drafters]
-    judge = Carried(speaker, target, TARGET, *means, mp)
-    servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i in range(1, sp + 1)]
+
+    def means(server: str, role: str) -> tuple[Any, ...]:
+        return dtype, threads or 1, texts or TEXTS, ceil(needed(asked, server, role).gpus)
+
+    guessers = [
+        guesser(drafter, target, big, vocab, means(name, name)) for name, drafter in zip(names, drafters)
+    ]
+    servers = [
+        Server(name, TARGET, Carried(speaker, target, TARGET, *means(name, TARGET), mp))
+        for name in (f"{TARGET}-{i}" for i in range(1, sp + 1))
+    ]
     servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
     crew = ActorFleet(
         servers,
@@ -168,7 +182,7 @@ def check_parts(target: str, mp: int) -> None:
             check(AutoModelForCausalLM.from_config(config), mp)
 
 
-def guesser(name: str, target: str, big: Outline, vocab: str, means: tuple[str, int, int]) -> Guesser:
+def guesser(name: str, target: str, big: Outline, vocab: str, means: tuple[Any, ...]) -> Guesser:
     if name == NGRAM:
         return Guesser(NGram())
     own = outline(name, DRAFTER)

@@ -84,6 +84,11 @@ def needs(text: str) -> Needs:
     return Needs(**found, labels=labels)
 
 
+def needed(needs: Mapping[str, Needs], name: str, role: str) -> Needs:
+    """By a server: what is said of it by its name, or else of its role."""
+    return needs.get(name) or needs.get(role) or Needs()
+
+
 class Number:
     """A number that one thread writes and another reads."""
 
@@ -256,7 +261,7 @@ class ActorFleet(WiredFleet):
             self._ask_for(name)
 
     def _need(self, name: str) -> Needs:
-        return self._needs.get(name) or self._needs.get(self._servers[name].role) or Needs()
+        return needed(self._needs, name, self._servers[name].role)
 
     def add(self, server: Server) -> None:
         """One more, which is used as soon as it has come."""
