@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from dsi.cli import app
+from dsi.speech import Engine
 
 
 def dsi(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -212,6 +216,67 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
 def test_bad_input_is_one_sentence_and_exit_status_2(command: str, sentence: str) -> None:
     done = dsi(*command.split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dsi: {sentence}\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "compare", "serve"])
+def test_the_commands_say_how_long_a_server_on_a_cluster_has(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **options: Any) -> None:
+        raise ValueError(f"asked for {options['hang_seconds']} and {options['start_seconds']}")
+
+    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr("dsi.serve.door.listen", lambda *_: None)
+    words = [command, "--fleet", "ray", "--hang-seconds", "5", "--start-seconds", "300"]
+    done = CliRunner().invoke(app, [*words, *(["Once"] if command == "generate" else [])])
+    assert str(done.exception) == "asked for 5.0 and 300.0"
+
+
+@pytest.mark.parametrize("name", ["hang", "start"])
+def test_that_is_refused_where_there_is_no_cluster(name: str) -> None:
+    done = CliRunner().invoke(app, ["chat", f"--{name}-seconds", "5"])
+    assert str(done.exception) == f"{name} seconds 5: is for servers on Ray; say --fleet ray"
+
+
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None  # so that it cannot be imported
+from dsi.cli import main
+for command in sys.argv[1:]:
+    sys.argv = command.split()
+    try:
+        main()
+    except SystemExit as ended:
+        print("status", ended.code or 0, file=sys.stderr)
+"""
+
+
+def without_ray(*commands: str) -> subprocess.CompletedProcess[str]:
+    """Several commands where Ray is not installed, in one process."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY, *commands], capture_output=True, text=True, input="Once\n"
+    )
+
+
+def test_a_fleet_on_ray_without_it_is_one_sentence() -> None:
+    names = ("generate hi", "chat", "compare", "serve --port 0")
+    done = without_ray(*(f"dsi {name} --fleet ray" for name in names))
+    sentence = "dsi: a fleet on Ray needs Ray: pip install 'dsi[ray]'\nstatus 2\n"
+    assert (done.stdout, done.stderr, done.returncode) == ("", sentence * len(names), 0)
+
+
+def test_all_else_works_without_ray() -> None:
+    done = without_ray(
+        "dsi generate hi --max-new-tokens 2",
+        "dsi chat --max-new-tokens 2",
+        "dsi simulate --tokens 5 --repeats 1",
+        "dsi plan --target-ms 20 --drafter-ms 1 --gpus 7",
+        "dsi paper table1",
+        "dsi measure latency --count 1 --tokens 2",
+        "dsi serve --help",
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("status")] == ["status 0"] * 7
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dsi.models.backend import Ask
+from dsi.placed import random_graphed
 from dsi.speech import Engine
 
 PROMPT = "Once upon a time"
@@ -20,9 +22,11 @@ def texts() -> list[tuple[int, ...]]:
         return [engine.generate(PROMPT, max_new_tokens=24, temperature=t, seed=5).tokens for t in (0.0, 0.9)]
 
 
-@pytest.mark.parametrize("sp", [1, 3])
-def test_the_text_does_not_depend_on_where_it_is_written(sp: int, texts: list[tuple[int, ...]]) -> None:
-    with Engine.load(target_devices=",".join(["cpu"] * (sp + 1)), sp=sp) as engine:
+@pytest.mark.parametrize(("devices", "sp"), [("cpu,cpu", 1), ("cpu,cpu,cpu,cpu", 3), ("cpu+cpu,cpu", 1)])
+def test_the_text_does_not_depend_on_where_it_is_written(
+    devices: str, sp: int, texts: list[tuple[int, ...]]
+) -> None:
+    with Engine.load(target_devices=devices, sp=sp) as engine:
         assert engine.loaded.sp == sp
         for algorithm in ("nonsi", "si", "pearl", "dsi"):
             found = [
@@ -92,3 +96,8 @@ def test_a_shape_is_measured_with_random_weights() -> None:
     assert said["label"] == "measured, random weights"
     assert list(said["ms"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert "say --random-weights" in dsi(*shape).stderr
+
+
+def test_a_shape_can_be_spread() -> None:
+    model = random_graphed("vicuna-68m", "bfloat16", "cpu+cpu", room=16)
+    assert len(model.answer(Ask([1, 5, 9], 3))) == 1

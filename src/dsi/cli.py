@@ -30,6 +30,7 @@ from dsi.cli_options import (
     Eager,
     FailuresPerHour,
     Fleet,
+    HangSeconds,
     Horizon,
     Jitter,
     Json,
@@ -49,6 +50,7 @@ from dsi.cli_options import (
     Rule,
     Seed,
     Sp,
+    StartSeconds,
     Target,
     TargetDevices,
     TargetMp,
@@ -278,6 +280,8 @@ def generate(
     fleet: Fleet = None,
     target_needs: TargetNeeds = None,
     drafter_needs: DrafterNeeds = None,
+    hang_seconds: HangSeconds = None,
+    start_seconds: StartSeconds = None,
     json: Json = False,
 ) -> None:
     """Continue a text: the text alone on stdout as it is written, a summary on stderr."""
@@ -329,6 +333,8 @@ def chat(
     fleet: Fleet = None,
     target_needs: TargetNeeds = None,
     drafter_needs: DrafterNeeds = None,
+    hang_seconds: HangSeconds = None,
+    start_seconds: StartSeconds = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or the end of the input ends it."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
@@ -370,6 +376,8 @@ def compare(
     fleet: Fleet = None,
     target_needs: TargetNeeds = None,
     drafter_needs: DrafterNeeds = None,
+    hang_seconds: HangSeconds = None,
+    start_seconds: StartSeconds = None,
     json: Json = False,
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.
