@@ -19,11 +19,11 @@ from dsi.loading import (
     check_vocabulary,
     folder,
     quiet,
-    rising,
     tokenizer,
 )
 from dsi.measure.choose import DEGREES, choose
 from dsi.measure.concurrent import costs
+from dsi.measure.curves import rising
 from dsi.models.graphs import Graphed
 from dsi.models.hf import load
 from dsi.models.pipeline import spread

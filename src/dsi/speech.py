@@ -12,7 +12,7 @@ from dsi.core.adaptive import Mind, Pulse
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import check_algorithm, considerate, named
+from dsi.core.policies import ALGORITHMS, check_algorithm, considerate, named
 from dsi.engine import Loop
 from dsi.models.text import Detokenizer, Stops
 from dsi.request import Completion, Request
@@ -20,6 +20,7 @@ from dsi.request import Completion, Request
 if TYPE_CHECKING:
     from dsi.fleets.actors import Needs
     from dsi.loading import Loaded
+    from dsi.measure.plan import Offer
 
 
 AUTO = "auto"
@@ -81,6 +82,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         self.loaded = loaded
         self._algorithm, self._lookahead, self._patience = algorithm, lookahead, patience
         self._acceptance = acceptance
+        self.plan: Sequence[Offer] = ()  # what it was chosen from, the fastest first
 
     @classmethod
     def load(
@@ -103,6 +105,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         needs: Mapping[str, Needs] | None = None,
         hang_seconds: float | None = None,
         start_seconds: float | None = None,
+        plan: str | None = None,
     ) -> Self:
         """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
 
@@ -116,8 +119,11 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         There, a server that is silent at its work for `hang_seconds` (60) counts as dead, and one that has
         not come after `start_seconds` (120) is not waited for. Each target can be split over `target_mp`
         processes (the paper's MP degree), which divide its cores; on a cluster, each has the CPUs of a whole
-        one.
+        one. The `plan` `auto` measures the pair on this machine's cores first, as `dsi plan --cores` does,
+        and takes the arrangement and algorithm that come out fastest.
         """
+        if plan is not None:
+            return cls._planned(plan, target, drafter, dtype, (sp, threads, target_devices, fleet))
         check_named(algorithm)
         numbers = whole("lookahead", lookahead, 1), whole("patience", patience, 0)
         drafters = [drafter] if isinstance(drafter, str) else list(drafter)
@@ -158,6 +164,23 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             )
         chosen = placement(target_devices, drafter_device, sp)
         return cls(load_placed(target, drafters[0], chosen, dtype, sp), algorithm, *numbers)
+
+    @classmethod
+    def _planned(
+        cls, plan: str, target: str, drafter: str | Sequence[str], dtype: str, said: Sequence[object]
+    ) -> Self:
+        if plan != AUTO:
+            raise ValueError(f"plan {plan!r}: must be {AUTO}")
+        if not isinstance(drafter, str) or any(each is not None for each in said):
+            raise ValueError(f"plan {plan!r}: finds its own arrangement of one drafter; leave the rest out")
+        from dsi.evidence import arranged
+        from dsi.loading import load_pair
+
+        chosen = arranged(target, drafter, dtype)
+        pair = load_pair(target, [drafter], chosen.sp, dtype, chosen.threads)
+        engine = cls(pair, chosen.algorithm, chosen.lookahead, None, chosen.acceptance)
+        engine.plan = chosen.offers
+        return engine
 
     @property
     def algorithm(self) -> str:
@@ -257,7 +280,9 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
 def check_named(algorithm: str) -> str:
     """One of the algorithms, or `auto`, which goes from one to another."""
-    return algorithm if algorithm == AUTO else check_algorithm(algorithm)
+    if algorithm not in (*ALGORITHMS, AUTO):
+        raise ValueError(f"algorithm {algorithm!r}: must be one of {', '.join((*ALGORITHMS, AUTO))}")
+    return algorithm
 
 
 def whole(name: str, value: int | str, least: int) -> int | None:
