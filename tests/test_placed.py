@@ -36,13 +36,17 @@ def test_the_text_does_not_depend_on_where_it_is_written(
             assert found == texts
 
 
-def test_auto_is_the_fastest_of_what_was_rehearsed(texts: list[tuple[int, ...]]) -> None:
+def test_auto_knows_what_was_rehearsed_and_adapts(texts: list[tuple[int, ...]]) -> None:
     with Engine.load(target_devices="cpu,cpu", algorithm="auto") as engine:
         choices = list(engine.loaded.choices.values())
         assert [choice.ms for choice in choices] == sorted(choice.ms for choice in choices)
         assert {choice.algorithm for choice in choices} == {"nonsi", "si", "dsi"}
-        assert engine.algorithm == choices[0].algorithm
-        assert engine.generate(PROMPT, max_new_tokens=24).tokens == texts[0]
+        assert engine.algorithm == "auto"
+        done = engine.generate(PROMPT, max_new_tokens=24)
+        assert done.tokens == texts[0]
+        assert done.decisions[0][1].cause == "start"
+        with pytest.raises(ValueError, match="lookahead 3 with the algorithm auto"):
+            engine.generate(PROMPT, lookahead=3)
 
 
 def test_a_short_context_is_no_hindrance(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_the_command_says_what_auto_has_chosen() -> None:
         (("--drafter-device", "cpu"), "the targets need devices as well"),
         (("--target-devices", "cpu,cpu", "--threads", "2"), "take one drafter, and no threads"),
         (("--target-devices", "cpu,cpu", "--drafter", "ngram"), "is no model, and needs no device"),
-        (("--algorithm", "auto"), "algorithm 'auto': must be one of"),
+        (("--algorithm", "auto", "--patience", "2"), "patience 2 with the algorithm auto: it finds its own"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
