@@ -88,9 +88,7 @@ Vocab = Annotated[
 ]
 OneAlgorithm = Annotated[
     str,
-    typer.Option(
-        help="nonsi, si, pearl or dsi, or auto, which learns what pays; the text is the same."
-    ),
+    typer.Option(help="nonsi, si, pearl or dsi, or auto, which learns what pays; the text is the same."),
 ]
 Degree = Annotated[
     int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")

@@ -104,6 +104,22 @@ def test_no_more_targets_work_than_a_way_has() -> None:
         assert sum(other.start <= span.start < other.end for other in spans) <= 2
 
 
+@pytest.mark.parametrize(("second", "most"), [(0.9, 0.8), (0.0, 1.02)])
+def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -> None:
+    """They save much where these are right, and next to nothing is lost where they are wrong."""
+    setting = replace(SETTING, sp=6, contention=0.0, acceptance=0.4, second_hit=second, drafter_ms=6.0)
+    known = outlook(setting)
+    without = replace(known)
+    without.sparing.clear()
+    times = []
+    for each in (known, without):
+        loop = Loop(setting.simulated(1))
+        [done] = loop.run(Request((1, 2, 3), 200, Mind(each, ("drafter",), 0.7)))
+        times.append(done.elapsed)
+        assert (done.decisions[0][1].way.spare > 0) == (each is known)
+    assert times[0] < most * times[1]
+
+
 def test_luck_forgets() -> None:
     luck = Luck(0.7)
     for _ in range(300):

@@ -6,22 +6,24 @@ come, is learned on the way. Nothing here changes a text, only when it is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from dsi.core.generation import Generation, Policy
-from dsi.core.outlook import Decision, Outlook, Way
-from dsi.core.policies import go_ahead
+from dsi.core.outlook import ASIDES, Decision, Outlook, Way
+from dsi.core.policies import DOUBT, go_ahead, look_aside
 
 MEMORY = 40  # judged places of a text, or forwards, after which one counts for a third
 LONG_MEMORY = 1000  # of all texts
 BELIEF = 2.0  # places that the first belief counts for
 GAIN = 0.01  # by what share another way must be better to be taken
+SECOND = 0.4  # how often a second guess is taken to be right, where the first was wrong
 PROBE = 4  # without speculation, every so many tokens a guess shows whether it would pay again
 LEAST_TIMED = 8  # forwards before their time is believed
 
 
 Names = tuple[str, ...]  # of drafters that share a tree
+Turn = tuple[Names, int, int]  # they, the number of a way, and targets that look past second guesses
 
 
 @dataclass
@@ -89,8 +91,9 @@ class Mind:
         self.pulse = pulse or Pulse(outlook)
         sets = [(name,) for name in self.drafters]
         self.luck = {names: Luck(belief, LONG_MEMORY) for names in dict.fromkeys([*sets, self.drafters])}
+        self.second = Luck(SECOND, LONG_MEMORY)
         self.scales = dict.fromkeys(self.luck, outlook.scale(1.0))
-        self.first = self.best(self.luck)[1]  # before anything is learned
+        self.first = self.best(self.luck, 0.0)[1]  # before anything is learned
 
     def time(self) -> bool:
         """Look at the clock; returns whether a drafter's speed is not what it was taken to be."""
@@ -102,16 +105,26 @@ class Mind:
                 late |= self.scales[names] != scale
         return late
 
-    def ms(self, names: Names, way: int, luck: Luck) -> float:
-        return self.outlook.ms[self.scales[names]][way][self.outlook.part(luck.rate)]
+    def ms(self, turn: Turn, rate: float, second: float) -> float:
+        """What a token is expected to take; a second guess that is right saves what a rejection costs."""
+        names, way, spare = turn
+        plain = self.outlook.ms[self.scales[names]][way][self.outlook.part(rate)]
+        saved = (1 - rate) * second * ASIDES[spare] if spare else 0.0
+        return plain * (1 - saved) * (1 + self.outlook.contention * spare)
 
-    def best(self, lucks: Mapping[Names, Luck]) -> tuple[Names, int]:
-        """The drafters and the way that are expected to be fastest now."""
-        found = [
-            (names, self.outlook.best[self.scales[names]][self.outlook.part(luck.rate)])
-            for names, luck in lucks.items()
-        ]
-        return min(found, key=lambda each: self.ms(each[0], each[1], lucks[each[0]]))
+    def best(self, lucks: Mapping[Names, Luck], second: float) -> Turn:
+        """The drafters, the way and the targets to spare that are expected to be fastest now."""
+        rates = {names: luck.rate for names, luck in lucks.items()}
+        return min(self._turns(rates), key=lambda turn: self.ms(turn, rates[turn[0]], second))
+
+    def _turns(self, rates: Mapping[Names, float]) -> Iterator[Turn]:
+        known = self.outlook
+        for names, rate in rates.items():
+            scale, part = self.scales[names], known.part(rate)
+            yield names, known.best[scale][part], 0
+            for spare, best in known.sparing.items():
+                if known.ways[best[scale][part]].speculates:
+                    yield names, best[scale][part], spare
 
     def __call__(self, g: Generation) -> None:
         """As a policy: each request has a course of its own."""
@@ -134,14 +147,16 @@ class Course:
     def __init__(self, mind: Mind, g: Generation) -> None:
         self.mind = mind
         self.luck = {names: Luck(luck.rate) for names, luck in mind.luck.items()}
+        self.second = Luck(mind.second.rate)
         self._seen = 0
-        self._take(g, *mind.best(self.luck), "start")
+        self._take(g, mind.best(self.luck, self.second.rate), "start")
 
-    def _take(self, g: Generation, drafters: Names, way: int, cause: str) -> None:
-        self.drafters, self._way = drafters, way
-        self.way = self.mind.outlook.ways[way]
-        rate = self.luck[drafters].rate
-        g.decisions.append(Decision(g.root.depth, self.way, drafters, cause, rate))
+    def _take(self, g: Generation, turn: Turn, cause: str) -> None:
+        self._turn = turn
+        self.drafters, way, spare = turn
+        self.way = replace(self.mind.outlook.ways[way], spare=spare)
+        rate = self.luck[self.drafters].rate
+        g.decisions.append(Decision(g.root.depth, self.way, self.drafters, cause, rate))
 
     def go(self, g: Generation) -> None:
         if len(g.judged) > self._seen:
@@ -151,20 +166,21 @@ class Course:
             self._probe(g)
 
     def _reconsider(self, g: Generation) -> None:
-        for said, token in g.judged[self._seen :]:
-            self._learn(said, token)
+        for judged in g.judged[self._seen :]:
+            self._learn(*judged)
         self._seen = len(g.judged)
         late = self.mind.time()
-        drafters, way = self.mind.best(self.luck)
-        if (drafters, way) == (self.drafters, self._way):
-            return
-        if self._ms(drafters, way) < (1 - GAIN) * self._ms(self.drafters, self._way):
-            self._take(g, drafters, way, "latency" if late else "acceptance")
+        turn = self.mind.best(self.luck, self.second.rate)
+        if turn != self._turn and self._ms(turn) < (1 - GAIN) * self._ms(self._turn):
+            self._take(g, turn, "latency" if late else "acceptance")
 
-    def _ms(self, drafters: Names, way: int) -> float:
-        return self.mind.ms(drafters, way, self.luck[drafters])
+    def _ms(self, turn: Turn) -> float:
+        return self.mind.ms(turn, self.luck[turn[0]].rate, self.second.rate)
 
-    def _learn(self, said: dict[str, int], token: int) -> None:
+    def _learn(self, said: dict[str, int], token: int, guesses: Sequence[int]) -> None:
+        if len(guesses) > len(said) and token not in said.values():
+            self.second.add(token in guesses)
+            self.mind.second.add(token in guesses)
         for names, luck in self.luck.items():
             if all(name in said for name in names):
                 hit = any(said[name] == token for name in names)
@@ -180,9 +196,12 @@ class Course:
 
 
 def follow(g: Generation, way: Way, drafters: Sequence[str]) -> None:
+    g.branches, g.doubt = (2, DOUBT) if way.spare else (1, 0.0)
     if way.speculates:
         go_ahead(g, way.lookahead, drafters, way.patience, way.horizon, way.targets)
-        if way.targets > 1:
+        if way.spare and g.root.watcher is not None:
+            look_aside(g, way.spare)
+        if way.targets + way.spare > 1:
             g.remind()  # any target may be next to watch this text
     elif g.root.watcher is None:
         g.verify(g.root, 1)

@@ -36,6 +36,9 @@ from dsi.core.tree import Node
 
 Policy = Callable[["Generation"], None]
 
+# What each drafter said of a place, what is true, and all that was guessed where there are second guesses.
+Judged = tuple[dict[str, int], int, Tokens]
+
 WARM_EVERY = 16  # sure tokens between two reminders to idle servers
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came to stand in the text
 TRIES = 3  # failures in a row after which a drafter is left alone until the root moves
@@ -82,7 +85,7 @@ class Generation:
         self.busy = 0  # drafts and verifications among them
         self.tally = Tally()
         self.origins: list[str] = []  # how each token of the text came
-        self.judged: list[tuple[dict[str, int], int]] = []  # what was guessed of each token, and what it was
+        self.judged: list[Judged] = []  # what was guessed of each token, and what it was
         self.notes: list[Note] = []  # what the target thought of each place, where somebody asks
         self.decisions: list[Decision] = []  # of a policy that changes its mind
         self.memo: Any = None  # what a policy wants to remember
@@ -220,7 +223,7 @@ class Generation:
         return tuple(sure)
 
     def _account(self, passed: Node, token: int) -> None:
-        self.judged.append((passed.said, token))
+        self.judged.append((passed.said, token, tuple(passed.children) if self.branches > 1 else ()))
         if token in passed.children:
             self.tally.accepted += 1
             self.origins.append(ACCEPTED)
@@ -294,8 +297,8 @@ class Generation:
 
     @property
     def verifying(self) -> int:
-        """Verifications in flight."""
-        return self.busy - sum(self._drafting.values())
+        """Verifications in flight, without the looks aside."""
+        return self.busy - sum(self._drafting.values()) - len(self._asides)
 
     def lost(self, model: str = DRAFTER) -> bool:
         """Whether this drafter keeps failing; it is tried again when the root moves."""

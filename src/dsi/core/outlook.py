@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# Targets that look past second guesses, and for what share of the right ones the next token is then known in
+# time: what `benchmarks/branches.py` gives.
+ASIDES = {1: 0.45, 2: 0.62, 4: 0.72}
+
 
 @dataclass(frozen=True)
 class Way:
@@ -12,6 +16,7 @@ class Way:
     targets: int = 1
     lookahead: int = 0
     patience: int = 0
+    spare: int = 0  # targets besides, which look past second guesses
 
     @property
     def speculates(self) -> bool:
@@ -25,7 +30,8 @@ class Way:
     def __str__(self) -> str:
         if not self.speculates:
             return "no speculation"
-        return f"SP {self.targets}, lookahead {self.lookahead}, patience {self.patience}"
+        aside = f", {self.spare} for second guesses" if self.spare else ""
+        return f"SP {self.targets}, lookahead {self.lookahead}, patience {self.patience}{aside}"
 
 
 PLAIN = Way()
@@ -44,15 +50,23 @@ class Outlook:
     ms: tuple[tuple[tuple[float, ...], ...], ...]
     drafter_ms: float = 1.0
     steps_ms: tuple[tuple[int, float], ...] = ((1, 1.0),)  # target forwards of up to so many new tokens
+    targets: int = 1  # that there are
+    contention: float = 0.0
     best: tuple[tuple[int, ...], ...] = field(init=False, repr=False)
+    sparing: dict[int, tuple[tuple[int, ...], ...]] = field(init=False, repr=False)  # with targets to spare
 
     def __post_init__(self) -> None:
-        order = range(len(self.ways))
-        best = tuple(
+        object.__setattr__(self, "best", self._best(self.targets))
+        sparing = {spare: self._best(self.targets - spare) for spare in ASIDES if spare < self.targets}
+        object.__setattr__(self, "sparing", sparing)
+
+    def _best(self, most: int) -> tuple[tuple[int, ...], ...]:
+        """The way with no more targets than these, by scale and rate."""
+        order = [i for i, way in enumerate(self.ways) if way.targets <= most] or [0]
+        return tuple(
             tuple(min(order, key=lambda way: table[way][part]) for part in range(len(table[0])))
             for table in self.ms
         )
-        object.__setattr__(self, "best", best)
 
     def forward_ms(self, width: int) -> float:
         return next((ms for most, ms in self.steps_ms if width <= most), self.steps_ms[-1][1])
@@ -75,5 +89,5 @@ class Decision:
     tokens: int
     way: Way
     drafters: tuple[str, ...]
-    cause: str  # acceptance, latency or start
+    cause: str  # start, acceptance (of first or second guesses) or latency
     rate: float  # what acceptance was taken to be

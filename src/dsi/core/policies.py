@@ -120,7 +120,7 @@ def distributed(
         g.doubt = doubt
         go_ahead(g, lookahead, drafters, patience, horizon)
         if branches > 1 and g.root.watcher is not None:
-            _look_aside(g, spare)
+            look_aside(g, spare)
         g.remind()  # any target may be next to watch this text
 
     return policy
@@ -204,7 +204,7 @@ def _stay_close(g: Generation, lookahead: int, drafters: Sequence[str], patience
         g.draft(tip, room, model)
 
 
-def _look_aside(g: Generation, spare: int) -> None:
+def look_aside(g: Generation, spare: int) -> None:
     """Let targets that are to spare look past second guesses."""
     while g.asides < spare and (node := g.second()) is not None:
         g.verify(node, 1, aside=True)

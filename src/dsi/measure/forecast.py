@@ -149,6 +149,8 @@ def outlook(setting: Setting, scales: Iterable[float] = SCALES) -> Outlook:
         tuple(tables),
         float(setting.drafter_ms),
         tuple((width, float(ms)) for width, ms in steps),
+        setting.sp,
+        setting.contention,
     )
 
 
