@@ -47,6 +47,7 @@ MAY_USE = {
     "show": {"measure", "plot", "request"},
     "serve": {"core", "engine", "fleets", "loading", "measure", "models", "plot", "request", "speech"},
     "cli": {
+        "cli_budget",
         "cli_engine",
         "cli_measure",
         "cli_options",
@@ -59,6 +60,7 @@ MAY_USE = {
         "plot",
         "show",
     },
+    "cli_budget": {"cli_engine", "measure", "plot", "show"},
     "cli_engine": {"fleets", "show", "speech"},
     "cli_options": set(),
     "cli_serve": {"cli_engine", "cli_options", "serve"},

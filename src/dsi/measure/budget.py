@@ -366,7 +366,7 @@ def simulated(
     settings: Mapping[str, Setting],
     entrants: Sequence[Contender],
     share: float,
-    count: int,
+    seeds: Sequence[int],
     unit: str = "core",
     progress: Progress = lambda: None,
 ) -> list[Table]:
@@ -377,7 +377,7 @@ def simulated(
         for each in entrants:
             placed = arranged(setting, each, share)
             way = rehearsed(placed, each.algorithm)
-            texts[each] = [placed.run(way, seed).completion for seed in range(count)]
+            texts[each] = [placed.run(way, seed).completion for seed in seeds]
             progress()
         tables.append(Table(name, entries(texts, SIMULATED, 1, unit), setting.acceptance))
     return tables

@@ -41,7 +41,7 @@ def _panel(axes: Axes, table: Table) -> None:
     found = table.entries
     heights = [-i for i in range(len(found))]
     middles = [each.tokens_per_second for each in found]
-    # Of a few skewed rates a quartile may lie beyond the median's other side by rounding alone.
+    # Rounding must not make a whisker negative: that cannot be drawn.
     whiskers = [
         [max(0.0, each.tokens_per_second - each.low) for each in found],
         [max(0.0, each.high - each.tokens_per_second) for each in found],
