@@ -136,7 +136,7 @@ Budget = Annotated[
     bool,
     typer.Option(
         "--budget",
-        help="The same cores for every algorithm and for auto, each in its best arrangements, by prompt class.",
+        help="The same cores for every algorithm and auto, in arrangements of their own, by prompt class.",
     ),
 ]
 Cores = Annotated[

@@ -34,6 +34,7 @@ SCALES = 0.8  # the share of a target forward that more processors make faster, 
 PLACES = (1, 10)  # tokens whose time is told, besides the last
 BLOCK = 5  # guesses at once where acceptance is counted
 WARM = 8  # tokens of a text that is not counted, so that every server has begun once
+OTHER = "Something else"  # a prompt that takes the place of another in the caches
 Classes = Mapping[str, Sequence[str]]  # prompts by what they are about
 Progress = Callable[[], object]
 
@@ -204,7 +205,7 @@ def check_share(share: float) -> float:
 def check_one_text(rule: str, temperature: float) -> None:
     if rule != "match" and temperature:
         raise ValueError(
-            f"rule {rule} at temperature {temperature} with --budget: gives each algorithm a text of its own; "
+            f"rule {rule} at temperature {temperature} with --budget: gives each algorithm its own text; "
             "take match"
         )
 
@@ -261,7 +262,7 @@ def engines(load: Callable[..., Engine], entrants: Iterable[Contender]) -> Itera
             key = each.layout, each.algorithm == AUTO
             if key not in loaded:
                 algorithm = AUTO if each.algorithm == AUTO else "dsi"
-                loaded[key] = stack.enter_context(load(algorithm=algorithm, **each.layout.load()))
+                loaded[key] = stack.enter_context(load(algorithm=algorithm, texts=1, **each.layout.load()))
         yield {each: loaded[each.layout, each.algorithm == AUTO] for each in entrants}
 
 
@@ -277,11 +278,14 @@ def measured(
         name: {each: [] for each in running} for name in classes
     }
     warm(running, classes, options)
-    turns = deque(running.items())
+    turns, last = deque(running.items()), dict[int, str]()
     for _ in range(repeats):
         for name, prompts in classes.items():
             for prompt in prompts:
                 for each, engine in turns:
+                    if last.get(id(engine)) == prompt:
+                        forget(engine)
+                    last[id(engine)] = prompt
                     done[name][each].append(write(engine, each, prompt, options))
                     progress()
                 check_equal(prompt, [texts[-1] for texts in done[name].values()])
@@ -291,6 +295,12 @@ def measured(
 
 def write(engine: Engine, who: Contender, prompt: str, options: Mapping[str, Any]) -> Completion:
     return engine.generate(prompt, algorithm=who.algorithm, lookahead=who.lookahead, **options)
+
+
+def forget(engine: Engine) -> None:
+    """What one contender has read must not help the next: servers that keep one text read another."""
+    each = engine.loaded.sp
+    engine.generate(OTHER, algorithm="dsi", lookahead=1, patience=0, max_new_tokens=2 * each + 1)
 
 
 def warm(running: Mapping[Contender, Engine], classes: Classes, options: Mapping[str, Any]) -> None:
