@@ -62,11 +62,13 @@ def on_cores(options: Options, blocks: Sequence[int], classes: Classes, said: Op
     here = budget.cores_here()
     cores = here if options["cores"] is None else budget.check_processors("cores", options["cores"], 1)
     budget.check_one_text(said["rule"], said["temperature"])
+    if said["max_new_tokens"] < 1:
+        raise ValueError(f"max new tokens {said['max_new_tokens']}: must be at least 1")
     entrants = budget.contenders(budget.check_entrants(options["algorithm"]), cores, blocks)
     if cores > here:
         _beyond(options, cores, entrants, classes, said)
         return
-    if options["scales"] is not None:
+    if options["scales"] is not None:  # which would be without effect
         raise ValueError(f"--scales {options['scales']}: all {cores} cores are here, so all is measured")
     texts = sum(map(len, classes.values())) * options["repeats"]
     with (
@@ -86,6 +88,7 @@ def _beyond(
 
     from dsi.measure import budget
 
+    share = _share(options)
     prompts = sum(map(len, classes.values()))
     chosen = options | {"algorithm": "dsi"}
     with load_engine(chosen, sp=1) as engine, show.progress("texts", prompts) as advance:
@@ -94,7 +97,7 @@ def _beyond(
     settings = {name: replace(setting, acceptance=rate) for name, rate in rates.items()}
     count = max(map(len, classes.values())) * options["repeats"]
     origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"
-    _simulate(settings, options, cores, "core", entrants, count, f"as measured on one {origin}")
+    _simulate(settings, options, cores, "core", entrants, share, count, f"as measured on one {origin}")
 
 
 def on_gpus(options: Options, blocks: Sequence[int], name: str, setting: Setting) -> None:
@@ -104,7 +107,14 @@ def on_gpus(options: Options, blocks: Sequence[int], name: str, setting: Setting
     gpus = budget.check_processors("gpus", options["gpus"], 2)
     entrants = budget.contenders(budget.check_entrants(options["algorithm"]), gpus, blocks)
     origin = f"from {options['profile']}"
-    _simulate({name: setting}, options, gpus, "GPU", entrants, DRAWS * options["repeats"], origin)
+    count = DRAWS * options["repeats"]
+    _simulate({name: setting}, options, gpus, "GPU", entrants, _share(options), count, origin)
+
+
+def _share(options: Options) -> float:
+    from dsi.measure import budget
+
+    return budget.SCALES if options["scales"] is None else budget.check_share(options["scales"])
 
 
 def _simulate(
@@ -113,12 +123,12 @@ def _simulate(
     total: int,
     unit: str,
     entrants: Sequence[Contender],
+    share: float,
     count: int,
     origin: str,
 ) -> None:
     from dsi.measure import budget
 
-    share = budget.SCALES if options["scales"] is None else budget.check_share(options["scales"])
     seeds = range(options["seed"], options["seed"] + count)
     with show.progress("contenders", len(settings) * len(entrants)) as advance:
         tables = budget.simulated(settings, entrants, share, seeds, unit, advance)

@@ -415,7 +415,7 @@ def rehearsed(setting: Setting, algorithm: str) -> str | Guide:
     """DSI knows how often guesses are right and goes the best of its ways; `auto` has to find out."""
     if algorithm not in ("dsi", AUTO):
         return algorithm
-    known = foreseen(replace(setting, acceptance=0.5))
+    known = foreseen(replace(setting, acceptance=0.5, target_ttft_ms=None, drafter_ttft_ms=None))
     if algorithm == "dsi":
         return guide(best_speculation(known, setting.acceptance), setting)
     from dsi.speech import BELIEF
@@ -425,7 +425,7 @@ def rehearsed(setting: Setting, algorithm: str) -> str | Guide:
 
 @lru_cache
 def foreseen(setting: Setting) -> Outlook:
-    """For any acceptance rate: the setting's own does not count."""
+    """For any acceptance rate, of tokens after the first: nothing of that depends on the setting's own."""
     return outlook(setting)
 
 
