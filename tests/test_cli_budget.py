@@ -109,7 +109,7 @@ ARRANGES = "not with --budget, which arranges the processors for each algorithm"
     ("command", "sentence"),
     [
         ("--budget --cores 0", "cores 0: must be between 1 and 1000"),
-        ("--budget --cores 1 --scales 0.5", "--scales 0.5: all 1 cores are here, so all is measured"),
+        ("--budget --cores 1 --scales 0.5", f"--scales 0.5: 1 core of {HERE} here, so all is measured"),
         ("--budget --cores 999 --scales 2", "scales 2.0: must be between 0 and 1"),
         ("--budget --max-new-tokens 0", "max new tokens 0: must be at least 1"),
         ("--budget --fleet ray", f"--fleet ray: {ARRANGES}"),

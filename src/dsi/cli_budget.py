@@ -69,7 +69,8 @@ def on_cores(options: Options, blocks: Sequence[int], classes: Classes, said: Op
         _beyond(options, cores, entrants, classes, said)
         return
     if options["scales"] is not None:  # which would be without effect
-        raise ValueError(f"--scales {options['scales']}: all {cores} cores are here, so all is measured")
+        cores_asked = budget.plural(cores, "core")
+        raise ValueError(f"--scales {options['scales']}: {cores_asked} of {here} here, so all is measured")
     texts = sum(map(len, classes.values())) * options["repeats"]
     with (
         budget.engines(partial(load_engine, options), entrants) as running,
