@@ -137,7 +137,9 @@ def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], *
         table(BUDGET_HEADS, [_contender(entry, each.entries[0]) for entry in each.entries])
         print(verdict(each.verdict) if each.verdict else "nobody to compare with", end="\n\n")
     print(
-        "over non-SI: medians of ratios within a prompt and repeat; forwards, given up, wasted: for each token"
+        print(
+            "over non-SI: median of ratios within a prompt and repeat; forwards, given up, wasted: per token"
+        )
     )
     print(f"{label}: {about}")
     for path in files:
