@@ -93,6 +93,7 @@ def test_gpus_are_simulated_from_a_profile(profile: Path, tmp_path: Path) -> Non
     assert done.stdout.startswith("essays, acceptance 0.80 (simulated)\n")
     for words in ("non-SI, all 4 GPUs", "DSI, 3 targets of 1 GPU", "auto, 1 target of 3 GPUs", "\nwinner: "):
         assert words in done.stdout
+    assert "None" not in done.stdout
     last = done.stdout.splitlines()[-1]
     assert last.startswith(
         "simulated: 4 texts of each class and contender on 4 GPUs; a target forward 20.00 ms"

@@ -136,11 +136,7 @@ def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], *
         print(f"{each.name}{rate} ({label})")
         table(BUDGET_HEADS, [_contender(entry, each.entries[0]) for entry in each.entries])
         print(verdict(each.verdict) if each.verdict else "nobody to compare with", end="\n\n")
-    print(
-        print(
-            "over non-SI: median of ratios within a prompt and repeat; forwards, given up, wasted: per token"
-        )
-    )
+    print("over non-SI: median of ratios within a prompt and repeat; forwards, given up, wasted: per token")
     print(f"{label}: {about}")
     for path in files:
         print(f"wrote {path}", file=sys.stderr)
