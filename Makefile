@@ -38,6 +38,7 @@ bench: setup
 	$(BIN)/python benchmarks/threads.py
 	$(BIN)/python benchmarks/grid.py
 	$(BIN)/python benchmarks/pair_cpu.py
+	$(BIN)/python benchmarks/budget.py
 	$(BIN)/python benchmarks/orchestration.py
 	$(BIN)/python benchmarks/stale.py
 	$(BIN)/python benchmarks/vocabularies.py

@@ -103,6 +103,12 @@ def test_generate_writes_text_alone_on_stdout() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_generate_that_adapts_writes_the_same_text() -> None:
+    done = dsi("generate", "Once upon a time", "--max-new-tokens", "12", "--algorithm", "auto")
+    assert (done.returncode, done.stderr.startswith("auto: 12 tokens in ")) == (0, True)
+    assert done.stdout.startswith(", there was a little")
+
+
 def test_generate_reads_a_pipe_or_a_file_and_gives_figures(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Tom and his dog")
     command = [sys.executable, "-m", "dsi", "generate", "--max-new-tokens", "8", "--json"]

@@ -50,6 +50,7 @@ MAY_USE = {
     "show": {"measure", "plot", "request"},
     "serve": {"core", "engine", "fleets", "loading", "measure", "models", "plot", "request", "speech"},
     "cli": {
+        "cli_budget",
         "cli_engine",
         "cli_measure",
         "cli_options",
@@ -63,6 +64,7 @@ MAY_USE = {
         "plot",
         "show",
     },
+    "cli_budget": {"cli_engine", "measure", "plot", "show"},
     "cli_engine": {"fleets", "show", "speech"},
     "cli_options": set(),
     "cli_plan": {"cli_options", "evidence", "measure", "planner", "plot", "show"},

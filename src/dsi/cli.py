@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dsi import cli_paper, cli_plan, cli_serve, show
+from dsi import cli_budget, cli_paper, cli_plan, cli_serve, show
 from dsi.cli_engine import load_engine
 from dsi.cli_measure import measure
 from dsi.cli_options import (
@@ -17,7 +17,11 @@ from dsi.cli_options import (
     Algorithm,
     AutoLookahead,
     AutoPatience,
+    Budget,
+    BudgetOut,
+    BudgetProfile,
     Contention,
+    Cores,
     Degree,
     Drafter,
     DrafterCopies,
@@ -30,6 +34,7 @@ from dsi.cli_options import (
     Eager,
     FailuresPerHour,
     Fleet,
+    Gpus,
     HangSeconds,
     Horizon,
     Jitter,
@@ -48,6 +53,7 @@ from dsi.cli_options import (
     RepairS,
     Requests,
     Rule,
+    Scales,
     Seed,
     Sp,
     StartSeconds,
@@ -69,6 +75,8 @@ from dsi.cli_options import (
 if TYPE_CHECKING:
     from dsi.measure.records import Record
     from dsi.measure.settings import Setting
+
+STOPS = 8  # places where a forward on a GPU is taken to end if it is cancelled: a few layers each
 
 app = typer.Typer(
     help="Distributed speculative inference: lossless decoding that never takes turns.",
@@ -351,8 +359,11 @@ def chat(
             messages.append({"role": "assistant", "content": writing.completion.text.strip()})
 
 
-@app.command(epilog="Example: dsi compare --repeats 5 --json")
+@app.command(
+    epilog="Example: dsi compare --repeats 5 --json. Example: dsi compare --budget --cores 2 --out budget.svg"
+)
 def compare(
+    context: typer.Context,
     target: Target = "builtin",
     drafter: Drafter = None,
     vocab: Vocab = "auto",
@@ -379,19 +390,26 @@ def compare(
     drafter_needs: DrafterNeeds = None,
     hang_seconds: HangSeconds = None,
     start_seconds: StartSeconds = None,
+    budget: Budget = False,
+    cores: Cores = None,
+    gpus: Gpus = None,
+    profile: BudgetProfile = None,
+    scales: Scales = None,
+    out: BudgetOut = None,
     json: Json = False,
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.
 
     Above temperature 0, rules other than match give each algorithm a text of its own, the same every time.
+    With --budget, each algorithm has the same processors, in arrangements of its own.
     """
     from dsi.measure.compare import compare as measured
     from dsi.measure.compare import contenders
 
-    names = contenders(_algorithms(algorithm), _numbers("si lookaheads", si_lookaheads, 1))
-    texts = _prompts(prompts)
+    cli_budget.check_options({name: each for name, each in locals().items() if _given(context, name)})
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: must be at least 1")
+    blocks = _numbers("si lookaheads", si_lookaheads, 1)
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -400,12 +418,35 @@ def compare(
         "seed": seed,
         "rule": rule,
     }
+    if budget:
+        _compare_budget(context, locals(), blocks, options)
+        return
+    names = contenders(_algorithms(algorithm), blocks)
+    texts = _prompts(prompts)
     with (
         load_engine(locals() | {"algorithm": "dsi"}) as engine,
         show.progress("texts", len(names) * len(texts) * repeats) as advance,
     ):
         rows = measured(engine, names, texts, repeats, options, advance)
     show.comparison(rows, json, rule == "match" or temperature == 0)
+
+
+def _compare_budget(
+    context: typer.Context, options: dict[str, Any], blocks: list[int], said: dict[str, Any]
+) -> None:
+    for path in options["out"] or []:
+        _writable(path, (".svg", ".png"))
+    if not _given(context, "algorithm"):
+        options = options | {"algorithm": f"{options['algorithm']},auto"}
+    if options["profile"] is None:
+        cli_budget.on_cores(options, blocks, _classes(options["prompts"]), said)
+        return
+    from dsi.measure.profile import NUMBERS, Profile
+
+    name = Profile.load(options["profile"]).dataset
+    measured = _profiled(context, options["profile"], dict.fromkeys(NUMBERS))
+    fixed = {"sp": 1, "tokens": said["max_new_tokens"], "eager": False, "pieces": STOPS}
+    cli_budget.on_gpus(options, blocks, name, _setting(measured, **fixed))
 
 
 def _traced(path: Path) -> list[Record]:
@@ -439,6 +480,15 @@ def _prompts(file: Path | None) -> list[str]:
     if not lines:
         raise ValueError(f"{file}: has no prompt in it")
     return list(lines)
+
+
+def _classes(file: Path | None) -> dict[str, list[str]]:
+    """A file is a class of its own."""
+    from dsi.measure.compare import CLASSES
+
+    if file is not None:
+        return {file.stem: _prompts(file)}
+    return {name: list(prompts) for name, prompts in CLASSES.items()}
 
 
 def _line() -> str:
@@ -505,10 +555,11 @@ def _one_lookahead(text: str) -> int | None:
     return numbers[0]
 
 
-def _writable(path: Path) -> Path:
+def _writable(path: Path, endings: tuple[str, ...] = (".svg", ".png", ".json")) -> Path:
     """Refuse what could not be written before anything has been computed."""
-    if path.suffix not in (".svg", ".png", ".json"):
-        raise ValueError(f"{path}: the name must end in .svg, .png or .json")
+    if path.suffix not in endings:
+        *others, last = endings
+        raise ValueError(f"{path}: the name must end in {', '.join(others)} or {last}")
     if path.is_dir():
         raise ValueError(f"{path}: is a folder")
     if not path.parent.is_dir():

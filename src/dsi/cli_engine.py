@@ -38,7 +38,7 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
         engine = Engine.load(options["target"], drafters, **chosen)
     for remark in engine.loaded.remarks:
         print(f"dsi: {remark}", file=sys.stderr)
-    if options["algorithm"] == "auto" and engine.loaded.choices:
+    if options["algorithm"] == "auto" and engine.loaded.choices:  # on cores, it chooses on the way
         print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
     return engine
 

@@ -144,5 +144,32 @@ Profile = Annotated[
     Path | None,
     typer.Option(help="Take what is measured from a file of `dsi measure`; what is given here comes first."),
 ]
+Budget = Annotated[
+    bool,
+    typer.Option(
+        "--budget",
+        help="The same cores for every algorithm and auto, in arrangements of their own, by prompt class.",
+    ),
+]
+Cores = Annotated[
+    int | None,
+    typer.Option(help="With --budget: so many cores, simulated if there are fewer; without it, all of them."),
+]
+Gpus = Annotated[
+    int | None, typer.Option(help="With --budget: so many GPUs instead, simulated from a --profile.")
+]
+BudgetProfile = Annotated[
+    Path | None, typer.Option(help="With --gpus: a file of `dsi measure`, which has what one GPU takes.")
+]
+Scales = Annotated[
+    float | None,
+    typer.Option(
+        help="Where --budget simulates: the share of a target forward, 0 to 1, that is divided among its "
+        "processors; 0.8 without it."
+    ),
+]
+BudgetOut = Annotated[
+    list[Path] | None, typer.Option(help="With --budget: also write a picture (.svg, .png); repeatable.")
+]
 Waited = Annotated[bool, typer.Option("--waited", help="Real threads that wait instead of computing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]

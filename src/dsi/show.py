@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsi.measure.budget import Entry, Table, Verdict
     from dsi.measure.choose import Choice
     from dsi.measure.compare import Row
     from dsi.measure.records import Record
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
 SERVERS_LISTED = 12
 SILENCE_SECONDS = 2.0
 WIDE = 200
+BUDGET_HEADS = [
+    "",
+    "tokens/s",
+    "quartiles",
+    "over non-SI",
+    "ms to 1st",
+    "10th",
+    "last",
+    "target forwards",
+    "given up",
+    "drafter forwards",
+    "wasted",
+]
 
 
 @contextmanager
@@ -117,6 +131,47 @@ def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
     _print_columns([row.name for row in rows], columns)
     equal = "all equal" if one_text else "those of one algorithm and prompt equal"
     print(f"measured: {rows[0].runs} texts each, {equal}; ratios are medians within a prompt and repeat")
+
+
+def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], **known: Any) -> None:
+    """Of each class, its contenders and the winner; `known` goes into the document."""
+    label = tables[0].entries[0].label
+    if json:
+        found = [table.json() for table in tables]
+        document(label=label, **known, classes=found, files=[str(path) for path in files])
+        return
+    for each in tables:
+        rate = "" if each.acceptance is None else f", acceptance {each.acceptance:.2f}"
+        print(f"{each.name}{rate} ({label})")
+        table(BUDGET_HEADS, [_contender(entry, each.entries[0]) for entry in each.entries])
+        print(verdict(each.verdict) if each.verdict else "nobody to compare with", end="\n\n")
+    print("over non-SI: median of ratios within a prompt and repeat; forwards, given up, wasted: per token")
+    print(f"{label}: {about}")
+    for path in files:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _contender(entry: Entry, first: Entry) -> list[str]:
+    times = ("-" if ms is None else f"{ms:.1f}" for ms in entry.times_ms)
+    return [
+        entry.name,
+        f"{entry.tokens_per_second:.1f}",
+        f"{entry.low:.1f} to {entry.high:.1f}",
+        f"{entry.over(first):.2f}",
+        *times,
+        f"{entry.target_forwards:.2f}",
+        f"{entry.given_up:.2f}",
+        f"{entry.drafter_forwards:.2f}",
+        f"{entry.tokens_wasted:.2f}",
+    ]
+
+
+def verdict(found: Verdict) -> str:
+    close = "" if found.clear else ": too close to call"
+    return (
+        f"winner: {found.winner.name}, {found.margin:.2f} times as fast as {found.second.name} "
+        f"(quartiles {found.low:.2f} to {found.high:.2f}){close}"
+    )
 
 
 def simulations(results: list[Result], json: bool) -> None:

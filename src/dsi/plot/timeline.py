@@ -42,11 +42,15 @@ def save(records: Sequence[Record], path: Path) -> None:
 
 
 def picture(records: Sequence[Record], format: str) -> bytes:
+    return rendered(figure(records), format)
+
+
+def rendered(drawn: Figure, format: str) -> bytes:
     """SVG keeps its text as text, and is the same file each time."""
     out = BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "dsi", "svg.fonttype": "none"}):
         metadata = {"Date": None} if format == "svg" else None
-        figure(records).savefig(out, format=format, dpi=150, metadata=metadata)
+        drawn.savefig(out, format=format, dpi=150, metadata=metadata)
     return out.getvalue()
 
 

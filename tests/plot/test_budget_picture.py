@@ -1,0 +1,54 @@
+"""A panel for each class of prompts, a bar for each contender."""
+
+from pathlib import Path
+
+import pytest
+from matplotlib.collections import LineCollection
+
+from dsi.core.generation import Tally
+from dsi.measure.budget import SIMULATED, Contender, Layout, Table, entries
+from dsi.plot.budget import figure, save
+from dsi.request import Completion
+
+
+def table(name: str, *speeds: float) -> Table:
+    """Texts of one token; times are milliseconds."""
+    texts = {
+        Contender("nonsi", Layout(2)): [
+            Completion((7,), "length", (1000 / speed,), Tally()) for speed in speeds
+        ],
+        Contender("dsi", Layout(2, 1)): [
+            Completion((7,), "length", (500 / speed,), Tally()) for speed in speeds
+        ],
+    }
+    return Table(name, entries(texts, SIMULATED, 1), acceptance=0.75)
+
+
+TABLES = [table("tales", 10, 20, 30), table("code", 5), table("verse", 4, 8)]
+
+
+def test_bars_are_medians_with_quartiles_and_carry_their_names() -> None:
+    picture = figure(TABLES, "Two cores")
+    shown = [axes for axes in picture.axes if axes.axison]
+    assert [axes.get_title(loc="left") for axes in shown] == [
+        f"{name}, acceptance 0.75" for name in ("tales", "code", "verse")
+    ]
+    assert [bar.get_width() for bar in shown[0].patches] == pytest.approx([20, 40])  # type: ignore[attr-defined]
+    names = [label.get_text() for label in shown[0].get_yticklabels()]
+    assert names == ["non-SI, all 2 cores", "DSI, 1 target of 1 core"]
+    [whiskers] = shown[0].collections
+    assert isinstance(whiskers, LineCollection)
+    assert [segment[:, 0].tolist() for segment in whiskers.get_segments()] == [
+        pytest.approx([10, 30]),
+        pytest.approx([20, 60]),
+    ]
+    assert "simulated" in shown[-1].get_xlabel()
+
+
+@pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
+def test_pictures_are_written_and_the_same_each_time(tmp_path: Path, name: str, begins: bytes) -> None:
+    save(TABLES, "Two cores", tmp_path / name)
+    first = (tmp_path / name).read_bytes()
+    save(TABLES, "Two cores", tmp_path / name)
+    assert first.startswith(begins)
+    assert (tmp_path / name).read_bytes() == first
