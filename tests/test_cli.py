@@ -165,7 +165,8 @@ def test_plan_from_measurements_of_this_machine() -> None:
     assert {offer["algorithm"] for offer in found["offers"]} == {"nonsi", "si"}
     assert found["evidence"]["sources"]["acceptance"] == "measured"
     assert 0.5 < found["evidence"]["rates"]["match"] < 1
-    assert found["command"].startswith("dsi generate --target builtin --drafter builtin --algorithm si")
+    first = found["offers"][0]["algorithm"]  # which of them is faster depends on what else the machine does
+    assert found["command"].startswith(f"dsi generate --target builtin --drafter builtin --algorithm {first}")
 
 
 def test_table1() -> None:
