@@ -9,6 +9,7 @@ from dsi.core.generation import Policy, Tally
 from dsi.core.messages import GREEDY, Note, Sampling
 from dsi.core.outlook import Decision
 from dsi.models.wait import Time
+from dsi.overlap import Overlap
 
 __all__ = ["Completion", "Request", "Sampling"]
 
@@ -33,6 +34,7 @@ class Completion:
     origins: tuple[str, ...] = field(default=(), repr=False)  # accepted, corrected or plain, for each token
     notes: tuple[Note, ...] = field(default=(), repr=False)  # what the target thought of each, if asked
     decisions: tuple[tuple[Time, Decision], ...] = field(default=(), repr=False)  # under `auto`, and when
+    overlap: Overlap | None = field(default=None, repr=False)  # what overlapping forwards gave and cost
     text: str = ""  # where the engine speaks text
     prompt: Tokens = field(default=(), repr=False)
 

@@ -143,6 +143,9 @@ class SimulatedFleet(Crew):
             forward.event = None
             self._record(name, forward, max(self._now, forward.start))
 
+    def _computes(self, name: str) -> bool:
+        return name in self._forwards
+
     def wake(self) -> None:
         self._ready.append(WOKEN)
 
@@ -178,6 +181,7 @@ class SimulatedFleet(Crew):
         if self._fails is not None and self._fails(forward.job):
             forward.event, forward.events = Failed(forward.job.id, "the forward failed"), iter(())
         forward.start, forward.end = start, start + forward.meter.read() * self._slowdown(name, start)
+        self._tolls[name].since = start
         self._due(name, forward)
         return True
 
@@ -258,7 +262,7 @@ class SimulatedFleet(Crew):
         self._begin()
 
     def _record(self, name: str, forward: Forward, end: Time) -> None:
-        self.busy[name] = self.busy[name] + (end - forward.start)
+        self._spend(name, forward.start, end, forward.event)
         if self._log is not None:
             role = self._servers[name].role
             entry = span(name, role, forward.job, forward.context, forward.start, end, forward.event)
