@@ -153,8 +153,8 @@ def test_threads_are_timed_as_well() -> None:
         fleet.close()
     found = text.overlap
     assert found is not None
-    assert found.target_time >= 0.019
-    assert found.drafter_time >= 0.0019
+    assert (found.target_time or 0) >= 0.019
+    assert (found.drafter_time or 0) >= 0.0019
     assert busy(found)["target-2"] == 0
     assert 0 < busy(found)["target-1"] < text.elapsed
 

@@ -379,7 +379,8 @@ def compare(
     from dsi.measure.compare import compare as measured
     from dsi.measure.compare import contenders
 
-    names = contenders(_algorithms(algorithm), _numbers("si lookaheads", si_lookaheads, 1))
+    asked = [name.strip() for name in algorithm.split(",")]
+    names = contenders(asked, _numbers("si lookaheads", si_lookaheads, 1))
     texts = _prompts(prompts)
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: must be at least 1")

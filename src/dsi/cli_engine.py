@@ -36,7 +36,7 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
         engine = Engine.load(options["target"], drafters, **chosen)
     for remark in engine.loaded.remarks:
         print(f"dsi: {remark}", file=sys.stderr)
-    if options["algorithm"] == "auto":
+    if options["algorithm"] == "auto" and engine.loaded.choices:
         print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
     return engine
 

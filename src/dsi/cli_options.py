@@ -89,7 +89,7 @@ Vocab = Annotated[
 OneAlgorithm = Annotated[
     str,
     typer.Option(
-        help="nonsi, si, pearl or dsi; the text is the same. auto, with devices: the fastest as measured."
+        help="nonsi, si, pearl or dsi; the text is the same. auto learns on the way how far speculation pays."
     ),
 ]
 Degree = Annotated[

@@ -11,6 +11,20 @@ from dsi.core.messages import TARGET
 from dsi.models.wait import Time
 
 SECOND = 1000  # ms
+FIGURES = (
+    "hidden_share",
+    "drafter_lead",
+    "wasted_drafts",
+    "wasted_forwards",
+    "idle_share",
+    "target_ms",
+    "drafter_ms",
+    "rejections",
+    "lost_to_rejections_ms",
+    "lost_per_rejection_ms",
+    "ideal_ms",
+    "time_over_ideal",
+)
 
 
 @dataclass(slots=True)
@@ -96,20 +110,38 @@ class Overlap:
     def json(self, unit: float = SECOND) -> dict[str, Any]:
         """What people look at; `unit` is how many milliseconds the clock counts as one."""
         count = len(self.losses)
-        return {
-            "hidden_share": self.hidden,
-            "drafter_lead": self.lead,
-            "wasted_drafts": self.wasted_drafts,
-            "wasted_forwards": self.wasted_forwards,
-            "idle_share": self.servers and {each.server: each.idle_share for each in self.servers},
-            "target_ms": _ms(self.target_time, unit),
-            "drafter_ms": _ms(self.drafter_time, unit),
-            "rejections": count,
-            "lost_to_rejections_ms": _ms(self.lost, unit),
-            "lost_per_rejection_ms": _ms(self.lost / count, unit) if count else None,
-            "ideal_ms": _ms(self.ideal, unit),
-            "time_over_ideal": self.gap,
-        }
+        values = (
+            self.hidden,
+            self.lead,
+            self.wasted_drafts,
+            self.wasted_forwards,
+            self.servers and {each.server: each.idle_share for each in self.servers},
+            _ms(self.target_time, unit),
+            _ms(self.drafter_time, unit),
+            count,
+            _ms(self.lost, unit),
+            _ms(self.lost / count, unit) if count else None,
+            _ms(self.ideal, unit),
+            self.gap,
+        )
+        return dict(zip(FIGURES, values))
+
+
+def mean(found: Sequence[Overlap], unit: float = SECOND) -> dict[str, Any]:
+    """The figures of several requests: each in the mean over those that have it."""
+    said = [each.json(unit) for each in found]
+    if len(said) == 1:
+        return said[0]
+    figures = {name: _mean([each[name] for each in said if each[name] is not None]) for name in FIGURES}
+    if figures["rejections"]:
+        figures["lost_per_rejection_ms"] = figures["lost_to_rejections_ms"] / figures["rejections"]
+    return figures
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    if values and isinstance(values[0], dict):
+        return {name: _mean([each[name] for each in values if name in each]) for name in values[0]}
+    return sum(values) / len(values) if values else None
 
 
 def _ms(time: Time | None, unit: float) -> float | None:

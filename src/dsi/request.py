@@ -43,6 +43,13 @@ class Completion:
         return self.times[-1] if self.times else 0
 
     @property
+    def unspeculated(self) -> int:
+        """Tokens that `auto` wrote without speculation."""
+        turns = [decision for _, decision in self.decisions]
+        ends = [each.tokens for each in turns[1:]] + [len(self.tokens)]
+        return sum(end - each.tokens for each, end in zip(turns, ends) if not each.way.speculates)
+
+    @property
     def ttft(self) -> Time:
         """From the request to its first token."""
         return self.times[0] if self.times else 0

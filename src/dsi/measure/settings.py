@@ -22,7 +22,7 @@ from dsi.models.wait import Latency, Time, Wait
 from dsi.planner import Number, check_latencies, suitable_lookahead
 from dsi.request import Completion, Request
 
-TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI"}
+TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI", "auto": "auto"}
 PROMPT = (1, 2, 3)
 SECOND = 1000  # ms
 HOUR = 3600 * SECOND
