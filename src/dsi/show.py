@@ -221,6 +221,8 @@ def timelines(records: list[Record], paths: list[Path], json: bool) -> None:
                 "total_ms": record.total_ms,
                 "tokens": len(record.times_ms),
                 "times_ms": record.times_ms,
+                "remarks": [vars(remark) for remark in record.remarks],
+                "overlap": record.overlap,
                 "blocks": [vars(block) for block in record.blocks],
             }
             for record in records
