@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsi.core.generation import ACCEPTED, CORRECTED, Tally
-from dsi.core.messages import TARGET
+from dsi.core.messages import TARGET, Drafted, Event, Verified
 from dsi.models.wait import Time
 
 SECOND = 1000  # ms
+ANSWERS = frozenset({Drafted, Verified})
 FIGURES = (
     "hidden_share",
     "drafter_lead",
@@ -37,13 +38,14 @@ class Toll:
     answering: Time = 0  # what those took: `busy` but for what was given up, failed or only read
     since: Time = 0  # when the forward it is at began
 
-    def end(self, start: Time, end: Time, answered: bool) -> None:
-        """A forward is over."""
-        self.busy += end - start
+    def end(self, start: Time, end: Time, event: Event | None) -> None:
+        """A forward is over, with this event or with none."""
+        took = end - start
+        self.busy += took
         self.since = end
-        if answered:
+        if event.__class__ in ANSWERS:
             self.forwards += 1
-            self.answering += end - start
+            self.answering += took
 
     def until(self, now: Time) -> Toll:
         """With the forward that it is at."""

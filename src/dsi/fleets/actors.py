@@ -261,7 +261,7 @@ class ActorFleet(WiredFleet):
         """One more, which is used as soon as it has come."""
         if server.name in self._servers:
             raise ValueError(f"server {server.name!r} is already there")
-        self._servers[server.name], self._tolls[server.name] = server, Toll(server.role)
+        self._servers[server.name], self.accounts[server.name] = server, Toll(server.role)
         self._dispatch.expect(server.name, server.role)
         self._ask_for(server.name)
 

@@ -7,12 +7,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from dsi.core.dispatch import Dispatch
-from dsi.core.messages import Drafted, Event, Job, Verified
+from dsi.core.messages import Event, Job
 from dsi.fleets.work import Server, by_name
 from dsi.models.wait import Time
 from dsi.overlap import Toll
-
-ANSWERS = (Drafted, Verified)
 
 
 class Crew(ABC):
@@ -20,7 +18,7 @@ class Crew(ABC):
 
     def __init__(self, servers: Iterable[Server]) -> None:
         self._servers = by_name(servers)
-        self._tolls = {name: Toll(server.role) for name, server in self._servers.items()}
+        self.accounts = {name: Toll(server.role) for name, server in self._servers.items()}
         self.deaths: dict[str, int] = {}  # of each server, so far
         self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
         self._ready: deque[Event] = deque()
@@ -48,22 +46,18 @@ class Crew(ABC):
     @property
     def busy(self) -> dict[str, Time]:
         """For how long each server has computed, up to the last forward that it ended."""
-        return {name: toll.busy for name, toll in self._tolls.items()}
+        return {name: toll.busy for name, toll in self.accounts.items()}
 
     def tolls(self) -> dict[str, Toll]:
         """What each server has done up to now."""
         now = self.now()
         return {
             name: toll.until(now if self._computes(name) else toll.since)
-            for name, toll in self._tolls.items()
+            for name, toll in self.accounts.items()
         }
 
     def _computes(self, name: str) -> bool:
         return name in self._dispatch.working
-
-    def _spend(self, name: str, start: Time, end: Time, event: Event | None) -> None:
-        """A forward has ended, in this event or in none."""
-        self._tolls[name].end(start, end, type(event) in ANSWERS)
 
     def members(self) -> list[tuple[str, str, bool]]:
         """Every server there ever was: its name, its role, and whether it lives."""
@@ -95,6 +89,6 @@ class Crew(ABC):
     def _begin(self) -> None:
         """Start what can be started: servers that have answered take part once the answer is handled."""
         for name, job in self._dispatch.assign():
-            self._tolls[name].since = self.now()
+            self.accounts[name].since = self.now()
             self._set_to(name, job)
         self._ready.extend(self._dispatch.stranded())

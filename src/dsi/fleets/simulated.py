@@ -171,7 +171,8 @@ class SimulatedFleet(Crew):
         forward = self._forwards[name] = Forward(
             job, work(job, self._servers[name], meter), job.context, meter
         )
-        self._compute(name, forward, self._now + self._delay(name))
+        start = self.accounts[name].since = self._now + self._delay(name)
+        self._compute(name, forward, start)
 
     def _compute(self, name: str, forward: Forward, start: Time) -> bool:
         """Begin the next forward of a job, if it has one."""
@@ -181,7 +182,6 @@ class SimulatedFleet(Crew):
         if self._fails is not None and self._fails(forward.job):
             forward.event, forward.events = Failed(forward.job.id, "the forward failed"), iter(())
         forward.start, forward.end = start, start + forward.meter.read() * self._slowdown(name, start)
-        self._tolls[name].since = start
         self._due(name, forward)
         return True
 
@@ -262,7 +262,7 @@ class SimulatedFleet(Crew):
         self._begin()
 
     def _record(self, name: str, forward: Forward, end: Time) -> None:
-        self._spend(name, forward.start, end, forward.event)
+        self.accounts[name].end(forward.start, end, forward.event)
         if self._log is not None:
             role = self._servers[name].role
             entry = span(name, role, forward.job, forward.context, forward.start, end, forward.event)
