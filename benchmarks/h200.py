@@ -110,15 +110,15 @@ def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: in
 
 
 def cell(bench: Bench, acceptance: float, tokens: int, repeats: int, most: int = MOST) -> dict[str, Any]:
-    """One target and acceptance rate: non-SI, SI at two blocks near its best, DSI as chosen, interleaved."""
+    """One target and acceptance rate: non-SI, SI at blocks near its best, DSI as chosen, interleaved."""
     found = {choice.algorithm: choice for choice in choose(bench.costs, acceptance, most, map=pool().map)}
     first = min(found.values(), key=lambda choice: choice.ms)
     rows = {"nonsi": found["nonsi"], **({"dsi": found["dsi"]} if most > 1 else {})}
     si = found["si"]
-    for block in sorted({max(1, round(si.lookahead * share)) for share in (0.75, 1)}):
+    for block in sorted({max(1, round(si.lookahead * share)) for share in (0.6, 0.8, 1, 1.2)}):
         rows[f"si {block}"] = Choice("si", 1, block, 0, si.ms)
     times = measured(bench, rows, acceptance, tokens, repeats)
-    best = min((name for name in rows if name.startswith("si")), key=lambda name: median(times[name]))
+    best = min((name for name in rows if name.startswith("si")), key=lambda name: sum(times[name]))
     result = {
         "acceptance": acceptance,
         "chosen": first.json(),

@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from dsi.cli import app
+from dsi.speech import Engine
 
 
 def dsi(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -145,11 +149,27 @@ def test_compare_checks_that_all_texts_are_equal(tmp_path: Path) -> None:
     assert "all equal" in dsi("compare", *quick).stdout
 
 
-def test_plan() -> None:
+def test_plan(tmp_path: Path) -> None:
     command = ("plan", "--target-ms", "20", "--drafter-ms", "1", "--gpus", "7", "--target-gpus", "2")
     found = document(*command)
     assert (found["sp"], found["lookahead"], found["gpus_used"]) == (3, 7, 7)
-    assert "ceil(20 / (7 * 1)) = 3 <= 3" in dsi(*command).stdout
+    times = [offer["ms"] for offer in found["offers"]]
+    assert len(times) == 5
+    assert times == sorted(times)
+    picture = tmp_path / "plan.svg"
+    said = dsi(*command, "--plot", str(picture)).stdout
+    assert "ceil(20 / (7 * 1)) = 3 <= 3" in said
+    assert "acceptance assumed" in said
+    assert "to run the first: dsi generate" in said
+    assert picture.stat().st_size > 1000
+
+
+def test_plan_from_measurements_of_this_machine() -> None:
+    found = document("plan", "--cores", "1")
+    assert {offer["algorithm"] for offer in found["offers"]} == {"nonsi", "si"}
+    assert found["evidence"]["sources"]["acceptance"] == "measured"
+    assert 0.5 < found["evidence"]["rates"]["match"] < 1
+    assert found["command"].startswith("dsi generate --target builtin --drafter builtin --algorithm si")
 
 
 def test_table1() -> None:
@@ -199,7 +219,20 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("timeline --algorithm none", "algorithm 'none': must be one of nonsi, si, pearl, dsi"),
         ("timeline --out figure.gif", "figure.gif: the name must end in .svg, .png or .json"),
         ("timeline --out nowhere/a.svg", "nowhere/a.svg: there is no folder nowhere"),
-        ("plan --target-ms 20 --drafter-ms 1 --gpus 1", "1 GPUs: one target (1) and one drafter (1) need 2"),
+        ("plan --target-ms 20 --drafter-ms 1 --gpus 1 --target-gpus 2", "1 processors: one target needs 2"),
+        ("plan --target-ms 20 --drafter-ms 1 --gpus 0", "0 processors: must be between 1 and 1000"),
+        ("plan --target-ms 20 --drafter-ms 1", "processors: give --gpus, or --cores of this machine"),
+        ("plan --gpus 3", "--target-ms is missing: give it, or a --profile that has it"),
+        ("plan --gpus 3 --target-ms 9 --drafter-ms 1 --scales 2", "scales 2: must be between 0 and 1"),
+        (
+            "plan --gpus 3 --target-ms 9 --drafter-ms 1 --acceptance 7",
+            "acceptance 7: must be between 0 and 1",
+        ),
+        ("plan --cores 2 --target-ms 9", "cores 2: are measured here; with given figures say --gpus 2"),
+        (
+            "plan --gpus 3 --target-ms 9 --drafter-ms 1 --plot x.pdf",
+            "x.pdf: the name must end in .svg or .png",
+        ),
         (
             "timeline --lookahead 2,5",
             "lookahead '2,5': a timeline shows one run, so must be one number or auto",
@@ -207,7 +240,7 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("timeline --trace nowhere.json", "nowhere.json: cannot be read (no such file or directory)"),
         ("timeline --out .", ".: the name must end in .svg, .png or .json"),
         ("generate hi --target nowhere/at/all/", "nowhere/at/all/: there is no such model folder"),
-        ("generate hi --algorithm magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi"),
+        ("generate hi --algorithm magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi, auto"),
         ("generate hi --sp 0", "SP degree 0: must be at least 1"),
         ("generate hi --lookahead none", "lookahead 'none': must be a whole number or auto"),
         ("generate hi --vocab magic", "vocab 'magic': must be same, tli, slem or auto"),
@@ -229,9 +262,68 @@ def test_bad_input_is_one_sentence_and_exit_status_2(command: str, sentence: str
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dsi: {sentence}\n")
 
 
-@pytest.mark.parametrize(
-    "command", ["simulate --sp many", "simulate --nonsense", "plan --gpus 3", "dance", "paper table9"]
-)
+@pytest.mark.parametrize("command", ["generate", "chat", "compare", "serve"])
+def test_the_commands_say_how_long_a_server_on_a_cluster_has(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any, **options: Any) -> None:
+        raise ValueError(f"asked for {options['hang_seconds']} and {options['start_seconds']}")
+
+    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr("dsi.serve.door.listen", lambda *_: None)
+    words = [command, "--fleet", "ray", "--hang-seconds", "5", "--start-seconds", "300"]
+    done = CliRunner().invoke(app, [*words, *(["Once"] if command == "generate" else [])])
+    assert str(done.exception) == "asked for 5.0 and 300.0"
+
+
+@pytest.mark.parametrize("name", ["hang", "start"])
+def test_that_is_refused_where_there_is_no_cluster(name: str) -> None:
+    done = CliRunner().invoke(app, ["chat", f"--{name}-seconds", "5"])
+    assert str(done.exception) == f"{name} seconds 5: is for servers on Ray; say --fleet ray"
+
+
+WITHOUT_RAY = """
+import sys
+sys.modules["ray"] = None  # so that it cannot be imported
+from dsi.cli import main
+for command in sys.argv[1:]:
+    sys.argv = command.split()
+    try:
+        main()
+    except SystemExit as ended:
+        print("status", ended.code or 0, file=sys.stderr)
+"""
+
+
+def without_ray(*commands: str) -> subprocess.CompletedProcess[str]:
+    """Several commands where Ray is not installed, in one process."""
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_RAY, *commands], capture_output=True, text=True, input="Once\n"
+    )
+
+
+def test_a_fleet_on_ray_without_it_is_one_sentence() -> None:
+    names = ("generate hi", "chat", "compare", "serve --port 0")
+    done = without_ray(*(f"dsi {name} --fleet ray" for name in names))
+    sentence = "dsi: a fleet on Ray needs Ray: pip install 'dsi[ray]'\nstatus 2\n"
+    assert (done.stdout, done.stderr, done.returncode) == ("", sentence * len(names), 0)
+
+
+def test_all_else_works_without_ray() -> None:
+    done = without_ray(
+        "dsi generate hi --max-new-tokens 2",
+        "dsi chat --max-new-tokens 2",
+        "dsi simulate --tokens 5 --repeats 1",
+        "dsi plan --target-ms 20 --drafter-ms 1 --gpus 7",
+        "dsi paper table1",
+        "dsi measure latency --count 1 --tokens 2",
+        "dsi serve --help",
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith("status")] == ["status 0"] * 7
+
+
+@pytest.mark.parametrize("command", ["simulate --sp many", "simulate --nonsense", "dance", "paper table9"])
 def test_what_cannot_be_parsed_is_one_sentence_too(command: str) -> None:
     done = dsi(*command.split())
     assert (done.returncode, done.stdout) == (2, "")

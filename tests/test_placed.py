@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dsi.models.backend import Ask
+from dsi.placed import random_graphed
 from dsi.speech import Engine
 
 PROMPT = "Once upon a time"
@@ -20,9 +22,11 @@ def texts() -> list[tuple[int, ...]]:
         return [engine.generate(PROMPT, max_new_tokens=24, temperature=t, seed=5).tokens for t in (0.0, 0.9)]
 
 
-@pytest.mark.parametrize("sp", [1, 3])
-def test_the_text_does_not_depend_on_where_it_is_written(sp: int, texts: list[tuple[int, ...]]) -> None:
-    with Engine.load(target_devices=",".join(["cpu"] * (sp + 1)), sp=sp) as engine:
+@pytest.mark.parametrize(("devices", "sp"), [("cpu,cpu", 1), ("cpu,cpu,cpu,cpu", 3), ("cpu+cpu,cpu", 1)])
+def test_the_text_does_not_depend_on_where_it_is_written(
+    devices: str, sp: int, texts: list[tuple[int, ...]]
+) -> None:
+    with Engine.load(target_devices=devices, sp=sp) as engine:
         assert engine.loaded.sp == sp
         for algorithm in ("nonsi", "si", "pearl", "dsi"):
             found = [
@@ -32,13 +36,17 @@ def test_the_text_does_not_depend_on_where_it_is_written(sp: int, texts: list[tu
             assert found == texts
 
 
-def test_auto_is_the_fastest_of_what_was_rehearsed(texts: list[tuple[int, ...]]) -> None:
+def test_auto_knows_what_was_rehearsed_and_adapts(texts: list[tuple[int, ...]]) -> None:
     with Engine.load(target_devices="cpu,cpu", algorithm="auto") as engine:
         choices = list(engine.loaded.choices.values())
         assert [choice.ms for choice in choices] == sorted(choice.ms for choice in choices)
         assert {choice.algorithm for choice in choices} == {"nonsi", "si", "dsi"}
-        assert engine.algorithm == choices[0].algorithm
-        assert engine.generate(PROMPT, max_new_tokens=24).tokens == texts[0]
+        assert engine.algorithm == "auto"
+        done = engine.generate(PROMPT, max_new_tokens=24)
+        assert done.tokens == texts[0]
+        assert done.decisions[0][1].cause == "start"
+        with pytest.raises(ValueError, match="lookahead 3 with the algorithm auto"):
+            engine.generate(PROMPT, lookahead=3)
 
 
 def test_a_short_context_is_no_hindrance(tmp_path: Path) -> None:
@@ -75,7 +83,7 @@ def test_the_command_says_what_auto_has_chosen() -> None:
         (("--drafter-device", "cpu"), "the targets need devices as well"),
         (("--target-devices", "cpu,cpu", "--threads", "2"), "take one drafter, and no threads"),
         (("--target-devices", "cpu,cpu", "--drafter", "ngram"), "is no model, and needs no device"),
-        (("--algorithm", "auto"), "algorithm 'auto': must be one of"),
+        (("--algorithm", "auto", "--patience", "2"), "patience 2 with the algorithm auto: it finds its own"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
@@ -92,3 +100,8 @@ def test_a_shape_is_measured_with_random_weights() -> None:
     assert said["label"] == "measured, random weights"
     assert list(said["ms"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert "say --random-weights" in dsi(*shape).stderr
+
+
+def test_a_shape_can_be_spread() -> None:
+    model = random_graphed("vicuna-68m", "bfloat16", "cpu+cpu", room=16)
+    assert len(model.answer(Ask([1, 5, 9], 3))) == 1

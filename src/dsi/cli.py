@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from dsi import cli_paper, cli_serve, show
+from dsi import cli_paper, cli_plan, cli_serve, show
 from dsi.cli_engine import load_engine
 from dsi.cli_measure import measure
 from dsi.cli_options import (
@@ -30,6 +30,7 @@ from dsi.cli_options import (
     Eager,
     FailuresPerHour,
     Fleet,
+    HangSeconds,
     Horizon,
     Jitter,
     Json,
@@ -49,6 +50,7 @@ from dsi.cli_options import (
     Rule,
     Seed,
     Sp,
+    StartSeconds,
     Target,
     TargetDevices,
     TargetMp,
@@ -79,6 +81,7 @@ app = typer.Typer(
 app.add_typer(cli_paper.app, name="paper")
 app.add_typer(measure, name="measure")
 app.command(epilog=cli_serve.EXAMPLE)(cli_serve.serve)
+app.command(epilog=cli_plan.EXAMPLE)(cli_plan.plan)
 
 
 def main() -> None:
@@ -278,6 +281,8 @@ def generate(
     fleet: Fleet = None,
     target_needs: TargetNeeds = None,
     drafter_needs: DrafterNeeds = None,
+    hang_seconds: HangSeconds = None,
+    start_seconds: StartSeconds = None,
     json: Json = False,
 ) -> None:
     """Continue a text: the text alone on stdout as it is written, a summary on stderr."""
@@ -329,6 +334,8 @@ def chat(
     fleet: Fleet = None,
     target_needs: TargetNeeds = None,
     drafter_needs: DrafterNeeds = None,
+    hang_seconds: HangSeconds = None,
+    start_seconds: StartSeconds = None,
 ) -> None:
     """Talk with a model, line by line; an empty line or the end of the input ends it."""
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k}
@@ -370,6 +377,8 @@ def compare(
     fleet: Fleet = None,
     target_needs: TargetNeeds = None,
     drafter_needs: DrafterNeeds = None,
+    hang_seconds: HangSeconds = None,
+    start_seconds: StartSeconds = None,
     json: Json = False,
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.
@@ -398,42 +407,6 @@ def compare(
     ):
         rows = measured(engine, names, texts, repeats, options, advance)
     show.comparison(rows, json, rule == "match" or temperature == 0)
-
-
-@app.command(epilog="Example: dsi plan --target-ms 20 --drafter-ms 1 --gpus 7 --target-gpus 2")
-def plan(
-    context: typer.Context,
-    gpus: Annotated[int, typer.Option(help="Processors in all.")],
-    target_ms: Annotated[float | None, typer.Option(help="A target forward, in milliseconds.")] = None,
-    drafter_ms: Annotated[float | None, typer.Option(help="A drafter forward, in milliseconds.")] = None,
-    target_gpus: Annotated[int, typer.Option(help="Processors that one target needs.")] = 1,
-    drafter_gpus: Annotated[int, typer.Option(help="Processors that the drafter needs.")] = 1,
-    profile: Profile = None,
-    json: Json = False,
-) -> None:
-    """Divide processors between targets and a drafter by Eq. (1) of the paper."""
-    from dsi import planner
-
-    known = _profiled(context, profile, {"target_ms": target_ms, "drafter_ms": drafter_ms})
-    for name, value in known.items():
-        if value is None:
-            raise ValueError(f"--{name.replace('_', '-')} is missing: give it, or a --profile that has it")
-    best = planner.plan(known["target_ms"], known["drafter_ms"], gpus, target_gpus, drafter_gpus)
-    if json:
-        show.document(
-            sp=best.sp,
-            lookahead=best.lookahead,
-            gpus_used=best.gpus_used,
-            gpus_spare=gpus - best.gpus_used,
-            busy_targets=best.busy,
-            inequality=best.inequality,
-        )
-        return
-    each = f"{target_gpus} GPU{'s' * (target_gpus > 1)} each"
-    print(f"SP degree   {best.sp} ({each}), and one drafter on {drafter_gpus}")
-    print(f"lookahead   {best.lookahead}, the smallest that Eq. (1) allows:")
-    print(f"            {best.inequality}")
-    print(f"allocation  {best.gpus_used} of {gpus} GPUs, {gpus - best.gpus_used} spare")
 
 
 def _traced(path: Path) -> list[Record]:

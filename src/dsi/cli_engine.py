@@ -27,6 +27,8 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
         "drafter_device",
         "vocab",
         "fleet",
+        "hang_seconds",
+        "start_seconds",
     )
     drafters = options["drafter"] or ["builtin"]
     with Console(stderr=True).status(f"loading {options['target']} and {', '.join(drafters)}"):

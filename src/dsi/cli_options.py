@@ -88,19 +88,24 @@ Vocab = Annotated[
 ]
 OneAlgorithm = Annotated[
     str,
-    typer.Option(
-        help="nonsi, si, pearl or dsi; the text is the same. auto learns on the way how far speculation pays."
-    ),
+    typer.Option(help="nonsi, si, pearl or dsi, or auto, which learns what pays; the text is the same."),
 ]
 Degree = Annotated[
     int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")
 ]
 TargetMp = Annotated[
-    int, typer.Option(help="MP degree: processes that each target is split over, on its cores.")
+    int,
+    typer.Option(
+        help="MP degree: processes that each target is split over, on its cores; on Ray each asks for the "
+        "CPUs of a whole one."
+    ),
 ]
 TargetDevices = Annotated[
     str | None,
-    typer.Option(help="GPUs for the targets: cuda:1,cuda:2, or slices of one, cuda:0/8; the CPU without it."),
+    typer.Option(
+        help="GPUs for the targets: cuda:1,cuda:2, slices of one, cuda:0/8, or one target over several, "
+        "cuda:1+cuda:2; the CPU without it."
+    ),
 ]
 DrafterDevice = Annotated[
     str | None, typer.Option(help="The drafter's GPU, cuda:0; without it, the last of the target devices.")
@@ -117,6 +122,13 @@ TargetNeeds = Annotated[
     typer.Option(help="On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a."),
 ]
 DrafterNeeds = Annotated[str | None, typer.Option(help="On Ray, what the drafter asks for, likewise.")]
+HangSeconds = Annotated[
+    float | None,
+    typer.Option(help="On Ray, how long a server may be silent at its work before it counts as dead: 60."),
+]
+StartSeconds = Annotated[
+    float | None, typer.Option(help="On Ray, how long a server may take to come, its model loaded: 120.")
+]
 AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
 AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]

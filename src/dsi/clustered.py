@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from math import ceil
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dsi.core.context import Context, Tokens
 from dsi.core.messages import DRAFTER, TARGET, Draft, Drafted, Failed, Job, Verify
-from dsi.fleets.actors import ActorFleet, Needs
+from dsi.fleets.actors import HANG_SECONDS, START_SECONDS, ActorFleet, Needs, needed
 from dsi.fleets.work import Server
 from dsi.loading import (
     LOOKUP_SHARE,
@@ -21,6 +23,7 @@ from dsi.loading import (
     TEXTS,
     WIDE,
     WIDTHS,
+    Guesser,
     Loaded,
     Pace,
     backend,
@@ -34,12 +37,27 @@ from dsi.loading import (
 from dsi.models.backend import Ask, Model, Speaker
 from dsi.models.hf import load
 from dsi.models.ngram import NGram
+from dsi.models.parallel import Parallel, check, check_size
+from dsi.models.pipeline import spread
 from dsi.models.text import Text
-from dsi.translation import AUTO, SAME, check_way
+from dsi.models.vocabulary import Vocabulary
+from dsi.translation import AUTO, SAME, check_way, translated
 
 RAY = "ray"
 MEASURED = 6  # times that each kind of forward is
 SAMPLE = tuple(range(1, 18))  # a text to measure by
+
+
+class Outline(NamedTuple):
+    """What is known of a model without its weights."""
+
+    text: Text
+    context: int  # 0: without bounds
+    rows: int  # tokens that it knows
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(self.text, self.rows)
 
 
 class Carried:
@@ -52,15 +70,35 @@ class Carried:
         return self._make, self._details
 
     def answer(self, ask: Ask) -> Tokens:
-        raise RuntimeError(f"a model that lives elsewhere was asked about {len(ask.tokens)} tokens here")
+        self.forward(ask.tokens)
+
+    def forward(self, tokens: Sequence[int], *_: Any) -> NoReturn:
+        raise RuntimeError(f"a model that lives elsewhere was asked about {len(tokens)} tokens here")
 
 
-def speaker(name: str, role: str, dtype: str, threads: int, texts: int) -> Speaker:
-    """What a server makes of it, on a GPU if it was given one: Ray shows it no other."""
+def speaker(
+    name: str, role: str, dtype: str, threads: int, texts: int, gpus: int = 0, mp: int = 1
+) -> Speaker:
+    """What a server makes of it, over the GPUs that it has asked for, if any."""
     quiet()
+    if mp > 1:
+        torch.set_num_threads(1)  # a pool of threads would not survive the fork
+        return Speaker(Parallel(load(folder(name, role), dtype), mp, texts, threads))
     torch.set_num_threads(threads)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Speaker(backend(load(folder(name, role), dtype, device), texts))
+    return Speaker(backend(spread(load(folder(name, role), dtype), devices(gpus)), texts))
+
+
+def devices(gpus: int) -> list[str]:
+    """Ray shows a server the GPUs that are its own, or all of them if it has asked for none."""
+    return [f"cuda:{i}" for i in range(min(gpus, torch.cuda.device_count()))] or ["cpu"]
+
+
+def translator(name: str, target: str, vocab: str, *means: Any) -> Model:
+    """A drafter that has another vocabulary than the target, whose tokenizer must be there as well."""
+    made, own = speaker(name, DRAFTER, *means), outline(name, DRAFTER)
+    return translated(
+        vocab, made.backend, own.vocabulary, outline(target, TARGET).vocabulary, own.context, name
+    )
 
 
 def load_on_ray(
@@ -73,29 +111,48 @@ def load_on_ray(
     vocab: str = AUTO,
     texts: int | None = None,
     needs: Mapping[str, Needs] | None = None,
+    mp: int = 1,
+    hang_seconds: float = HANG_SECONDS,
+    start_seconds: float = START_SECONDS,
 ) -> Loaded:
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
+    check_size(mp)
+    asked = needs_in_parts(needs or {}, mp)
     check_means(dtype, threads)
-    if check_way(vocab) not in (SAME, AUTO):
-        raise ValueError(f"vocab {vocab!r}: on a cluster a drafter must have the target's vocabulary")
+    check_way(vocab)
     quiet()
-    text, context = described(target, TARGET)
+    big = outline(target, TARGET)
+    check_parts(target, mp)
     names = drafter_names(len(drafters))
-    means = dtype, threads or 1, texts or TEXTS
-    big = Carried(speaker, target, TARGET, *means)
-    servers = [Server(f"{TARGET}-{i}", TARGET, big) for i in range(1, sp + 1)]
-    for name, drafter in zip(names, drafters):
-        servers.append(Server(name, name, guesser(drafter, target, text, means)))
-        context = min(context or 0, described(drafter, DRAFTER)[1]) if drafter != NGRAM else context
-    crew = ActorFleet(servers, address=address_of(fleet), needs=needs)
+
+    def means(server: str, role: str) -> tuple[Any, ...]:
+        return dtype, threads or 1, texts or TEXTS, ceil(needed(asked, server, role).gpus)
+
+    guessers = [
+        guesser(drafter, target, big, vocab, means(name, name)) for name, drafter in zip(names, drafters)
+    ]
+    servers = [
+        Server(name, TARGET, Carried(speaker, target, TARGET, *means(name, TARGET), mp))
+        for name in (f"{TARGET}-{i}" for i in range(1, sp + 1))
+    ]
+    servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
+    crew = ActorFleet(
+        servers,
+        address=address_of(fleet),
+        needs=asked,
+        hang_seconds=hang_seconds,
+        start_seconds=start_seconds,
+    )
     try:
         crew.wait_until_ready()
         pace = measured(crew, names[0], drafters[0] == NGRAM)
     except BaseException:
         crew.close()
         raise
-    return Loaded(crew, text, context, sp, pace, names)
+    bounds = [big.context, *(each.context for each in guessers)]
+    context = min((bound for bound in bounds if bound), default=0)
+    return Loaded(crew, big.text, context, sp, pace, names)
 
 
 def address_of(fleet: str) -> str | None:
@@ -106,15 +163,39 @@ def address_of(fleet: str) -> str | None:
     return address or None
 
 
-def guesser(name: str, target: str, text: Text, means: tuple[str, int, int]) -> Model:
+def needs_in_parts(needs: Mapping[str, Needs], mp: int) -> dict[str, Needs]:
+    """Each process of a target has the CPUs of a whole one, and all are on one machine."""
+    asked = {TARGET: Needs(), **needs}
+    for name in [name for name in asked if mp > 1 and name.startswith(TARGET)]:
+        if gpus := asked[name].gpus:
+            raise ValueError(
+                f"target mp {mp}: a target is split on CPUs alone, and asks for {gpus:g} GPUs; leave one out"
+            )
+        asked[name] = replace(asked[name], cpus=mp * asked[name].cpus)
+    return asked
+
+
+def check_parts(target: str, mp: int) -> None:
+    """By its shape, without its weights."""
+    if mp > 1:
+        config = AutoConfig.from_pretrained(folder(target, TARGET))
+        with torch.device("meta"):
+            check(AutoModelForCausalLM.from_config(config), mp)
+
+
+def guesser(name: str, target: str, big: Outline, vocab: str, means: tuple[Any, ...]) -> Guesser:
     if name == NGRAM:
-        return NGram()
-    check_vocabulary(text, described(name, DRAFTER)[0], target, name)
-    return Carried(speaker, name, DRAFTER, *means)
+        return Guesser(NGram())
+    own = outline(name, DRAFTER)
+    carried = Carried(speaker, name, DRAFTER, *means)
+    if vocab == SAME or (vocab == AUTO and big.text.same_vocabulary(own.text)):
+        check_vocabulary(big.text, own.text, target, name)
+        return Guesser(carried, context=own.context)
+    translated(vocab, carried, own.vocabulary, big.vocabulary, own.context, name)  # refused here if at all
+    return Guesser(Carried(translator, name, target, vocab, *means))
 
 
-def described(name: str, role: str) -> tuple[Text, int]:
-    """A model's tokenizer and context, without its weights."""
+def outline(name: str, role: str) -> Outline:
     path = folder(name, role)
     try:
         config, found = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
@@ -123,7 +204,8 @@ def described(name: str, role: str) -> tuple[Text, int]:
     ends = config.eos_token_id if hasattr(config, "eos_token_id") else None
     with suppress(OSError):  # it may have none of its own
         ends = GenerationConfig.from_pretrained(path).eos_token_id
-    return Text(found, endings(ends)), int(getattr(config, "max_position_embeddings", 0) or 0)
+    context = int(getattr(config, "max_position_embeddings", 0) or 0)
+    return Outline(Text(found, endings(ends)), context, config.get_text_config().vocab_size)
 
 
 def measured(crew: ActorFleet, drafter: str, looked_up: bool) -> Pace:

@@ -24,6 +24,7 @@ from dsi.fleets.processes import FORK, ProcessFleet
 from dsi.fleets.work import Server
 from dsi.kin import die_with_parent
 from dsi.measure.choose import Choice
+from dsi.measure.curves import rising
 from dsi.measure.forecast import outlook
 from dsi.measure.settings import Setting
 from dsi.measure.simulate import fastest_patience
@@ -323,11 +324,6 @@ def check_vocabulary(target: Text, drafter: Text, *names: str) -> None:
 def crowding(sp: int, cores: int) -> float:
     """By what share each target at work slows another, where there are not cores enough for all."""
     return max(0.0, sp / max(1, cores - 1) - 1) / (sp - 1) if sp > 1 else 0.0
-
-
-def rising(by_width: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
-    """A wider forward that seemed faster was only lucky."""
-    return tuple((width, max(ms for w, ms in by_width.items() if w <= width)) for width in sorted(by_width))
 
 
 def forwards_ms(judge: Transformer | Parallel, cores: Sequence[int]) -> dict[int, float]:

@@ -19,13 +19,14 @@ from dsi.loading import (
     check_vocabulary,
     folder,
     quiet,
-    rising,
     tokenizer,
 )
 from dsi.measure.choose import DEGREES, choose
 from dsi.measure.concurrent import costs
+from dsi.measure.curves import rising
 from dsi.models.graphs import Graphed
 from dsi.models.hf import load
+from dsi.models.pipeline import spread
 from dsi.models.shapes import random_model
 from dsi.models.slices import streams
 from dsi.placement import Place, Placement, check
@@ -81,10 +82,12 @@ def remarks(models: Iterable[Graphed]) -> tuple[str, ...]:
 
 
 def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> Graphed:
-    """A model of a shape, on a device by itself."""
+    """A model of a shape, by itself on a device, or made here and spread over several."""
     check_means(dtype, None)
     quiet()
-    return Graphed(random_model(shape, dtype, device, room), room)
+    devices = device.split("+")
+    made = random_model(shape, dtype, device if len(devices) == 1 else "cpu", room)
+    return Graphed(spread(made, devices), room)
 
 
 def placed_targets(
@@ -110,15 +113,16 @@ def recorded(
 
 def load_on(name: str, dtype: str, device: str) -> Any:
     try:
-        return load(name, dtype, device)
+        return spread(load(name, dtype), device.split("+"))
     except torch.OutOfMemoryError as error:
         raise ValueError(no_room(name, device)) from error
 
 
 def no_room(what: str, device: str) -> str:
-    free = torch.cuda.mem_get_info(device)[0] / 2**30
+    gpus = [each for each in device.split("+") if each != "cpu"]
+    free = " and ".join(f"{torch.cuda.mem_get_info(gpu)[0] / 2**30:.1f}" for gpu in gpus)
     return (
-        f"{what}: does not fit on {device}, which has {free:.1f} GiB left; take bfloat16, fewer targets or a "
+        f"{what}: does not fit on {device}, where {free} GiB are left; take bfloat16, fewer targets or a "
         "smaller model"
     )
 

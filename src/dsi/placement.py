@@ -1,4 +1,4 @@
-"""Which processor each server gets: whole devices, or slices of a GPU."""
+"""Which processor each server gets: whole devices, several as one, or slices of a GPU."""
 
 from __future__ import annotations
 
@@ -8,19 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NAME = re.compile(r"(cpu|cuda:(\d+)(?:/(\d+))?)")
+SEVERAL = re.compile(r"(cpu|cuda:\d+)(\+(cpu|cuda:\d+))+")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A device, or one of so many equal slices of it."""
+    """A device, or one of so many equal slices of it, or several devices as one: `cuda:0+cuda:1`."""
 
     device: str
     slices: int = 0  # 0: all of it
     number: int = 0  # which one, from 0
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        return tuple(self.device.split("+"))
+
+    @property
     def index(self) -> int:
-        return int(self.device.partition(":")[2] or 0)
+        return number(self.device)
+
+
+def number(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
 
 
 @dataclass(frozen=True)
@@ -30,13 +39,17 @@ class Placement:
 
 
 def places(text: str) -> list[Place]:
-    """`cuda:1,cuda:2` are two places, `cuda:0/8` is eight."""
+    """`cuda:1,cuda:2` are two places, `cuda:0/8` is eight, `cuda:1+cuda:2` is one."""
     found: list[Place] = []
     for part in text.split(","):
+        if SEVERAL.fullmatch(part.strip()):
+            found.append(Place(part.strip()))
+            continue
         match = NAME.fullmatch(part.strip())
         if match is None:
             raise ValueError(
-                f"device {part.strip()!r}: must be cpu, cuda:0, or cuda:0/8 for eight slices of it"
+                f"device {part.strip()!r}: must be cpu, cuda:0, cuda:0/8 for eight slices of it, or "
+                "cuda:0+cuda:1 for one model over both"
             )
         device, slices = match[1].partition("/")[0], int(match[3] or 0)
         if match[3] is not None and slices < 2:
@@ -65,12 +78,11 @@ def placement(targets: str, drafter: str | None, sp: int | None = None) -> Place
 
 def _check_apart(found: Sequence[Place]) -> None:
     """No slice for two servers, and one way to cut a GPU: each cut begins with the same multiprocessors."""
-    for place, count in Counter(found).items():
-        cuts = sorted({other.slices for other in found if other.device == place.device})
+    for device in sorted({device for place in found for device in place.devices}):
+        cuts = sorted({place.slices for place in found if device in place.devices})
         if len(cuts) > 1:
-            raise ValueError(
-                f"{place.device}: is cut in {len(cuts)} ways, {cuts} slices, which would overlap"
-            )
+            raise ValueError(f"{device}: is cut in {len(cuts)} ways, {cuts} slices, which would overlap")
+    for place, count in Counter(found).items():
         if count > 1 and place.slices:
             raise ValueError(f"slice {place.number} of {place.device}: is given to two servers")
 
@@ -89,7 +101,7 @@ def check(chosen: Placement) -> None:
     import torch
 
     gpus = torch.cuda.device_count()
-    for place in (*chosen.targets, chosen.drafter):
-        if place.device != "cpu" and place.index >= gpus:
+    for device in [each for place in (*chosen.targets, chosen.drafter) for each in place.devices]:
+        if device != "cpu" and number(device) >= gpus:
             has = "there is no GPU here" if not gpus else f"there are {gpus} GPUs here, numbered from 0"
-            raise ValueError(f"{place.device}: {has}; without --target-devices, the models run on the CPU")
+            raise ValueError(f"{device}: {has}; without --target-devices, the models run on the CPU")

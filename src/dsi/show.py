@@ -37,6 +37,15 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
+@contextmanager
+def working(on: str) -> Iterator[None]:
+    """What takes a while and cannot be counted: said on a terminal, and gone when it is done."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(on):
+        yield
+
+
 def _plain_progress(what: str, total: int) -> Callable[[], None]:
     from time import monotonic
 

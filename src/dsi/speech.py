@@ -12,7 +12,7 @@ from dsi.core.adaptive import Mind, Pulse
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import check_algorithm, considerate, named
+from dsi.core.policies import ALGORITHMS, check_algorithm, considerate, named
 from dsi.engine import Loop
 from dsi.models.text import Detokenizer, Stops
 from dsi.request import Completion, Request
@@ -20,6 +20,7 @@ from dsi.request import Completion, Request
 if TYPE_CHECKING:
     from dsi.fleets.actors import Needs
     from dsi.loading import Loaded
+    from dsi.measure.plan import Offer
 
 
 AUTO = "auto"
@@ -81,6 +82,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         self.loaded = loaded
         self._algorithm, self._lookahead, self._patience = algorithm, lookahead, patience
         self._acceptance = acceptance
+        self.plan: Sequence[Offer] = ()  # what it was chosen from, the fastest first
 
     @classmethod
     def load(
@@ -101,34 +103,42 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         texts: int | None = None,
         fleet: str | None = None,
         needs: Mapping[str, Needs] | None = None,
+        hang_seconds: float | None = None,
+        start_seconds: float | None = None,
+        plan: str | None = None,
     ) -> Self:
         """Load the models and start a process for each server; `auto` measures and applies Eq. (1).
 
         Several drafters share one tree under DSI; the other algorithms use the first. With `target_devices`
-        (`cuda:1,cuda:2`, or `cuda:0/8` for slices of one GPU) the servers compute there, SP degree, lookahead
-        and patience are those that are fastest by what is measured, and the algorithm may be `auto`. With
-        another vocabulary a drafter goes by shared tokens (`vocab` `tli`) or text (`slem`); `auto` chooses.
-        Where more than a few requests run at once, `texts` says how many. With `fleet` `ray` the servers are
-        actors on a Ray cluster, one of its own or, with `ray=ADDRESS`, one that is there; `needs` says what
-        the target and the drafter ask of their machines. Each target can be split over `target_mp` processes
-        (the paper's MP degree), which divide its cores.
+        (`cuda:1,cuda:2`, `cuda:0/8` for slices of one GPU, `cuda:1+cuda:2` for one target over both) the
+        servers compute there, SP degree, lookahead and patience are those that are fastest by what is
+        measured, and the algorithm may be `auto`. With another vocabulary a drafter goes by shared tokens
+        (`vocab` `tli`) or text (`slem`); `auto` chooses. Where more than a few requests run at once, `texts`
+        says how many. With `fleet` `ray` the servers are actors on a Ray cluster, one of its own or, with
+        `ray=ADDRESS`, one that is there; `needs` says what the target and the drafter ask of their machines.
+        There, a server that is silent at its work for `hang_seconds` (60) counts as dead, and one that has
+        not come after `start_seconds` (120) is not waited for. Each target can be split over `target_mp`
+        processes (the paper's MP degree), which divide its cores; on a cluster, each has the CPUs of a whole
+        one. The `plan` `auto` measures the pair on this machine's cores first, as `dsi plan --cores` does,
+        and takes the arrangement and algorithm that come out fastest.
         """
+        if plan is not None:
+            return cls._planned(plan, target, drafter, dtype, (sp, threads, target_devices, fleet))
         check_named(algorithm)
         numbers = whole("lookahead", lookahead, 1), whole("patience", patience, 0)
         drafters = [drafter] if isinstance(drafter, str) else list(drafter)
+        given = {"hang_seconds": hang_seconds, "start_seconds": start_seconds}
+        limits: dict[str, Any] = {name: seconds for name, seconds in given.items() if seconds is not None}
         if fleet is not None:
             from dsi.clustered import load_on_ray
 
             if target_devices is not None or drafter_device is not None:
                 raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
-            if target_mp != 1:
-                raise ValueError(f"target mp {target_mp}: on a cluster each target is whole; leave one out")
             degree = 1 if sp is None else sp
-            return cls(
-                load_on_ray(target, drafters, degree, fleet, dtype, threads, vocab, texts, needs),
-                algorithm,
-                *numbers,
-            )
+            means = dtype, threads, vocab, texts, needs, target_mp
+            return cls(load_on_ray(target, drafters, degree, fleet, *means, **limits), algorithm, *numbers)
+        for name, seconds in limits.items():
+            raise ValueError(f"{name.replace('_', ' ')} {seconds:g}: is for servers on Ray; say --fleet ray")
         if target_devices is None:
             from dsi.loading import TEXTS, load_pair
 
@@ -142,7 +152,10 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         from dsi.translation import AUTO, SAME, check_way
 
         if target_mp != 1:
-            raise ValueError(f"target mp {target_mp}: on devices each target is whole; leave one of them out")
+            raise ValueError(
+                f"target mp {target_mp}: on devices a target is spread by its layers, as cuda:0+cuda:1; "
+                "leave one of them out"
+            )
         if len(drafters) > 1 or threads is not None:
             raise ValueError(f"target devices {target_devices!r}: take one drafter, and no threads")
         if check_way(vocab) not in (SAME, AUTO):
@@ -151,6 +164,23 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             )
         chosen = placement(target_devices, drafter_device, sp)
         return cls(load_placed(target, drafters[0], chosen, dtype, sp), algorithm, *numbers)
+
+    @classmethod
+    def _planned(
+        cls, plan: str, target: str, drafter: str | Sequence[str], dtype: str, said: Sequence[object]
+    ) -> Self:
+        if plan != AUTO:
+            raise ValueError(f"plan {plan!r}: must be {AUTO}")
+        if not isinstance(drafter, str) or any(each is not None for each in said):
+            raise ValueError(f"plan {plan!r}: finds its own arrangement of one drafter; leave the rest out")
+        from dsi.evidence import arranged
+        from dsi.loading import load_pair
+
+        chosen = arranged(target, drafter, dtype)
+        pair = load_pair(target, [drafter], chosen.sp, dtype, chosen.threads)
+        engine = cls(pair, chosen.algorithm, chosen.lookahead, None, chosen.acceptance)
+        engine.plan = chosen.offers
+        return engine
 
     @property
     def algorithm(self) -> str:
@@ -250,7 +280,9 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
 def check_named(algorithm: str) -> str:
     """One of the algorithms, or `auto`, which goes from one to another."""
-    return algorithm if algorithm == AUTO else check_algorithm(algorithm)
+    if algorithm not in (*ALGORITHMS, AUTO):
+        raise ValueError(f"algorithm {algorithm!r}: must be one of {', '.join((*ALGORITHMS, AUTO))}")
+    return algorithm
 
 
 def whole(name: str, value: int | str, least: int) -> int | None:

@@ -239,7 +239,7 @@ def test_what_cannot_be_split_is_refused_in_one_sentence(
     [
         ({"target_mp": 0}, "target mp 0: must be at least 1"),
         ({"target_mp": 4}, "target mp 4: does not divide the model's 6 heads"),
-        ({"target_mp": 2, "target_devices": "cpu,cpu"}, "target mp 2: on devices each target is whole"),
+        ({"target_mp": 2, "target_devices": "cpu,cpu"}, "target mp 2: on devices a target is spread"),
     ],
 )
 def test_an_engine_is_refused_before_anything_starts(options: dict[str, Any], sentence: str) -> None:

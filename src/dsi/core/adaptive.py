@@ -115,9 +115,7 @@ class Mind:
 
     def __call__(self, g: Generation) -> None:
         """As a policy: each request has a course of its own."""
-        if (
-            g.needs_guess
-        ):  # its text depends on its blocks, which must not depend on what was learned
+        if g.needs_guess:  # its text depends on its blocks, which must not depend on what was learned
             follow(g, self.outlook.ways[self.first], self.drafters[:1])
             return
         if g.memo is None:

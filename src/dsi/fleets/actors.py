@@ -30,6 +30,7 @@ from dsi.overlap import Toll
 
 HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, which life of it this is, its clock
 CANCEL = "cancel"
+HANG_SECONDS, START_SECONDS = 60.0, 120.0  # unless others are asked for
 SEND_SECONDS = 5.0
 LOOK_SECONDS = 0.25  # between two looks at who is late
 
@@ -82,6 +83,11 @@ def needs(text: str) -> Needs:
     if min(found.get("cpus", 1), found.get("gpus", 0)) < 0:
         raise ValueError(f"needs {text!r}: must be at least 0")
     return Needs(**found, labels=labels)
+
+
+def needed(needs: Mapping[str, Needs], name: str, role: str) -> Needs:
+    """By a server: what is said of it by its name, or else of its role."""
+    return needs.get(name) or needs.get(role) or Needs()
 
 
 class Number:
@@ -231,13 +237,14 @@ class ActorFleet(WiredFleet):
         address: str | None = None,
         needs: Mapping[str, Needs] | None = None,
         restart: bool = True,
-        hang_seconds: float = 60.0,
-        start_seconds: float = 120.0,
+        hang_seconds: float = HANG_SECONDS,
+        start_seconds: float = START_SECONDS,
         listen: tuple[str, int] | None = None,
         reach: tuple[str, int] | None = None,
         fault: Callable[[str], Fault] | None = None,
         log: list[Span] | None = None,
     ) -> None:
+        check_seconds(hang=hang_seconds, start=start_seconds)
         super().__init__(servers, restart, log)
         self._needs, self._fault = dict(needs or {}), fault
         self._hang, self._patience = hang_seconds, start_seconds
@@ -255,7 +262,7 @@ class ActorFleet(WiredFleet):
             self._ask_for(name)
 
     def _need(self, name: str) -> Needs:
-        return self._needs.get(name) or self._needs.get(self._servers[name].role) or Needs()
+        return needed(self._needs, name, self._servers[name].role)
 
     def add(self, server: Server) -> None:
         """One more, which is used as soon as it has come."""
@@ -376,6 +383,12 @@ class ActorFleet(WiredFleet):
         super().close()
         self._door.close()
         self._cluster.close()
+
+
+def check_seconds(**limits: float) -> None:
+    for name, seconds in limits.items():
+        if not seconds > 0:
+            raise ValueError(f"{name} seconds {seconds:g}: must be above 0")
 
 
 def check_reachable(address: str) -> None:

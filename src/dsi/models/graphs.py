@@ -125,7 +125,8 @@ def event() -> Any:
 
 
 class Graphed:
-    """A model on one device or on a slice of it, with a cache for one text of up to `room` tokens.
+    """A model on one device, on a slice of it, or spread over several (`pipeline.py`), with a cache for one
+    text of up to `room` tokens.
 
     Several may share the model's weights, each with a stream of its own; one that is made `beside` another
     fills the same cache.
@@ -181,8 +182,9 @@ class Graphed:
         plain = {size: Unrecorded(self._computer(size), self._cuts, self._stream) for size in self._sizes}
         with torch.inference_mode(), on(self._stream):
             self._take_cache(beside)
-            if not self.on_gpu:
-                self.why_not = f"forwards on {self._device.type} are not recorded"
+            devices = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
+            if not self.on_gpu or len(devices) > 1:
+                self.why_not = f"forwards on {' and '.join(devices)} are not recorded"
                 return dict(plain)
             try:
                 return self._recorded()

@@ -1,0 +1,33 @@
+"""Expected latency by the number of processors, a line for each algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from dsi.measure.settings import TITLES
+
+COLOURS = {"nonsi": "#8a8f98", "si": "#d08700", "pearl": "#7a5cc4", "dsi": "#0b7a75"}
+
+
+def figure(lines: Mapping[str, Mapping[int, float]], label: str) -> Figure:
+    picture = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = picture.subplots()
+    for name, line in lines.items():
+        axes.plot(list(line), list(line.values()), marker="o", label=TITLES[name], color=COLOURS[name])
+    most = max(max(line) for line in lines.values())
+    if most > 16:
+        axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("processors")
+    axes.set_ylabel("expected ms for each token")
+    axes.set_title(label, fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return picture
+
+
+def save(lines: Mapping[str, Mapping[int, float]], path: Path, label: str) -> None:
+    figure(lines, label).savefig(path, dpi=150)
