@@ -247,7 +247,7 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("generate hi --dtype int4", "dtype 'int4': must be float32 or bfloat16"),
         ("generate hi --threads 0", "threads 0: must be at least 1"),
         ("generate --file nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
-        ("compare --algorithm dsi,magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi"),
+        ("compare --algorithm dsi,magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi, auto"),
         (
             "generate hi --algorithm auto --lookahead 3",
             "lookahead 3 with the algorithm auto: it finds its own; leave one of them out",
