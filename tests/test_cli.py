@@ -118,6 +118,13 @@ def test_generate_reads_a_pipe_or_a_file_and_gives_figures(tmp_path: Path) -> No
     assert (found["text"], found["tokens"], found["label"]) == (filed["text"], 8, "measured")
 
 
+def test_generate_under_auto_says_what_was_decided() -> None:
+    found = document("generate", "Tom and his dog", "--algorithm", "auto", "--max-new-tokens", "12")
+    assert found["text"] == document("generate", "Tom and his dog", "--max-new-tokens", "12")["text"]
+    assert (found["algorithm"], found["decisions"][0]["cause"]) == ("auto", "start")
+    assert found["overlap"]["rejections"] == len(found["overlap"]["losses"])
+
+
 def test_chat_answers_each_line() -> None:
     command = [sys.executable, "-m", "dsi", "chat", "--max-new-tokens", "8"]
     done = subprocess.run(
@@ -138,8 +145,11 @@ def test_compare_checks_that_all_texts_are_equal(tmp_path: Path) -> None:
         "--si-lookaheads",
         "3,5",
     )
-    found = document("compare", *quick, "--temperature", "0.7")
-    assert [row["algorithm"] for row in found["results"]] == ["nonsi", "si", "pearl", "dsi"]
+    several = "nonsi,si,pearl,dsi,auto"
+    found = document("compare", *quick, "--temperature", "0.7", "--algorithm", several)
+    assert [row["algorithm"] for row in found["results"]] == several.split(",")
+    assert [set(row["overlap"]["idle_share"]) for row in found["results"]] == [{"target-1", "drafter"}] * 5
+    assert found["results"][0]["overlap"]["time_over_ideal"] > 1
     assert found["results"][1]["lookahead"] in (3, 5)
     assert all(len(row["rates"]) == 2 and row["tokens_per_second"] > 0 for row in found["results"])
     assert "all equal" in dsi("compare", *quick).stdout
@@ -244,6 +254,11 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("generate hi --dtype int4", "dtype 'int4': must be float32 or bfloat16"),
         ("generate hi --threads 0", "threads 0: must be at least 1"),
         ("generate --file nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
+        ("compare --algorithm dsi,magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi, auto"),
+        (
+            "generate hi --algorithm auto --lookahead 3",
+            "lookahead 3 with the algorithm auto: it finds its own; leave one of them out",
+        ),
         ("compare --repeats 0", "repeats 0: must be at least 1"),
         ("simulate --network-ms inf", "network delay in ms inf: must be between 0 and 1e+09"),
         ("plan --target-ms 20 --drafter-ms 0 --gpus 4", "drafter latency 0.0 ms: must be above 0"),

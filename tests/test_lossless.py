@@ -17,6 +17,7 @@ from dsi.fleets.work import Server, work
 from dsi.models.backend import Ask
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
+from dsi.overlap import Toll
 from dsi.request import Request
 
 NAMES = (DRAFTER, "second", "third")
@@ -91,6 +92,9 @@ class ShuffledFleet:
 
     def now(self) -> int:
         return len(self.said)
+
+    def tolls(self) -> dict[str, Toll]:
+        return {}
 
     def next_event(self) -> Event:
         if self.said and self.dice.random() < 0.1:

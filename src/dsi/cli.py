@@ -421,7 +421,7 @@ def compare(
     if budget:
         _compare_budget(context, locals(), blocks, options)
         return
-    names = contenders(_algorithms(algorithm), blocks)
+    names = contenders([name.strip() for name in algorithm.split(",")], blocks)
     texts = _prompts(prompts)
     with (
         load_engine(locals() | {"algorithm": "dsi"}) as engine,

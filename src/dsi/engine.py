@@ -13,6 +13,7 @@ from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Step, Verified
 from dsi.core.policies import Crowd
 from dsi.core.scoring import Scoring
 from dsi.models.wait import Time
+from dsi.overlap import Overlap, Tolls, overlap
 from dsi.request import Completion, Request
 
 FAILURES = 32  # of verifications in a row, without a token between them, that a request survives
@@ -30,6 +31,7 @@ class Fleet(Protocol):
     def next_event(self) -> Event: ...
     def wake(self) -> None: ...
     def now(self) -> Time: ...
+    def tolls(self) -> Tolls: ...
     def close(self) -> None: ...
 
 
@@ -40,9 +42,14 @@ class FleetError(RuntimeError):
 class Run:
     """One request under way."""
 
-    def __init__(self, generation: Generation | Scoring, began: Time) -> None:
+    def __init__(self, generation: Generation | Scoring, fleet: Fleet) -> None:
         self.generation = generation
-        self.began = began
+        self._fleet = fleet
+        self.began: Time = fleet.now()
+        self.alone = True  # whether no other request has run beside it
+        self.leads: list[int] = []  # how far the guesses were ahead each time the text had grown
+        self._before = fleet.tolls()
+        self._after: tuple[Time, Tolls] | None = None  # how long it took, and what the servers had done
         self.tokens: list[int] = []
         self.times: list[Time] = []
         self.turns: list[Time] = []  # when each decision was taken
@@ -52,6 +59,21 @@ class Run:
     @property
     def done(self) -> bool:
         return self.generation.done
+
+    def end(self) -> None:
+        """What the servers do from now on is not for this request."""
+        self._after = self._after or self._so_far()
+
+    def _so_far(self) -> tuple[Time, Tolls]:
+        return self._fleet.now() - self.began, self._fleet.tolls()
+
+    @property
+    def overlap(self) -> Overlap:
+        """What overlapping forwards gave and cost, up to now if it is not done."""
+        times, made = tuple(self.times), self.generation  # which another thread may add to
+        took, tolls = self._after or self._so_far()
+        origins = made.origins[: len(times)]
+        return overlap(times, origins, made.tally, self.leads, self._before, tolls, took, self.alone)
 
     def completion(self) -> Completion:
         if self.error is not None:
@@ -67,6 +89,7 @@ class Run:
             tuple(self.generation.origins),
             tuple(self.generation.notes),
             tuple(zip(self.turns, self.generation.decisions)),
+            self.overlap,
         )
 
 
@@ -83,8 +106,11 @@ class Loop:
 
     def submit(self, request: Request) -> Run:
         """A request for no new token with notes is one for what the target thinks of the prompt."""
-        run = Run(self._machine(request), self.fleet.now())
+        run = Run(self._machine(request), self.fleet)
         self._running[run] = None
+        if len(self._running) > 1:
+            for each in self._running:
+                each.alone = False
         self.crowd.requests = len(self._running)
         self._obey(run, run.generation.start())
         return run
@@ -192,13 +218,17 @@ class Loop:
             if isinstance(job, Verify):
                 self._verifying.add(job.id)
             self.fleet.start(job)
-        if len(run.generation.decisions) > len(run.turns):
-            run.turns.append(self.fleet.now() - run.began)
+        if fresh := len(run.generation.decisions) - len(run.turns):
+            run.turns += [self.fleet.now() - run.began] * fresh
         if step.emit:
             run.failures = 0
             run.tokens += step.emit
             run.times += [self.fleet.now() - run.began] * len(step.emit)
+            if not run.done:
+                root, tip = run.generation.reached
+                run.leads.append(tip - root)
         if run.done:
+            run.end()
             self._running.pop(run, None)
         self.crowd.requests, self.crowd.verifying = len(self._running), len(self._verifying)
 

@@ -9,6 +9,7 @@ from dsi.core.generation import Policy, Tally
 from dsi.core.messages import GREEDY, Note, Sampling
 from dsi.core.outlook import Decision
 from dsi.models.wait import Time
+from dsi.overlap import Overlap
 
 __all__ = ["Completion", "Request", "Sampling"]
 
@@ -33,12 +34,20 @@ class Completion:
     origins: tuple[str, ...] = field(default=(), repr=False)  # accepted, corrected or plain, for each token
     notes: tuple[Note, ...] = field(default=(), repr=False)  # what the target thought of each, if asked
     decisions: tuple[tuple[Time, Decision], ...] = field(default=(), repr=False)  # under `auto`, and when
+    overlap: Overlap | None = field(default=None, repr=False)  # what overlapping forwards gave and cost
     text: str = ""  # where the engine speaks text
     prompt: Tokens = field(default=(), repr=False)
 
     @property
     def elapsed(self) -> Time:
         return self.times[-1] if self.times else 0
+
+    @property
+    def unspeculated(self) -> int:
+        """Tokens that `auto` wrote without speculation."""
+        turns = [decision for _, decision in self.decisions]
+        ends = [each.tokens for each in turns[1:]] + [len(self.tokens)]
+        return sum(end - each.tokens for each, end in zip(turns, ends) if not each.way.speculates)
 
     @property
     def ttft(self) -> Time:

@@ -92,7 +92,20 @@ def figures(done: Completion) -> dict[str, Any]:
         "target_forwards": done.tally.forwards,
         "drafted": done.tally.drafted,
         "accepted": done.tally.accepted,
+        **overlapped(done),
     }
+
+
+def overlapped(done: Completion) -> dict[str, Any]:
+    """What the overlap did, rejection by rejection, and under `auto` what was decided when."""
+    if done.overlap is None:
+        return {}
+    losses = [
+        {"token": each.token, "at_ms": each.at * 1000, "lost_ms": each.lost * 1000}
+        for each in done.overlap.losses
+    ]
+    turns = [{"at_ms": at * 1000, **decision.json()} for at, decision in done.decisions]
+    return {"overlap": {**done.overlap.json(), "losses": losses}} | ({"decisions": turns} if turns else {})
 
 
 def choices(found: Iterable[Choice]) -> str:
@@ -110,8 +123,16 @@ def summary(algorithm: str, done: Completion) -> str:
     return (
         f"{algorithm}: {said['tokens']} tokens in {said['seconds']:.2f} s, "
         f"{said['tokens_per_second']:.1f} tokens/s, {said['accepted']} of them guessed, "
-        f"{said['target_forwards']} target forwards (measured)"
+        f"{said['target_forwards']} target forwards{fallback(done)} (measured)"
     )
+
+
+def fallback(done: Completion) -> str:
+    """Of `auto`, where it did without speculation."""
+    if not done.unspeculated:
+        return ""
+    cause = next(decision.cause for _, decision in done.decisions if not decision.way.speculates)
+    return f", {done.unspeculated} tokens without speculation ({cause})"
 
 
 def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
@@ -125,6 +146,7 @@ def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
             **{f"speed over {other.name}": f"{row.over(other):.2f}" for other in rows[:-1]},
             "target forwards": f"{row.forwards:.1f}",
             "drafts wasted": f"{row.wasted:.1f}",
+            **_overlap(row.overlap),
         }
         for row in rows
     ]
@@ -174,6 +196,20 @@ def verdict(found: Verdict) -> str:
     )
 
 
+def _overlap(said: dict[str, Any]) -> dict[str, str]:
+    """What the table says of the overlap under one algorithm."""
+    idle, lost = said["idle_share"] or {}, said["lost_per_rejection_ms"]
+    return {
+        "target forwards hidden": f"{said['hidden_share']:.0%}",
+        "target forwards wasted": f"{said['wasted_forwards']:.1f}",
+        "drafter's lead (tokens)": f"{said['drafter_lead']:.1f}",
+        **{f"idle: {name}": f"{share:.0%}" for name, share in _by_server(idle).items()},
+        "rejections": f"{said['rejections']:.1f}",
+        "  ms lost to each": "-" if lost is None else f"{lost:.1f}",
+        "time over the ideal": "-" if said["time_over_ideal"] is None else f"{said['time_over_ideal']:.2f}",
+    }
+
+
 def simulations(results: list[Result], json: bool) -> None:
     if json:
         documents = [result.json() for result in results]
@@ -208,7 +244,7 @@ def _column(result: Result, results: list[Result]) -> dict[str, str]:
         "  begun and given up": f"{result.stale_forwards:.1f}",
         "drafts": f"{result.drafted:.1f}",
         "  of them wasted": f"{result.wasted_drafts:.1f}",
-        **{f"busy: {name}": f"{share:.0%}" for name, share in _busy(result).items()},
+        **{f"busy: {name}": f"{share:.0%}" for name, share in _by_server(result.busy).items()},
     }
 
 
@@ -225,12 +261,12 @@ def _failures(result: Result) -> dict[str, str]:
     }
 
 
-def _busy(result: Result) -> dict[str, float]:
+def _by_server(shares: dict[str, float]) -> dict[str, float]:
     """Each server's share, or the mean of each role's where there are too many to list."""
-    if len(result.busy) <= SERVERS_LISTED:
-        return result.busy
+    if len(shares) <= SERVERS_LISTED:
+        return shares
     roles: dict[str, list[float]] = {}
-    for name, share in result.busy.items():
+    for name, share in shares.items():
         roles.setdefault(name.partition("-")[0], []).append(share)
     return {f"{role}s (mean of {len(s)})": sum(s) / len(s) for role, s in roles.items()}
 
@@ -249,6 +285,8 @@ def timelines(records: list[Record], paths: list[Path], json: bool) -> None:
                 "total_ms": record.total_ms,
                 "tokens": len(record.times_ms),
                 "times_ms": record.times_ms,
+                "remarks": [vars(remark) for remark in record.remarks],
+                "overlap": record.overlap,
                 "blocks": [vars(block) for block in record.blocks],
             }
             for record in records

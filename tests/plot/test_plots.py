@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from dsi.measure.records import Record, record
+from dsi.core.adaptive import Mind
+from dsi.engine import Loop
+from dsi.measure.forecast import outlook
+from dsi.measure.records import Record, record, recorded
 from dsi.measure.settings import Setting
 from dsi.plot.terminal import draw, legend
 from dsi.plot.timeline import figure, save
 from dsi.plot.trace import read, trace
+from dsi.request import Request
 
 SETTING = Setting(20.0, 2.0, 0.7, sp=4, tokens=20, target_ttft_ms=40.0)
 
@@ -50,7 +54,11 @@ def test_the_trace_is_what_perfetto_reads(records: list[Record]) -> None:
     assert all(event["dur"] > 0 and event["ts"] >= 0 for event in spans)
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {"DSI (simulated)", "target-1", "drafter"} <= names
-    assert sum(event["ph"] == "i" for event in events) == 60
+    instants = [event for event in events if event["ph"] == "i"]
+    assert sum(event["name"].startswith("token ") for event in instants) == 60
+    assert {event["cat"] for event in instants if "cat" in event} == {"rejection"}
+    [head] = [event for event in events if event.get("args", {}).get("algorithm") == "nonsi"]
+    assert head["args"]["overlap"]["time_over_ideal"] == 1
 
 
 def test_the_figure_has_a_panel_for_each_run(records: list[Record]) -> None:
@@ -81,6 +89,25 @@ def test_a_trace_can_be_read_back(records: list[Record]) -> None:
         assert [block.outcome for block in one.blocks] == [block.outcome for block in other.blocks]
         ends = [block.end_ms for block in one.blocks]
         assert ends == pytest.approx([block.end_ms for block in other.blocks])
+
+
+def test_decisions_and_rejections_are_no_tokens_and_come_back_as_they_were() -> None:
+    steps = ((1, 20.0), (64, 30.0))  # so that wrong guesses cost time
+    setting = Setting(20.0, 2.0, 0.0, 3, 80, contention=0.2, pieces=8, eager=False, steps_ms=steps)
+    mind = Mind(outlook(setting), ("drafter",), 0.7)
+    [done] = Loop(setting.simulated(1)).run(Request((1, 2), 80, mind))
+    told = recorded("auto", "simulated", ("target-1", "drafter"), (), done, 1)
+    assert {remark.kind for remark in told.remarks} == {"decision", "rejection"}
+    assert "no speculation" in [remark.title for remark in told.remarks]
+    [back] = read(json.loads(json.dumps(trace([told]))))
+    assert len(back.times_ms) == 80
+    assert back.times_ms == pytest.approx(told.times_ms)
+    assert [(each.kind, each.title, each.what) for each in back.remarks] == [
+        (each.kind, each.title, each.what) for each in told.remarks
+    ]
+    assert [each.at_ms for each in back.remarks] == pytest.approx([each.at_ms for each in told.remarks])
+    assert back.overlap == told.overlap
+    assert back.title == "auto"
 
 
 @pytest.mark.parametrize(

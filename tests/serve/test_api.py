@@ -30,7 +30,7 @@ def client(live: Live) -> Iterator[OpenAI]:
         yield client
 
 
-@pytest.mark.parametrize("algorithm", ["dsi", "si", "pearl", "nonsi"])
+@pytest.mark.parametrize("algorithm", ["dsi", "si", "pearl", "nonsi", "auto"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_completion_is_the_text_of_plain_decoding(
     client: OpenAI, plain: Engine, algorithm: str, temperature: float
@@ -227,7 +227,62 @@ def test_a_trace_tells_of_every_token_and_of_the_servers(live: Live) -> None:
     assert {each["name"] for each in chunks[0]["trace"]["servers"]} == {"drafter", "target-1", "target-2"}
     assert chunks[-1]["trace"]["root"] == 30
     trace = live.get(f"/v1/traces/{chunks[0]['id']}").json()
-    assert sum(event["ph"] == "i" for event in trace["traceEvents"]) == 30
+    instants = [event for event in trace["traceEvents"] if event["ph"] == "i"]
+    assert sum("cat" not in event for event in instants) == 30
+    wrong = sum(token["how"] == "corrected" for token in tokens)
+    assert sum(event.get("cat") == "rejection" for event in instants) == wrong
+
+
+def test_an_answer_says_what_the_overlap_did(live: Live) -> None:
+    body = {"prompt": STORY, "max_tokens": 30, "temperature": 0}
+    done, alone = (live.post("/v1/completions", **body, algorithm=each).json() for each in ("dsi", "nonsi"))
+    told, plain = done["metrics"]["overlap"], alone["metrics"]["overlap"]
+    assert (plain["hidden_share"], plain["rejections"], plain["drafter_ms"]) == (0, 0, None)
+    assert 1 <= plain["time_over_ideal"] < 3
+    assert told["hidden_share"] > 0
+    assert told["idle_share"].keys() == {"drafter", "target-1", "target-2"}
+    assert told["drafter_ms"] < told["target_ms"]
+    assert told["wasted_drafts"] == done["metrics"]["speculative_decoding"]["num_wasted_draft_tokens"]
+    [head] = [
+        event
+        for event in live.get(f"/v1/traces/{done['id']}").json()["traceEvents"]
+        if event["name"] == "process_name"
+    ]
+    assert 0 <= head["args"]["overlap"].pop("hidden_time_share") < 1
+    assert head["args"]["overlap"] == told
+
+
+def test_texts_that_run_at_once_do_not_share_out_idle_time(live: Live) -> None:
+    done = live.post("/v1/completions", prompt=STORY, n=2, max_tokens=20, temperature=0).json()
+    assert done["metrics"]["overlap"]["idle_share"] is None
+    assert done["metrics"]["overlap"]["target_ms"] > 0
+
+
+def test_auto_tells_what_it_decides_in_the_stream_the_trace_and_the_metrics(live: Live) -> None:
+    def counted(name: str) -> float:
+        lines = live.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    before = counted("dsi:decisions_total")
+    body = {"prompt": "def f(n):", "max_tokens": 40, "temperature": 0, "stream": True, "trace": True}
+    lines = live.post("/v1/completions", **body, algorithm="auto").text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    told = [each for chunk in chunks for each in chunk["trace"].get("decisions", ())]
+    assert told[0]["cause"] == "start"
+    assert chunks[-1]["metrics"]["overlap"]["decisions"] == told
+    assert chunks[-1]["metrics"]["speculative_decoding"]["lookahead"] is None
+    events = live.get(f"/v1/traces/{chunks[0]['id']}").json()["traceEvents"]
+    marks = [event for event in events if event.get("cat") == "decision"]
+    assert [event["name"] for event in marks] == [each["way"] for each in told]
+    assert [event["ts"] for event in marks] == pytest.approx([each["at"] * 1e6 for each in told])
+    assert counted("dsi:decisions_total") == before + len(told)
+
+
+def test_auto_finds_its_own_lookahead(live: Live) -> None:
+    answer = live.post("/v1/completions", prompt="a", algorithm="auto", lookahead=4)
+    assert answer.status_code == 400
+    sentence = "lookahead 4 with the algorithm auto: it finds its own; leave one of them out"
+    assert answer.json()["error"]["message"] == sentence
 
 
 def test_metrics_count_what_was_done(live: Live) -> None:

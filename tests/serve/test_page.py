@@ -209,6 +209,20 @@ def test_pointing_at_a_forward_says_what_it_is_about(live: Live, page: Page) -> 
     assert marked == [place for place in range(first - 1, last) if place < 24]
 
 
+def test_under_auto_the_timeline_says_which_way_it_went(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.one("#algorithm input[value=auto]").click()
+    page.generate(24)
+    page.finished()
+    assert page.content("#status").startswith("auto · 24 tokens in ")
+    canvas = page.one("#timeline")
+    height = canvas.size["height"]
+    ActionChains(page.browser).move_to_element_with_offset(canvas, 0, 30 - height // 2).perform()
+    page.until(lambda: page.one("#tip").is_displayed())
+    said = r"auto: (SP \d+, lookahead \d+, patience \d+|no speculation) from token \d+ on"
+    assert re.search(said, page.content("#tip"))
+
+
 def test_what_has_been_recorded_can_be_replayed(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(48)

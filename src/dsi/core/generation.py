@@ -274,8 +274,11 @@ class Generation:
     @property
     def reached(self) -> tuple[int, int]:
         """How many tokens are certain, and how many with the guesses beyond them."""
-        tips = [node.depth for node in self._tips.values() if node.alive]
-        return self.root.depth, max(self.root.depth, *tips) if tips else self.root.depth
+        root = tip = self.root.depth
+        for node in self._tips.values():
+            if node.alive and node.depth > tip:
+                tip = node.depth
+        return root, tip
 
     @property
     def waits(self) -> bool:

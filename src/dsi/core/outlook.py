@@ -91,3 +91,13 @@ class Decision:
     drafters: tuple[str, ...]
     cause: str  # start, acceptance (of first or second guesses) or latency
     rate: float  # what acceptance was taken to be
+
+    def json(self) -> dict[str, object]:
+        return {
+            "tokens": self.tokens,
+            "way": str(self.way),
+            "speculates": self.way.speculates,
+            "drafters": list(self.drafters),
+            "cause": self.cause,
+            "acceptance": self.rate,
+        }

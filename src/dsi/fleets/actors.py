@@ -26,6 +26,7 @@ from dsi.fleets.spans import Span
 from dsi.fleets.wire import Receiver, Wire
 from dsi.fleets.wired import NOTHING, Seat, SharedFlag, WiredFleet, answer
 from dsi.fleets.work import Server
+from dsi.overlap import Toll
 
 HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, which life of it this is, its clock
 CANCEL = "cancel"
@@ -267,7 +268,7 @@ class ActorFleet(WiredFleet):
         """One more, which is used as soon as it has come."""
         if server.name in self._servers:
             raise ValueError(f"server {server.name!r} is already there")
-        self._servers[server.name], self.busy[server.name] = server, 0.0
+        self._servers[server.name], self.accounts[server.name] = server, Toll(server.role)
         self._dispatch.expect(server.name, server.role)
         self._ask_for(server.name)
 

@@ -10,6 +10,7 @@ from dsi.core.dispatch import Dispatch
 from dsi.core.messages import Event, Job
 from dsi.fleets.work import Server, by_name
 from dsi.models.wait import Time
+from dsi.overlap import Toll
 
 
 class Crew(ABC):
@@ -17,10 +18,14 @@ class Crew(ABC):
 
     def __init__(self, servers: Iterable[Server]) -> None:
         self._servers = by_name(servers)
-        self.busy: dict[str, Time] = dict.fromkeys(self._servers, 0)
+        self.accounts = {name: Toll(server.role) for name, server in self._servers.items()}
         self.deaths: dict[str, int] = {}  # of each server, so far
         self._dispatch = Dispatch({name: server.role for name, server in self._servers.items()})
         self._ready: deque[Event] = deque()
+
+    @abstractmethod
+    def now(self) -> Time:
+        """By the fleet's clock."""
 
     @abstractmethod
     def _set_to(self, name: str, job: Job) -> None:
@@ -37,6 +42,22 @@ class Crew(ABC):
     def _returns(self, name: str) -> bool:  # noqa: ARG002
         """Whether another takes its place later, for which jobs wait that only it could do."""
         return False
+
+    @property
+    def busy(self) -> dict[str, Time]:
+        """For how long each server has computed, up to the last forward that it ended."""
+        return {name: toll.busy for name, toll in self.accounts.items()}
+
+    def tolls(self) -> dict[str, Toll]:
+        """What each server has done up to now."""
+        now = self.now()
+        return {
+            name: toll.until(now if self._computes(name) else toll.since)
+            for name, toll in self.accounts.items()
+        }
+
+    def _computes(self, name: str) -> bool:
+        return name in self._dispatch.working
 
     def members(self) -> list[tuple[str, str, bool]]:
         """Every server there ever was: its name, its role, and whether it lives."""
@@ -68,5 +89,6 @@ class Crew(ABC):
     def _begin(self) -> None:
         """Start what can be started: servers that have answered take part once the answer is handled."""
         for name, job in self._dispatch.assign():
+            self.accounts[name].since = self.now()
             self._set_to(name, job)
         self._ready.extend(self._dispatch.stranded())

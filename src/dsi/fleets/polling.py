@@ -114,7 +114,7 @@ class PollingFleet(Crew):
         if event is None and not free:
             return  # it has not come to a halt
         now = self.now()
-        self.busy[seat.server.name] += now - seat.began
+        self.accounts[seat.server.name].end(seat.began, now, event)
         if self.log is not None:
             self._write(self.log, seat, event, now)
         seat.began = now

@@ -143,6 +143,9 @@ class SimulatedFleet(Crew):
             forward.event = None
             self._record(name, forward, max(self._now, forward.start))
 
+    def _computes(self, name: str) -> bool:
+        return name in self._forwards
+
     def wake(self) -> None:
         self._ready.append(WOKEN)
 
@@ -168,7 +171,8 @@ class SimulatedFleet(Crew):
         forward = self._forwards[name] = Forward(
             job, work(job, self._servers[name], meter), job.context, meter
         )
-        self._compute(name, forward, self._now + self._delay(name))
+        start = self.accounts[name].since = self._now + self._delay(name)
+        self._compute(name, forward, start)
 
     def _compute(self, name: str, forward: Forward, start: Time) -> bool:
         """Begin the next forward of a job, if it has one."""
@@ -258,7 +262,7 @@ class SimulatedFleet(Crew):
         self._begin()
 
     def _record(self, name: str, forward: Forward, end: Time) -> None:
-        self.busy[name] = self.busy[name] + (end - forward.start)
+        self.accounts[name].end(forward.start, end, forward.event)
         if self._log is not None:
             role = self._servers[name].role
             entry = span(name, role, forward.job, forward.context, forward.start, end, forward.event)

@@ -108,7 +108,7 @@ class Seat:
         self.fleet.outbox.put((self.server.name, last, True))
 
     def record(self, job: Job, context: Context, start: float, end: float, event: Event | None) -> None:
-        self.fleet.busy[self.server.name] += end - start
+        self.fleet.accounts[self.server.name].end(start, end, event)
         if self.fleet.log is not None:
             entry = span(self.server.name, self.server.role, job, context, start, end, event)
             self.fleet.log.append(entry)

@@ -197,6 +197,6 @@ class WiredFleet(Crew):
 
     def _record(self, seat: Seat, event: Event | None, start: float, end: float) -> None:
         server, job = seat.server, seat.job
-        self.busy[server.name] += end - start
+        self.accounts[server.name].end(start, end, event)
         if self.log is not None and job is not None and seat.context is not None:
             self.log.append(span(server.name, server.role, job, seat.context, start, end, event))

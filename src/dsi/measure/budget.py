@@ -21,6 +21,7 @@ from dsi.core.policies import check_algorithm
 from dsi.measure.compare import Row, check_equal
 from dsi.measure.forecast import adaptive, guide, outlook
 from dsi.measure.settings import MOST_SERVERS, SECOND, TITLES, Guide, Setting
+from dsi.overlap import mean
 from dsi.planner import Number
 from dsi.request import Completion
 
@@ -126,7 +127,7 @@ class Entry(Row):
             | {name: getattr(self, name) for name in shown}
             | {"layout": asdict(self.layout) | {"each": self.layout.each}}
             | dict(zip(names, self.times_ms))
-            | {"per_token": {name: getattr(self, name) for name in costs}}
+            | {"per_token": {name: getattr(self, name) for name in costs}, "overlap": self.overlap}
         )
 
 
@@ -332,6 +333,8 @@ def entry(who: Contender, texts: Sequence[Completion], label: str, unit_ms: int,
         rates=tuple(len(text.tokens) * SECOND / unit_ms / float(text.elapsed) for text in texts),
         forwards=fmean(count.forwards for count in counts),
         wasted=fmean(count.wasted for count in counts),
+        overlap=mean([text.overlap for text in texts if text.overlap], unit_ms),
+        unspeculated=fmean(text.unspeculated for text in texts),
         layout=who.layout,
         label=label,
         unit=unit,

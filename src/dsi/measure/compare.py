@@ -8,7 +8,9 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from dsi.measure.settings import TITLES
+from dsi.overlap import mean
 from dsi.request import Completion
+from dsi.speech import check_named
 
 if TYPE_CHECKING:
     from dsi.speech import Engine
@@ -47,13 +49,15 @@ Contender = tuple[str, int | None]  # an algorithm, and the lookahead it is trie
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm over all prompts and repeats; rates are tokens per second, counts per text."""
+    """One algorithm over all prompts and repeats; rates are tokens per second, counts and times per text."""
 
     algorithm: str
     lookahead: int | None
     rates: tuple[float, ...]
     forwards: float
     wasted: float
+    overlap: dict[str, Any]  # what the overlap did, in the mean
+    unspeculated: float  # tokens that `auto` wrote without speculation
 
     @property
     def name(self) -> str:
@@ -93,7 +97,7 @@ class Row:
 def contenders(algorithms: Sequence[str], si_lookaheads: Sequence[int]) -> list[Contender]:
     """SI is tried with several blocks, so that it is compared at its best."""
     found: list[Contender] = []
-    for name in algorithms:
+    for name in map(check_named, algorithms):
         found += [(name, block) for block in si_lookaheads] if name == "si" else [(name, None)]
     return found
 
@@ -141,4 +145,6 @@ def row(name: Contender, texts: Sequence[Completion]) -> Row:
         rates=tuple(len(text.tokens) / text.elapsed for text in texts),
         forwards=sum(text.tally.forwards for text in texts) / len(texts),
         wasted=sum(text.tally.wasted for text in texts) / len(texts),
+        overlap=mean([text.overlap for text in texts if text.overlap]),
+        unspeculated=sum(text.unspeculated for text in texts) / len(texts),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from dsi.core.context import Context
 from dsi.fleets.spans import Span
@@ -27,6 +28,16 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Remark:
+    """Something that happened at one moment of a run."""
+
+    kind: str  # decision or rejection
+    at_ms: float
+    title: str
+    what: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Record:
     """One request on one fleet."""
 
@@ -35,6 +46,8 @@ class Record:
     servers: tuple[str, ...]
     blocks: tuple[Block, ...]
     times_ms: tuple[float, ...]  # when each token became certain
+    remarks: tuple[Remark, ...] = ()
+    overlap: dict[str, Any] = field(default_factory=dict)  # what it did, if that is known
 
     @property
     def title(self) -> str:
@@ -48,13 +61,44 @@ class Record:
 def record(setting: Setting, algorithm: str, seed: int = 0, waited: bool = False) -> Record:
     """Run one request and keep what each server did."""
     run = setting.run(algorithm, seed, waited)
-    return Record(
-        algorithm=algorithm,
-        label="waited" if waited else "simulated",
-        servers=tuple(run.busy),
-        blocks=tuple(blocks(run.log, run.completion, run.unit)),
-        times_ms=tuple(float(time) * run.unit for time in run.completion.times),
-    )
+    label = "waited" if waited else "simulated"
+    return recorded(algorithm, label, tuple(run.busy), run.log, run.completion, run.unit)
+
+
+def recorded(
+    algorithm: str, label: str, servers: tuple[str, ...], spans: Iterable[Span], done: Completion, unit: int
+) -> Record:
+    """A finished request, whatever it ran on; `unit` is how many milliseconds its clock counts as one."""
+    work = tuple(blocks(spans, done, unit))
+    times = tuple(float(time) * unit for time in done.times)
+    return Record(algorithm, label, servers, work, times, remarks(done, unit), figures(done, work, unit))
+
+
+def figures(done: Completion, work: Iterable[Block], unit: int) -> dict[str, Any]:
+    """What the overlap did: where the forwards are known, also by their time."""
+    if done.overlap is None:
+        return {}
+    share = hidden(block for block in work if block.kind == "verify")
+    return {**done.overlap.json(unit), "hidden_time_share": share}
+
+
+def remarks(done: Completion, unit: int = 1) -> tuple[Remark, ...]:
+    """What was decided, and what each rejection cost."""
+    turns = [
+        Remark("decision", float(at) * unit, str(decision.way), decision.json())
+        for at, decision in done.decisions
+    ]
+    losses = done.overlap.losses if done.overlap else ()
+    costs = [
+        Remark(
+            "rejection",
+            float(each.at) * unit,
+            f"rejection, {float(each.lost) * unit:.1f} ms lost",
+            {"token": each.token, "lost_ms": float(each.lost) * unit},
+        )
+        for each in losses
+    ]
+    return tuple(sorted(turns + costs, key=lambda remark: remark.at_ms))
 
 
 def blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsi.measure.records import Block, Record
+from dsi.measure.records import Block, Record, Remark
 
 COLOURS = {
     "judged": "thread_state_running",
@@ -17,7 +17,8 @@ COLOURS = {
 
 
 def trace(records: Sequence[Record]) -> dict[str, Any]:
-    """Each run is a process, each server a thread; a token made certain is an instant of the process."""
+    """Each run is a process, each server a thread; a token made certain is an instant of the process, and
+    so are decisions and rejections, which have a category."""
     return {
         "traceEvents": [event for pid, record in enumerate(records, 1) for event in _events(pid, record)],
         "displayTimeUnit": "ms",
@@ -27,10 +28,12 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
 def _events(pid: int, record: Record) -> list[dict[str, Any]]:
     threads = {name: tid for tid, name in enumerate(record.servers, start=1)}
     named = [_name("process_name", pid, 0, f"{record.title} ({record.label})")]
-    named[0]["args"] |= {"algorithm": record.algorithm, "label": record.label}  # for `read`
+    about = {"algorithm": record.algorithm, "label": record.label, "overlap": record.overlap}
+    named[0]["args"] |= about  # for `read`
     named += [_name("thread_name", pid, tid, name) for name, tid in threads.items()]
     spans = [_span(pid, threads[block.server], block) for block in record.blocks]
-    return named + spans + [_token(pid, i, time) for i, time in enumerate(record.times_ms, start=1)]
+    tokens = [_token(pid, i, time) for i, time in enumerate(record.times_ms, start=1)]
+    return named + spans + tokens + [_remark(pid, remark) for remark in record.remarks]
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -60,6 +63,19 @@ def _token(pid: int, number: int, time_ms: float) -> dict[str, Any]:
     return {"ph": "i", "s": "p", "name": f"token {number}", "pid": pid, "tid": 0, "ts": time_ms * 1000}
 
 
+def _remark(pid: int, remark: Remark) -> dict[str, Any]:
+    return {
+        "ph": "i",
+        "s": "p",
+        "name": remark.title,
+        "cat": remark.kind,
+        "pid": pid,
+        "tid": 0,
+        "ts": remark.at_ms * 1000,
+        "args": remark.what,
+    }
+
+
 def read(document: Any) -> list[Record]:
     """The runs of a trace that `trace` has made."""
     try:
@@ -73,13 +89,17 @@ def _record(head: dict[str, Any], events: list[dict[str, Any]]) -> Record:
     mine = [event for event in events if event["pid"] == head["pid"]]
     names = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
     spans = sorted((event for event in mine if event["ph"] == "X"), key=lambda event: float(event["ts"]))
-    times = sorted(float(event["ts"]) / 1000 for event in mine if event["ph"] == "i")
+    instants = sorted((event for event in mine if event["ph"] == "i"), key=lambda event: float(event["ts"]))
+    times = [float(event["ts"]) / 1000 for event in instants if "cat" not in event]
+    said = [Remark(e["cat"], float(e["ts"]) / 1000, e["name"], e["args"]) for e in instants if "cat" in e]
     return Record(
         algorithm=head["args"]["algorithm"],
         label=head["args"]["label"],
         servers=tuple(names.values()),
         blocks=tuple(_block(names[event["tid"]], event) for event in spans),
         times_ms=tuple(times),
+        remarks=tuple(said),
+        overlap=head["args"].get("overlap", {}),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from dsi.core.messages import TARGET
 from dsi.fleets.spans import Span
 from dsi.measure.records import first_place
+from dsi.overlap import mean
 from dsi.serve.choices import Choice, Word
 from dsi.serve.desk import Ticket
 from dsi.serve.errors import Problem
@@ -105,6 +106,8 @@ class Chunks:
             "root": update.root,
             "tip": update.tip,
         }
+        if update.decisions:
+            told["decisions"] = [{"at": at, **decision.json()} for at, decision in update.decisions]
         if update.died or not self._introduced:
             told["servers"] = self._house.servers
         self._introduced = True
@@ -135,8 +138,19 @@ def metrics(house: House, order: Order, tickets: Sequence[Ticket]) -> dict[str, 
     return {
         "speculative_decoding": speculation(order, tickets),
         "timing": timing(tickets),
+        "overlap": overlapped(tickets),
         "estimated": estimated(house, tickets),
     }
+
+
+def overlapped(tickets: Sequence[Ticket]) -> dict[str, Any] | None:
+    """What the overlap did, in the mean of several texts; under `auto` also what was decided."""
+    runs = [ticket.run for ticket in tickets if ticket.run]
+    if not runs:
+        return None
+    turns = [decision for ticket in tickets for decision in ticket.decisions]
+    decided = {"decisions": [{"at": at, **decision.json()} for at, decision in turns]} if turns else {}
+    return mean([run.overlap for run in runs]) | decided
 
 
 def speculation(order: Order, tickets: Sequence[Ticket]) -> dict[str, Any]:

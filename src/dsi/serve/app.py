@@ -188,7 +188,7 @@ def described(house: House) -> dict[str, Any]:
         "max_model_len": loaded.context,
         "sp": loaded.sp,
         "algorithm": house.engine.algorithm,
-        "lookahead": loaded.lookahead(house.engine.algorithm),
+        "lookahead": house.lookahead(house.engine.algorithm),
         "max_tokens": house.limits.new_tokens,
     }
 

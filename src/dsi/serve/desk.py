@@ -15,6 +15,7 @@ from threading import Event, Lock, Thread
 from dsi.core.context import Context
 from dsi.core.generation import Tally
 from dsi.core.messages import Note
+from dsi.core.outlook import Decision
 from dsi.engine import Run
 from dsi.fleets.spans import Span
 from dsi.request import Request
@@ -39,6 +40,7 @@ class Update:
     root: int = 0
     tip: int = 0
     spans: Sequence[Span] = ()
+    decisions: Sequence[tuple[float, Decision]] = ()
     ended: str | None = None  # stop, length or cancelled, once it has
     error: str | None = None
     died: bool = False  # whether a server has, since the last news
@@ -61,6 +63,7 @@ class Ticket:
     seen: int = 0  # tokens told
     told: float = 0.0  # when
     shown: int = 0  # spans told
+    turned: int = 0  # decisions told
     deaths: int = 0  # told
     spans: list[Span] = field(default_factory=list)
 
@@ -71,6 +74,16 @@ class Ticket:
     @property
     def origins(self) -> list[str]:
         return self.run.generation.origins if self.run else []
+
+    @property
+    def decisions(self) -> tuple[tuple[float, Decision], ...]:
+        """Of `auto`, each with its seconds since the ticket was taken up."""
+        if self.run is None:
+            return ()
+        late = float(self.run.began) - self.began
+        return tuple(
+            (late + float(at), each) for at, each in zip(self.run.turns, self.run.generation.decisions)
+        )
 
     def tell(self, update: Update) -> None:
         with suppress(RuntimeError):  # nobody is left to hear it
@@ -232,6 +245,8 @@ class Desk:
         )
         if ticket.trace:
             update.spans, ticket.shown = ticket.spans[ticket.shown :], len(ticket.spans)
+            update.decisions = ticket.decisions[ticket.turned :]
+            ticket.turned += len(update.decisions)
             deaths = self._deaths()
             update.died, ticket.deaths = deaths > ticket.deaths, deaths
         ticket.seen, ticket.told = len(run.tokens), update.at

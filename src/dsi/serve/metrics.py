@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from dsi.core.generation import ACCEPTED
 
 if TYPE_CHECKING:
+    from dsi.core.outlook import Decision
     from dsi.serve.desk import Desk, Ticket, Update
     from dsi.serve.orders import Order
 
@@ -72,7 +73,10 @@ class Metrics:
         )
         self.stale = self._counter("stale_tasks", "Verifications no longer wanted.")
         self.wasted = self._counter("wasted_draft_tokens", "Drafted tokens that did not stand.")
-        self.fallback = self._counter("fallback", "Requests that speculated less than alone.", "cause")
+        self.fallback = self._counter(
+            "fallback", "Times that speculation was cut back or, under auto, given up.", "cause"
+        )
+        self.decisions = self._counter("decisions", "Ways to go that auto has taken.", "cause")
         self.lead = self._histogram(
             "drafter_lead_tokens", "How far the drafter was ahead when tokens became certain.", LEADS
         )
@@ -110,10 +114,17 @@ class Metrics:
             self.tpot.observe((order.last - order.began - order.first) / (order.new_tokens - 1))
         for ticket in order.tickets:
             self._count(ticket)
-        if order.algorithm == "dsi" and any(ticket.crowded for ticket in order.tickets):
+        if order.algorithm in ("dsi", "auto") and any(ticket.crowded for ticket in order.tickets):
             self.fallback.labels("crowd").inc()
 
+    def _decided(self, decision: Decision) -> None:
+        self.decisions.labels(decision.cause).inc()
+        if decision.cause != "start" and not decision.way.speculates:
+            self.fallback.labels(decision.cause).inc()
+
     def _count(self, ticket: Ticket) -> None:
+        for _, decision in ticket.decisions:
+            self._decided(decision)
         tally = ticket.tally
         hidden = max(0, tally.useful - tally.exposed)
         self.drafts.inc(tally.useful if tally.drafted else 0)

@@ -21,7 +21,7 @@ from dsi.serve.limits import LONGEST_STOP, Limits
 from dsi.serve.metrics import Metrics
 from dsi.serve.schema import Body, ChatBody, CompletionBody, Prompt
 from dsi.serve.traces import Traces
-from dsi.speech import Engine
+from dsi.speech import AUTO, Engine
 
 LONGEST_TOKEN = 64  # characters: a longer text has more tokens than its characters over this
 
@@ -35,7 +35,7 @@ class Order:
     model: str
     choices: list[Choice]
     algorithm: str
-    lookahead: int
+    lookahead: int | None  # None under `auto`, which finds its own
     rule: str
     seconds: float
     stream: bool
@@ -84,6 +84,7 @@ class House:
         self.traces = Traces(limits.traces)
         self.created = int(time.time())
         self.patience = engine.patience  # rehearsed once, here: a request could not wait for it
+        _ = engine.loaded.outlook  # nor for this, which `auto` needs
 
     @property
     def servers(self) -> list[dict[str, Any]]:
@@ -100,6 +101,9 @@ class House:
         """Whether a text can be written."""
         targets = [each for each in self.servers if each["role"] == "target" and each["alive"]]
         return self.desk.alive and bool(targets)
+
+    def lookahead(self, algorithm: str) -> int | None:
+        return None if algorithm == AUTO else self.engine.loaded.lookahead(algorithm)
 
     def order(self, body: CompletionBody | ChatBody) -> Order:
         """What is asked for, or a `Problem`."""
@@ -120,7 +124,7 @@ class House:
                 model=self.model,
                 choices=[],
                 algorithm=algorithm,
-                lookahead=body.lookahead or self.engine.loaded.lookahead(algorithm),
+                lookahead=body.lookahead or self.lookahead(algorithm),
                 rule=body.rule or "match",
                 seconds=min(body.timeout or self.limits.seconds, self.limits.seconds),
                 stream=bool(body.stream),

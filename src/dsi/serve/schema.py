@@ -56,7 +56,7 @@ class Body(BaseModel):
     stop: str | Annotated[list[str], FIRST] | None = None
     user: str | None = None
     # Ours.
-    algorithm: Literal["nonsi", "si", "pearl", "dsi"] | None = None
+    algorithm: Literal["nonsi", "si", "pearl", "dsi", "auto"] | None = None
     lookahead: int | None = Field(None, ge=1, le=512)
     rule: Literal["match", "reject", "block", "specinfer"] | None = None
     timeout: float | None = Field(None, gt=0, description="Seconds until the answer must be complete.")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsi.fleets.spans import Span
-from dsi.measure.records import Record, blocks
+from dsi.measure.records import Record, recorded
 from dsi.plot.trace import trace
 from dsi.request import Completion
 from dsi.serve.desk import Ticket
@@ -39,9 +39,15 @@ def record(algorithm: str, servers: Sequence[str], ticket: Ticket) -> Record:
     run, log = ticket.run, [_since(span, ticket.began) for span in ticket.spans]
     if run is None:
         raise ValueError("a ticket that was never taken up")
-    done = Completion(tuple(run.tokens), "", tuple(run.times), ticket.tally)
-    times = tuple(1000 * float(time) for time in run.times)
-    return Record(algorithm, "measured", tuple(servers), tuple(blocks(log, done, 1000)), times)
+    done = Completion(
+        tuple(run.tokens),
+        "",
+        tuple(run.times),
+        ticket.tally,
+        decisions=ticket.decisions,
+        overlap=run.overlap,
+    )
+    return recorded(algorithm, "measured", tuple(servers), log, done, 1000)
 
 
 def _since(span: Span, began: float) -> Span:

@@ -5,7 +5,7 @@ import { Text, Tip, duration, element } from "./tokens.js";
 import { Timeline } from "./timeline.js";
 
 const $ = (id) => document.getElementById(id);
-const TITLES = { nonsi: "non-SI", si: "SI", dsi: "DSI", pearl: "PEARL" };
+const TITLES = { nonsi: "non-SI", si: "SI", dsi: "DSI", pearl: "PEARL", auto: "auto" };
 const RACERS = ["nonsi", "si", "dsi"];
 const SPEEDS = [["1", "1×"], ["0.5", "1/2"], ["0.25", "1/4"], ["0.1", "1/10"]];
 const still = matchMedia("(prefers-reduced-motion: reduce)");
@@ -140,7 +140,7 @@ function body({ algorithm, ...chosen }) {
     ...chosen,
     model,
     algorithm,
-    lookahead: alone ? undefined : chosen.lookahead,
+    lookahead: alone || algorithm === "auto" ? undefined : chosen.lookahead, // auto finds its own
     rule: alone ? undefined : chosen.rule,
     stream: true,
     logprobs: 3,
@@ -459,6 +459,8 @@ function point(line, where, tokens) {
     const now = run.at(Math.min(t, run.end));
     return element("p", { class: "tip-note" }, line.single ? `root ${now.root}, tip ${now.tip}, lead ${now.tip - now.root}` : `${title}: ${many(now.root, "token")}`);
   });
+  const turn = line.single && line.turn(t);
+  if (turn) lines.push(element("p", { class: "tip-note" }, `auto: ${turn.way} from token ${turn.tokens + 1} on (${turn.cause}; acceptance ${turn.acceptance.toFixed(2)})`));
   if (lines.length) tip.show(line, { ...at, top: at.top - 6, bottom: at.bottom + 6 }, element("p", { class: "tip-head" }, element("b", {}, duration(Math.max(0, t)))), ...lines);
   else tip.hide(line);
 }

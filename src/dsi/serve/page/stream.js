@@ -15,6 +15,7 @@ export class Run {
     this.id = "";
     this.text = "";
     this.tokens = []; // {text, how, at, alternatives}
+    this.decisions = []; // {at, tokens, way, cause, ...}, of auto
     this.lanes = new Map(); // server -> {name, role, spans, marks, alive, restarts}
     this.curve = [{ t: 0, root: 0, tip: 0 }];
     this.now = 0;
@@ -83,6 +84,7 @@ export class Run {
         this.now = Math.max(this.now, span.end);
       }
       this.trail(trace);
+      this.decisions.push(...(trace.decisions ?? []));
       for (const token of trace.tokens ?? []) this.tokens.push(token);
       const last = this.curve.at(-1);
       this.curve.push({ t: Math.max(last.t, trace.now ?? 0), root: trace.root ?? last.root, tip: trace.tip ?? last.tip });

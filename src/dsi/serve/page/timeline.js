@@ -268,6 +268,7 @@ export class Timeline {
           pen.fill();
         });
       });
+      for (const turn of run.decisions) this.decision(row, turn, head);
       if (run.tokens.length || run.curve.length > 1) {
         const now = run.at(Math.min(head, this.view[1]));
         const x = Math.min(this.x(Math.min(last, this.view[1])), width - right) + 7;
@@ -310,6 +311,25 @@ export class Timeline {
         this.label(mark.text, mark.x + (close ? -8 : 8), mark.y + (mark.y < row.y + 12 && !close ? 9 : 0), { align: close ? "right" : "left", colour: mark.stroke, weight: 600, halo: true });
       }
     }
+  }
+
+  /** Where auto took another way: a flag over the plot, empty where it gave up speculation. */
+  decision(row, turn, head) {
+    if (turn.at > head || turn.at < this.view[0] || turn.at > this.view[1]) return;
+    const pen = this.context, x = Math.round(this.x(turn.at)) + 0.5, { colour } = this;
+    this.line(x, row.y, x, row.y + row.height, colour.guess, [2, 3]);
+    pen.fillStyle = turn.speculates ? colour.guess : colour.card;
+    pen.strokeStyle = colour.guess;
+    pen.lineWidth = 1.25;
+    pen.beginPath();
+    pen.rect(x, row.y, 8, 6);
+    pen.fill();
+    pen.stroke();
+  }
+
+  /** The way that auto went at a time. */
+  turn(t) {
+    return this.groups[0]?.run.decisions.findLast(({ at }) => at <= t) ?? null;
   }
 
   lead(row) {
