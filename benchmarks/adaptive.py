@@ -22,7 +22,7 @@ from typing import Any
 from dsi.measure.compare import CLASSES
 from dsi.measure.forecast import adaptive, best_way, block, guide, outlook
 from dsi.measure.settings import Setting
-from dsi.speech import BELIEF, Engine
+from dsi.speech import Engine
 
 TOKENS = 200
 SEEDS = range(16)
@@ -92,7 +92,7 @@ def simulated(number: int) -> Row:
         return fmean(each.run(algorithm, seed).ms for seed in SEEDS)
 
     si = min(mean("si", replace(setting, lookahead=length)) for length in si_blocks(setting))
-    return Row(number, setting, mean("nonsi"), si, mean(adaptive(outlook(setting), setting, BELIEF)))
+    return Row(number, setting, mean("nonsi"), si, mean(adaptive(outlook(setting), setting)))
 
 
 def waited(number: int) -> Row:
@@ -109,7 +109,7 @@ def waited(number: int) -> Row:
     for seed in range(3):
         ms["nonsi"].append(setting.run("nonsi", seed, True).ms)
         ms["si"].append(si.run("si", seed, True).ms)
-        ms["auto"].append(setting.run(adaptive(known, setting, BELIEF), seed, True).ms)
+        ms["auto"].append(setting.run(adaptive(known, setting), seed, True).ms)
         ms["planned"].append(setting.run(guide(way, setting), seed, True).ms)
     tried = {each: fmean(setting.run(guide(each, setting), seed).ms for seed in SEEDS) for each in known.ways}
     return Row(
@@ -224,7 +224,7 @@ def seconds() -> dict[str, Any]:
         known, without = outlook(setting), outlook(setting)
         without.sparing.clear()
         times = [
-            fmean(setting.run(adaptive(each, setting, BELIEF), seed).ms for seed in SEEDS)
+            fmean(setting.run(adaptive(each, setting), seed).ms for seed in SEEDS)
             for each in (known, without)
         ]
         found[str(rate)] = times[0] / times[1]

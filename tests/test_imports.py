@@ -24,7 +24,7 @@ MAY_USE = {
     "engine": {"core", "models", "overlap", "request"},
     "translation": {"models"},
     "loading": {"core", "fleets", "kin", "measure", "models", "planner", "translation"},
-    "evidence": {"fleets", "kin", "loading", "measure", "models", "prompts"},
+    "evidence": {"core", "fleets", "kin", "loading", "measure", "models", "prompts"},
     "dropin": {"core", "engine", "fleets", "loading", "models", "planner", "request"},
     "placement": set(),
     "clustered": {"core", "fleets", "loading", "models", "translation"},

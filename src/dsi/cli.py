@@ -421,7 +421,7 @@ def compare(
     if budget:
         _compare_budget(context, locals(), blocks, options)
         return
-    names = contenders([name.strip() for name in algorithm.split(",")], blocks)
+    names = contenders(_algorithms(algorithm), blocks)
     texts = _prompts(prompts)
     with (
         load_engine(locals() | {"algorithm": "dsi"}) as engine,
@@ -500,9 +500,9 @@ def _line() -> str:
 
 
 def _algorithms(text: str) -> list[str]:
-    from dsi.core.policies import check_algorithm
+    from dsi.core.policies import check_named
 
-    return [check_algorithm(name.strip()) for name in text.split(",")]
+    return [check_named(name.strip()) for name in text.split(",")]
 
 
 def _setting(options: dict[str, Any], **fixed: Any) -> Setting:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-Algorithm = Annotated[str, typer.Option(help="nonsi, si, pearl or dsi; several separated by commas.")]
+Algorithm = Annotated[str, typer.Option(help="nonsi, si, pearl, dsi or auto; several, with commas.")]
 TargetMs = Annotated[float, typer.Option(help="A target forward, in milliseconds.")]
 DrafterMs = Annotated[float, typer.Option(help="A drafter forward, in milliseconds.")]
 Acceptance = Annotated[float, typer.Option(help="How often a guess is right: 0 to 1.")]

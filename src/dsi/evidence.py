@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dsi.core.policies import AUTO
 from dsi.fleets.processes import FORK
 from dsi.kin import die_with_parent
 from dsi.loading import by_widths, forward_ms, load_apart
@@ -20,7 +21,6 @@ from dsi.models.hf import Transformer
 from dsi.prompts import BUILTIN, choose, read
 
 PROMPTS, TOKENS = 8, 48  # by which acceptance is counted
-AUTO = "auto"
 Progress = Callable[[], object]
 
 

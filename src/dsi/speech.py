@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-from dsi.core.adaptive import Mind, Pulse
+from dsi.core.adaptive import BELIEF, Mind, Pulse
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import ALGORITHMS, check_algorithm, considerate, named
+from dsi.core.policies import AUTO, check_algorithm, check_named, considerate, named
 from dsi.engine import Loop
 from dsi.models.text import Detokenizer, Stops
 from dsi.request import Completion, Request
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from dsi.measure.plan import Offer
 
 
-AUTO = "auto"
-BELIEF = 0.7  # how often guesses are taken to be right before any has been judged
 SECOND = 1000  # ms
 
 
@@ -149,7 +147,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             return cls(pair, algorithm, *numbers)
         from dsi.placed import load_placed
         from dsi.placement import placement
-        from dsi.translation import AUTO, SAME, check_way
+        from dsi.translation import SAME, check_way
 
         if target_mp != 1:
             raise ValueError(
@@ -276,13 +274,6 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def check_named(algorithm: str) -> str:
-    """One of the algorithms, or `auto`, which goes from one to another."""
-    if algorithm not in (*ALGORITHMS, AUTO):
-        raise ValueError(f"algorithm {algorithm!r}: must be one of {', '.join((*ALGORITHMS, AUTO))}")
-    return algorithm
 
 
 def whole(name: str, value: int | str, least: int) -> int | None:

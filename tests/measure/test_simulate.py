@@ -8,6 +8,14 @@ from dsi.measure.simulate import best, simulate
 SETTING = Setting(20.0, 2.0, 0.8, sp=4, tokens=40)
 
 
+def test_auto_is_simulated_like_any_other() -> None:
+    setting = Setting(20.0, 2.0, 0.3, 3, 60, target_ttft_ms=50.0, drafter_ttft_ms=4.0)
+    found, plain = simulate(setting, "auto", repeats=3), simulate(setting, "nonsi", repeats=3)
+    assert found.title == "auto"
+    assert found.lookahead is None
+    assert found.mean_ms < plain.mean_ms
+
+
 def test_non_si_is_the_targets_latency_times_the_tokens() -> None:
     result = simulate(SETTING, "nonsi", repeats=3)
     assert (result.mean_ms, result.stdev_ms, result.tokens_per_second) == (800, 0, 50)

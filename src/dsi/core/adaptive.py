@@ -15,7 +15,8 @@ from dsi.core.policies import DOUBT, go_ahead, look_aside
 
 MEMORY = 40  # judged places of a text, or forwards, after which one counts for a third
 LONG_MEMORY = 1000  # of all texts
-BELIEF = 2.0  # places that the first belief counts for
+BELIEF = 0.7  # how often guesses are taken to be right before any has been judged
+WEIGHT = 2.0  # places that this counts for
 GAIN = 0.01  # by what share another way must be better to be taken
 SECOND = 0.4  # how often a second guess is taken to be right, where the first was wrong
 PROBE = 4  # without speculation, every so many tokens a guess shows whether it would pay again
@@ -41,7 +42,7 @@ class Luck:
 
     @property
     def rate(self) -> float:
-        return (self.hits + BELIEF * self.belief) / (self.places + BELIEF)
+        return (self.hits + WEIGHT * self.belief) / (self.places + WEIGHT)
 
 
 @dataclass

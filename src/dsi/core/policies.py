@@ -10,12 +10,20 @@ from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
 
 ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
+AUTO = "auto"  # which goes from one to another
 DOUBT = 0.1  # how close a runner-up must come to the winner to be worth a look
 
 
 def check_algorithm(name: str) -> str:
     if name not in ALGORITHMS:
         raise ValueError(f"algorithm {name!r}: must be one of {', '.join(ALGORITHMS)}")
+    return name
+
+
+def check_named(name: str) -> str:
+    """One of the algorithms, or `auto`."""
+    if name not in (*ALGORITHMS, AUTO):
+        raise ValueError(f"algorithm {name!r}: must be one of {', '.join((*ALGORITHMS, AUTO))}")
     return name
 
 

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.generation import ACCEPTED, CORRECTED
 from dsi.core.outlook import Outlook, Way
-from dsi.core.policies import check_algorithm
+from dsi.core.policies import ALGORITHMS as NAMED
+from dsi.core.policies import AUTO, check_algorithm
 from dsi.measure.compare import Row, check_equal
-from dsi.measure.forecast import adaptive, guide, outlook
+from dsi.measure.forecast import adaptive, foreseen, guide
 from dsi.measure.settings import MOST_SERVERS, SECOND, TITLES, Guide, Setting
 from dsi.overlap import mean
 from dsi.planner import Number
@@ -28,8 +28,7 @@ from dsi.request import Completion
 if TYPE_CHECKING:
     from dsi.speech import Engine
 
-AUTO = "auto"
-ALGORITHMS = ("nonsi", "si", "pearl", "dsi", AUTO)
+ALGORITHMS = (*NAMED, AUTO)
 MEASURED, SIMULATED = "measured", "simulated"
 SCALES = 0.8  # the share of a target forward that more processors make faster, unless another is given
 PLACES = (1, 10)  # tokens whose time is told, besides the last
@@ -418,18 +417,10 @@ def rehearsed(setting: Setting, algorithm: str) -> str | Guide:
     """DSI knows how often guesses are right and goes the best of its ways; `auto` has to find out."""
     if algorithm not in ("dsi", AUTO):
         return algorithm
-    known = foreseen(replace(setting, acceptance=0.5, target_ttft_ms=None, drafter_ttft_ms=None))
+    known = foreseen(setting)
     if algorithm == "dsi":
         return guide(best_speculation(known, setting.acceptance), setting)
-    from dsi.speech import BELIEF
-
-    return adaptive(known, setting, BELIEF)
-
-
-@lru_cache
-def foreseen(setting: Setting) -> Outlook:
-    """For any acceptance rate, of tokens after the first: nothing of that depends on the setting's own."""
-    return outlook(setting)
+    return adaptive(known, setting)
 
 
 def best_speculation(known: Outlook, acceptance: float) -> Way:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
+from dsi.core.policies import check_named
 from dsi.measure.settings import TITLES
 from dsi.overlap import mean
 from dsi.request import Completion
-from dsi.speech import check_named
 
 if TYPE_CHECKING:
     from dsi.speech import Engine

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from dsi.core.adaptive import Mind, Pulse, steady
+from dsi.core.adaptive import BELIEF, Mind, Pulse, steady
 from dsi.core.generation import Policy
 from dsi.core.outlook import Outlook, Way
 from dsi.engine import Loop
@@ -154,6 +155,29 @@ def outlook(setting: Setting, scales: Iterable[float] = SCALES) -> Outlook:
     )
 
 
+def foreseen(setting: Setting) -> Outlook:
+    """For any acceptance rate, of tokens after the first: nothing in it is of one text or one request."""
+    return _foreseen(
+        replace(
+            setting,
+            acceptance=0.5,
+            tokens=LONG,
+            lookahead=None,
+            patience=0,
+            target_ttft_ms=None,
+            drafter_ttft_ms=None,
+            later=None,
+            requests=1,
+            failures_per_hour=0,
+        )
+    )
+
+
+@lru_cache
+def _foreseen(setting: Setting) -> Outlook:
+    return outlook(setting)
+
+
 def best_way(known: Outlook, acceptance: float) -> tuple[Way, float]:
     """With the drafter as fast as it was measured; and what a token is expected to take."""
     scale, part = known.scale(1.0), known.part(acceptance)
@@ -161,7 +185,7 @@ def best_way(known: Outlook, acceptance: float) -> tuple[Way, float]:
     return known.ways[way], known.ms[scale][way][part]
 
 
-def adaptive(known: Outlook, setting: Setting, belief: float) -> Guide:
+def adaptive(known: Outlook, setting: Setting, belief: float = BELIEF) -> Guide:
     """What runs a setting by what it learns on the way."""
 
     def policy(loop: Loop, unit: int) -> Policy:

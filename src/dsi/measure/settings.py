@@ -11,7 +11,7 @@ from statistics import fmean
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Sampling, check_rule
-from dsi.core.policies import Crowd, check_algorithm, considerate, named
+from dsi.core.policies import AUTO, Crowd, check_algorithm, considerate, named
 from dsi.engine import Loop
 from dsi.fleets.simulated import Outage, SimulatedFleet
 from dsi.fleets.spans import Span
@@ -118,8 +118,8 @@ class Setting:
 
     def lookahead_for(self, algorithm: str) -> int | None:
         """What was asked for, or what suits the algorithm."""
-        if algorithm == "nonsi" or self.lookahead is not None:
-            return None if algorithm == "nonsi" else self.lookahead
+        if algorithm in ("nonsi", AUTO) or self.lookahead is not None:
+            return None if algorithm in ("nonsi", AUTO) else self.lookahead
         if algorithm == "dsi" and self.requests > 1:
             return self._shared_block
         return self._suitable(algorithm)
@@ -189,7 +189,8 @@ class Setting:
         loop = Loop(fleet)
         loop.crowd.targets = self.sp
         unit = SECOND if waited else 1
-        policy = self.policy(algorithm, loop.crowd) if isinstance(algorithm, str) else algorithm(loop, unit)
+        how = self._learning() if algorithm == AUTO else algorithm
+        policy = self.policy(how, loop.crowd) if isinstance(how, str) else how(loop, unit)
         try:
             done = loop.run(
                 *(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests))
@@ -198,6 +199,12 @@ class Setting:
             fleet.close()
         failures = fleet.outages if isinstance(fleet, SimulatedFleet) else 0
         return Outcome(tuple(done), dict(fleet.busy), log, unit, failures)
+
+    def _learning(self) -> Guide:
+        """`auto`, which is told the latencies and has to find out the rest."""
+        from dsi.measure.forecast import adaptive, foreseen
+
+        return adaptive(foreseen(self), self)
 
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
         """Virtual time counts milliseconds, so that whole ones stay exact."""

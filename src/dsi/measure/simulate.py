@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 
 from dsi.core.context import Tokens
 from dsi.core.generation import Tally
+from dsi.core.policies import AUTO
 from dsi.fleets.spans import Span
 from dsi.measure.records import blocks, hidden
 from dsi.measure.settings import TITLES, Outcome, Setting, prompt
@@ -150,7 +151,7 @@ def fastest_patience(setting: Setting, most: int, seeds: int = 2) -> int:
 def choices(
     setting: Setting, algorithm: str, lookaheads: Iterable[int | None], patiences: Iterable[int]
 ) -> list[Setting]:
-    blocks = [None] if algorithm == "nonsi" else list(lookaheads)
+    blocks = [None] if algorithm in ("nonsi", AUTO) else list(lookaheads)
     waits = list(patiences) if algorithm == "dsi" else [0]
     return [replace(setting, lookahead=block, patience=wait) for block, wait in product(blocks, waits)]
 

@@ -13,6 +13,7 @@ from typing import Any
 from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
+from dsi.core.policies import AUTO
 from dsi.request import Request
 from dsi.serve.choices import Choice, Word
 from dsi.serve.desk import Desk, Ticket, Update
@@ -21,7 +22,7 @@ from dsi.serve.limits import LONGEST_STOP, Limits
 from dsi.serve.metrics import Metrics
 from dsi.serve.schema import Body, ChatBody, CompletionBody, Prompt
 from dsi.serve.traces import Traces
-from dsi.speech import AUTO, Engine
+from dsi.speech import Engine
 
 LONGEST_TOKEN = 64  # characters: a longer text has more tokens than its characters over this
 
