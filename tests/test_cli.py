@@ -202,7 +202,7 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("simulate --algorithm medusa", "algorithm 'medusa': must be one of nonsi, si, pearl, dsi"),
+        ("simulate --algorithm medusa", "algorithm 'medusa': must be one of nonsi, si, pearl, dsi, auto"),
         ("simulate --target-ms 0", "target latency 0.0 ms: must be above 0"),
         ("simulate --drafter-ms -3", "drafter latency -3.0 ms: must be above 0"),
         ("simulate --acceptance 1.5", "acceptance 1.5: must be between 0 and 1"),
@@ -223,7 +223,7 @@ def test_timeline_draws_in_the_terminal_and_writes_what_is_asked(tmp_path: Path)
         ("simulate --requests 0", "requests 0: must be between 1 and 10000"),
         ("simulate --failures-per-hour -1", "failures per hour -1.0: must be between 0 and 100000"),
         ("simulate --waited --failures-per-hour 9", "9 failures per hour: only virtual time has them"),
-        ("timeline --algorithm none", "algorithm 'none': must be one of nonsi, si, pearl, dsi"),
+        ("timeline --algorithm none", "algorithm 'none': must be one of nonsi, si, pearl, dsi, auto"),
         ("timeline --out figure.gif", "figure.gif: the name must end in .svg, .png or .json"),
         ("timeline --out nowhere/a.svg", "nowhere/a.svg: there is no folder nowhere"),
         ("plan --target-ms 20 --drafter-ms 1 --gpus 1 --target-gpus 2", "1 processors: one target needs 2"),

@@ -162,11 +162,12 @@ def told(path: Path | None, given: dict[str, float | None]) -> Evidence:
     from dsi.measure.profile import Profile
 
     known = Profile.load(path)
-    rate = {} if given["acceptance"] is not None else rates(known, path)
-    sources = dict.fromkeys(("target", "drafter", "acceptance"), "measured")
+    sources = dict.fromkeys(("target", "drafter"), "measured")
     slow = ((1, given["target_ms"]),) if given["target_ms"] is not None else steps_ms(known, path)
     fast = given["drafter_ms"] if given["drafter_ms"] is not None else drafter_ms(known, path)
-    return Evidence({1: slow}, fast, rate or {"match": ACCEPTANCE}, sources=sources)
+    if not {"acceptance", "rules"} & known.parts.keys():
+        return Evidence({1: slow}, fast, {"match": ACCEPTANCE}, sources=sources)
+    return Evidence({1: slow}, fast, rates(known, path), sources=sources | {"acceptance": "measured"})
 
 
 def overridden(evidence: Evidence, given: dict[str, float | None]) -> Evidence:

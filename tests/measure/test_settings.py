@@ -82,7 +82,7 @@ def test_copies_of_a_drafter_have_its_role_and_its_guesses() -> None:
         ("drafter-copy-2", "drafter"),
     ]
     one, many = (replace(SETTING, drafter_copies=copies).run("dsi", 0) for copies in (1, 3))
-    assert one.completion == many.completion
+    assert replace(one.completion, overlap=None) == replace(many.completion, overlap=None)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

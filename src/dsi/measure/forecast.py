@@ -67,24 +67,21 @@ class Stairs:
         return total
 
 
-def stairs(setting: Setting, algorithm: str | Guide) -> Stairs:
+def stairs(setting: Setting, algorithm: str | Way) -> Stairs:
+    """They are the same at every acceptance rate, so that is no part of the question."""
+    return _stairs(replace(setting, acceptance=1.0, later=None, tokens=LONG, requests=1), algorithm)
+
+
+@lru_cache(4096)
+def _stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     """Where nothing lasts beyond a rejection, one stretch without any tells all."""
-    lasting = setting.contention or setting.per_token_ms or setting.steps_ms
+    lasting = setting.contention or setting.per_token_ms or len(setting.steps_ms) > 1
     gaps = (*(GAPS if lasting else ()), LONG)
     ends = [sum(gaps[: i + 1]) + i for i in range(len(gaps))]
     wrong = frozenset(ends[:-1])
-    tokens = ends[-1] + SPARE
-    right = replace(
-        setting,
-        acceptance=1.0,
-        later=None,
-        wrong=wrong,
-        tokens=tokens,
-        requests=1,
-        jitter=0,
-        network_jitter=0,
-    )
-    times = [0.0, *map(float, right.run(algorithm, 0).completion.times)]
+    right = replace(setting, wrong=wrong, tokens=ends[-1] + SPARE, jitter=0, network_jitter=0)
+    how = guide(algorithm, setting) if isinstance(algorithm, Way) else algorithm
+    times = [0.0, *map(float, right.run(how, 0).completion.times)]
     rises = [b - a for a, b in pairwise(times)]
     stretches = [
         Stretch(before, rises[end - gap : end + (end in wrong)])
@@ -106,7 +103,7 @@ def settled(rises: Sequence[float], least: float) -> tuple[Sequence[float], Sequ
     return rises[: knots[-1]], [rise * slower for rise in cycle]
 
 
-def expected_ms(setting: Setting, algorithm: str | Guide) -> float:
+def expected_ms(setting: Setting, algorithm: str | Way) -> float:
     """Of a token."""
     return float(stairs(setting, algorithm).ms(setting.acceptance))
 
@@ -138,10 +135,7 @@ def outlook(setting: Setting, scales: Iterable[float] = SCALES) -> Outlook:
     for scale in scales:
         slower = replace(setting, drafter_ms=setting.drafter_ms * scale)
         tables.append(
-            tuple(
-                tuple(stairs(replace(slower, sp=way.targets), guide(way, setting)).ms(rates).tolist())
-                for way in found
-            )
+            tuple(tuple(stairs(replace(slower, sp=way.targets), way).ms(rates).tolist()) for way in found)
         )
     steps = setting.steps_ms or ((1, setting.target_ms),)
     return Outlook(

@@ -113,7 +113,7 @@ class Offer:
         if self.branches > 1:
             return rehearsed(self, evidence).ms
         if self.algorithm == "dsi":
-            return expected_ms(setting, guide(Way(self.sp, self.lookahead, self.patience), setting))
+            return expected_ms(setting, Way(self.sp, self.lookahead, self.patience))
         return expected_ms(setting, self.algorithm)
 
     def json(self) -> dict[str, Any]:
