@@ -1,10 +1,11 @@
 """A plan from measurements of this machine, and an engine by it."""
 
 import os
+from importlib.resources import files
 
 import pytest
 
-from dsi.evidence import arranged, at_once, crowding, measured, shares
+from dsi.evidence import at_once, crowding, measured, shares
 from dsi.loading import load_apart
 from dsi.speech import Engine
 
@@ -22,6 +23,15 @@ def test_forwards_at_once_are_timed_in_processes_of_their_own() -> None:
     assert crowding(model, min(2, cores)) >= 0
 
 
+def test_two_drafters_are_measured_alone_and_in_one_tree() -> None:
+    small = str(files("dsi") / "pair" / "drafter")
+    found = measured("builtin", ["builtin", small], 1)
+    assert [each.name for each in found.all] == ["builtin", small, f"builtin+{small}"]
+    rates = [each.rates["match"] for each in found.all]
+    assert rates[0] == rates[1] == rates[2]  # which is the same model: together they know no more
+    assert found.others[-1].drafters == 2
+
+
 def test_more_cores_than_there_are() -> None:
     with pytest.raises(ValueError, match="cores 1000: must be between 1 and"):
         measured("builtin", "builtin", 1000)
@@ -30,7 +40,8 @@ def test_more_cores_than_there_are() -> None:
 def test_an_engine_as_planned_writes_the_targets_text() -> None:
     with Engine.load(plan="auto") as engine, Engine.load(algorithm="nonsi") as plain:
         assert engine.plan[0].ms == min(offer.ms for offer in engine.plan)
-        assert engine.algorithm in ("auto", "si", "nonsi")
+        overlaps = engine.plan[0].algorithm in ("dsi", "pearl")
+        assert engine.algorithm == ("auto" if overlaps else engine.plan[0].algorithm)
         written = [each.generate("Once upon a time", max_new_tokens=24).tokens for each in (engine, plain)]
     assert written[0] == written[1]
 
@@ -40,10 +51,3 @@ def test_a_plan_leaves_nothing_else_to_say() -> None:
         Engine.load(plan="auto", sp=2)
     with pytest.raises(ValueError, match="plan 'best': must be auto"):
         Engine.load(plan="best")
-
-
-def test_arrangements_where_guesses_overlap_adapt() -> None:
-    found = arranged("builtin", "builtin")
-    overlaps = found.offers[0].algorithm in ("dsi", "pearl")
-    assert (found.algorithm == "auto") == overlaps
-    assert (found.threads is None) == overlaps

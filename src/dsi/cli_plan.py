@@ -23,7 +23,9 @@ def plan(
     target: Annotated[
         str | None, typer.Option(help="Measure this model (a folder, a name on the hub, or builtin).")
     ] = None,
-    drafter: Annotated[str | None, typer.Option(help="With this smaller one, likewise.")] = None,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="With this smaller one, likewise; repeatable.")
+    ] = None,
     gpus: Annotated[int | None, typer.Option(help="Processors in all.")] = None,
     cores: Annotated[
         int | None, typer.Option(help="Instead: cores of this machine, for models that are measured here.")
@@ -67,14 +69,14 @@ def plan(
     evidence = gathered(target, drafter, cores, profile, given, dtype)
     if cores is None:
         evidence = spread_out(evidence, processors, target_gpus, drafter_gpus, scales)
-    evidence = replace(evidence, second_hit=second_hit)
+    evidence = everywhere(evidence, second_hit=second_hit)
     with show.progress("arrangements", 5 * count(evidence, processors)) as advance:
         found = best(evidence, processors, advance)
         changes = sensitivity(evidence, found[0], processors, advance)
     if plot is not None:
         draw(evidence, processors, plot)
     unnamed = ("builtin", "builtin") if cores is not None else ("TARGET", "DRAFTER")
-    models = (target or unnamed[0], drafter or unnamed[1])
+    models = (target or unnamed[0], found[0].drafter or (drafter or [unnamed[1]])[0])
     first = command(found[0], models, processors, cores is not None)
     rule = equation(evidence, processors, target_gpus)
     if json:
@@ -124,7 +126,7 @@ def check_picture(path: Path) -> None:
 
 def gathered(
     target: str | None,
-    drafter: str | None,
+    drafter: list[str] | None,
     cores: int | None,
     profile: Path | None,
     given: dict[str, float | None],
@@ -134,20 +136,20 @@ def gathered(
     if cores is not None:
         if profile is not None or given["target_ms"] is not None:
             raise ValueError(f"cores {cores}: are measured here; with given figures say --gpus {cores}")
-        return overridden(here(target or "builtin", drafter or "builtin", cores, dtype), given)
+        return overridden(here(target or "builtin", drafter or ["builtin"], cores, dtype), given)
     if profile is None and (given["target_ms"] is None or given["drafter_ms"] is None):
         if target is None:
             missing = "target-ms" if given["target_ms"] is None else "drafter-ms"
             raise ValueError(f"--{missing} is missing: give it, or a --profile that has it")
-        return overridden(here(target, drafter or "builtin", 1, dtype), given)
+        return overridden(here(target, drafter or ["builtin"], 1, dtype), given)
     return overridden(told(profile, given), given)
 
 
-def here(target: str, drafter: str, cores: int, dtype: str) -> Evidence:
-    with show.working(f"loading {target} and {drafter}"):
+def here(target: str, drafters: list[str], cores: int, dtype: str) -> Evidence:
+    with show.working(f"loading {target} and {', '.join(drafters)}"):
         from dsi.evidence import measured, steps_of_measuring
-    with show.progress("measurements", steps_of_measuring(cores)) as advance:
-        return measured(target, drafter, cores, dtype, advance)
+    with show.progress("measurements", steps_of_measuring(cores, len(drafters))) as advance:
+        return measured(target, drafters, cores, dtype, advance)
 
 
 def told(path: Path | None, given: dict[str, float | None]) -> Evidence:
@@ -174,10 +176,16 @@ def overridden(evidence: Evidence, given: dict[str, float | None]) -> Evidence:
     rate, crowd = given["acceptance"], given["contention"]
     sources = dict(evidence.sources)
     if rate is not None:
-        evidence, sources["acceptance"] = replace(evidence, rates={"match": rate}), "given"
+        evidence, sources["acceptance"] = everywhere(evidence, rates={"match": rate}), "given"
     if crowd is not None:
-        evidence, sources["contention"] = replace(evidence, contention=crowd), "given"
+        evidence, sources["contention"] = everywhere(evidence, contention=crowd), "given"
     return replace(evidence, sources={"acceptance": "assumed", "contention": "assumed"} | sources)
+
+
+def everywhere(evidence: Evidence, **change: Any) -> Evidence:
+    """For every drafter."""
+    others = tuple(replace(each, **change) for each in evidence.others)
+    return replace(evidence, **change, others=others)
 
 
 def spread_out(
@@ -189,7 +197,12 @@ def spread_out(
     steps = evidence.by_mp[min(evidence.by_mp)]
     by_mp = scaled(steps, target_gpus, scales, max(processors, target_gpus))
     sources = {**evidence.sources, "mp": f"{scales:g} of a forward scales, assumed"}
-    return replace(evidence, by_mp=by_mp, drafter_processors=drafter_gpus, sources=sources)
+    others = tuple(
+        replace(each, by_mp=by_mp, drafter_processors=drafter_gpus * each.drafters)
+        for each in evidence.others
+    )
+    own = replace(evidence, by_mp=by_mp, drafter_processors=drafter_gpus, sources=sources)
+    return replace(own, others=others)
 
 
 def draw(evidence: Evidence, processors: int, path: Path) -> None:
@@ -205,7 +218,8 @@ def draw(evidence: Evidence, processors: int, path: Path) -> None:
 
 def command(offer: Offer, models: tuple[str, str], processors: int, cores: bool) -> str:
     """What runs it, where it can be run; the rest of the options are found by `auto`."""
-    said = f"dsi generate --target {models[0]} --drafter {models[1]} --algorithm {offer.algorithm}"
+    drafters = " ".join(f"--drafter {name}" for name in models[1].split("+"))
+    said = f"dsi generate --target {models[0]} {drafters} --algorithm {offer.algorithm}"
     if offer.sp > 1:
         said += f" --sp {offer.sp}"
     if offer.lookahead:
@@ -264,7 +278,9 @@ def said_sources(evidence: Evidence) -> str:
 def print_offers(found: list[Offer], evidence: Evidence, cores: bool) -> None:
     from dsi.measure.plan import why
 
+    several = bool(evidence.others)
     heads = ["", "algorithm", "SP", "MP", "cores" if cores else "GPUs", "tokens/s", "ms a token", "why"]
+    heads += ["drafter"] * several
     rows = [
         [
             str(place),
@@ -275,11 +291,16 @@ def print_offers(found: list[Offer], evidence: Evidence, cores: bool) -> None:
             f"{offer.tokens_per_second:.1f}",
             f"{offer.ms:.2f}",
             why(offer, evidence),
+            *([offer.drafter] * several),
         ]
         for place, offer in enumerate(found, 1)
     ]
     show.table(heads, rows)
-    rates = ", ".join(f"{rule} {rate:.2f}" for rule, rate in evidence.rates.items())
+    rates = "; ".join(
+        " ".join([each.name] * several)
+        + ", ".join(f" {rule} {rate:.2f}" for rule, rate in each.rates.items())
+        for each in evidence.all
+    ).strip()
     print(f"forecast, rehearsed in virtual time: acceptance {rates}; {said_sources(evidence)}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from dsi.core.policies import AUTO
 from dsi.fleets.processes import FORK
 from dsi.kin import die_with_parent
-from dsi.loading import by_widths, forward_ms, load_apart
-from dsi.measure.acceptance import acceptance
+from dsi.loading import Apart, by_widths, forward_ms, load_apart
+from dsi.measure.acceptance import trial
 from dsi.measure.curves import rising
 from dsi.measure.plan import Evidence, Offer, best
 from dsi.models.hf import Transformer
@@ -24,32 +24,70 @@ PROMPTS, TOKENS = 8, 48  # by which acceptance is counted
 Progress = Callable[[], object]
 
 
-def steps_of_measuring(cores: int) -> int:
-    return len(shares(cores)) + PROMPTS + 2
+def steps_of_measuring(cores: int, drafters: int = 1) -> int:
+    return len(shares(cores)) + 1 + drafters * (PROMPTS + 1)
 
 
 def measured(
-    target: str, drafter: str, cores: int, dtype: str = "float32", advance: Progress = lambda: None
+    target: str,
+    drafters: str | Sequence[str],
+    cores: int,
+    dtype: str = "float32",
+    advance: Progress = lambda: None,
 ) -> Evidence:
-    """Each forward alone, by its threads; several targets at once; how often guesses are right."""
+    """Each forward alone, by its threads; several targets at once; how often guesses are right.
+
+    Of several drafters, each alone and the first two in one tree.
+    """
+    names = [drafters] if isinstance(drafters, str) else list(dict.fromkeys(drafters))
     here = len(os.sched_getaffinity(0))
     if not 1 <= cores <= here:
         raise ValueError(f"cores {cores}: must be between 1 and {here}, the cores of this machine")
-    pair = load_apart(target, drafter, dtype, 1)
-    contention = crowding(pair.target.backend, cores - 1) if cores > 2 else 0.0
-    advance()
-    guess = forward_ms(pair.drafter.backend)
+    pairs = [load_apart(target, name, dtype, 1) for name in names]
+    big = pairs[0].target.backend
+    contention = crowding(big, cores - 1) if cores > 2 else 0.0
     advance()
     by_mp = {}
     for threads in shares(cores):
         torch.set_num_threads(threads)
-        by_mp[threads] = rising(by_widths(pair.target.backend))
+        by_mp[threads] = rising(by_widths(big))
         advance()
     torch.set_num_threads(1)
-    chosen = choose(read(BUILTIN), pair.text, PROMPTS, 0, TOKENS, pair.context)
-    found = acceptance(pair.target.fresh, pair.drafter.fresh, chosen.prompts, TOKENS, pair.text.ends, advance)
+    trials = [tried(pair, advance) for pair in pairs]
     sources = dict.fromkeys(("target", "drafter", "acceptance", "contention", "mp"), "measured")
-    return Evidence(by_mp, guess, {"match": found.rate}, contention, sources=sources)
+    known = [
+        Evidence(by_mp, ms, {"match": fmean(hits)}, contention, sources=sources, name=name)
+        for name, (ms, hits) in zip(names, trials)
+    ]
+    return replace(known[0], others=(*known[1:], *joint(known[:2], trials)))
+
+
+def tried(pair: Apart, advance: Progress) -> tuple[float, list[bool]]:
+    """What a guess takes, and whether each was right."""
+    guess = forward_ms(pair.drafter.backend)
+    advance()
+    chosen = choose(read(BUILTIN), pair.text, PROMPTS, 0, TOKENS, pair.context)
+    hits: list[bool] = []
+    for prompt in chosen.prompts:
+        hits += trial(pair.target.fresh, pair.drafter.fresh, prompt, TOKENS, pair.text.ends).hits
+        advance()
+    return guess, hits
+
+
+def joint(known: Sequence[Evidence], trials: Sequence[tuple[float, list[bool]]]) -> list[Evidence]:
+    """The two in one tree: a token is guessed where either is right."""
+    if len(known) < 2:
+        return []
+    either = [a or b for a, b in zip(trials[0][1], trials[1][1])]
+    both = replace(
+        known[0],
+        name="+".join(each.name for each in known),
+        drafter_ms=max(each.drafter_ms for each in known),
+        rates={"match": fmean(either)},
+        drafters=2,
+        drafter_processors=2,
+    )
+    return [both]
 
 
 def shares(cores: int) -> list[int]:

@@ -50,6 +50,14 @@ def test_what_theory_leaves_out_as_the_simulator_says(way: Way, acceptance: floa
     assert expected_ms(setting, way) == pytest.approx(rehearsed, rel=0.06)
 
 
+def test_several_drafters_go_on_while_one_branch_stands() -> None:
+    setting = Setting(20.0, 2.0, 0.7, 4, 300, drafters=2, eager=False)
+    way = Way(4, 3, 0)
+    rehearsed = fmean(setting.run(guide(way, setting), seed).ms for seed in range(12)) / 300
+    assert expected_ms(setting, way) == pytest.approx(rehearsed, rel=0.08)
+    assert expected_ms(setting, way) < expected_ms(replace(setting, drafters=1), way)
+
+
 def test_virtual_time_in_fractions_is_foretold_as_well() -> None:
     setting = Setting(Fraction(20), Fraction(7, 3), 0.5, 2, 50, 2, eager=False)
     assert expected_ms(setting, "dsi") == pytest.approx(

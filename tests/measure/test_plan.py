@@ -54,6 +54,18 @@ def test_a_rule_that_accepts_more_is_chosen() -> None:
     assert offers(both, 2)[0].rule == "reject"
 
 
+def test_of_several_drafters_the_best_or_both() -> None:
+    """Together they take a processor each."""
+    weak = replace(LONE, name="weak", rates={"match": 0.4})
+    strong = replace(LONE, name="strong", rates={"match": 0.7}, drafter_ms=1.5)
+    both = replace(strong, name="weak+strong", rates={"match": 0.95}, drafters=2, drafter_processors=2)
+    few, many = (best(replace(weak, others=(strong, both)), number) for number in (2, 6))
+    assert few[0].drafter == "strong"
+    assert {offer.drafter for offer in few if offer.algorithm == "dsi"} == {"weak", "strong"}
+    assert many[0].drafter == "weak+strong"
+    assert many[0].processors == many[0].sp + 2
+
+
 def test_what_would_change_it() -> None:
     first = best(LONE, 4)[0]
     lower, higher, fast, slow = sensitivity(LONE, first, 4)

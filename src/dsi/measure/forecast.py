@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
+from operator import mul
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from dsi.planner import best_si_lookahead, minimal_lookahead
 
 GAPS = (0, 0, 0, 1, 0, 2, 1, 1, 0, 4, 0, 9, 2, 20)  # guesses that are right between two that are wrong
 LONG = 48  # and in the end
+FAR = 400  # places that are looked at where several drafters guess
 SPARE = 16  # tokens more, so that the end of a text, where there is less to guess, is not seen
 PARTS = 50  # of the acceptance rates at which ways are compared
 SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
@@ -66,6 +69,13 @@ class Stairs:
             total = total + (1 - p) * p**k * rise
         return total
 
+    def ms_of_several(self, acceptance: float, drafters: int) -> float:
+        """With drafters that err each on its own: the text goes on as long as one of the branches stands."""
+        longest = max(self.stretches, key=lambda each: len(each.rises)).rises
+        rises = [*longest, *islice(cycle(self.cycle), FAR - len(longest))]
+        stands = [1 - (1 - acceptance**k) ** drafters for k in range(FAR)]
+        return float(sum(map(mul, stands, rises)) / sum(stands))
+
 
 def stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     """They are the same at every acceptance rate, so that is no part of the question."""
@@ -81,15 +91,24 @@ def _stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     wrong = frozenset(ends[:-1])
     right = replace(setting, wrong=wrong, tokens=ends[-1] + SPARE, jitter=0, network_jitter=0)
     how = guide(algorithm, setting) if isinstance(algorithm, Way) else algorithm
-    times = [0.0, *map(float, right.run(how, 0).completion.times)]
+    runs = [replace(right, pieces=pieces).run(how, 0).completion.times for pieces in cuts(setting)]
+    times = [0.0, *(fmean(map(float, each)) for each in zip(*runs))]
     rises = [b - a for a, b in pairwise(times)]
     stretches = [
         Stretch(before, rises[end - gap : end + (end in wrong)])
         for before, gap, end in zip((0, *gaps), gaps, ends)
     ]
     *others, last = stretches[1:] or stretches
-    begun, cycle = settled(last.rises, float(setting.drafter_ms))
-    return Stairs((*others, replace(last, rises=begun)), cycle)
+    begun, again = settled(last.rises, float(setting.drafter_ms))
+    return Stairs((*others, replace(last, rises=begun)), again)
+
+
+def cuts(setting: Setting) -> list[int]:
+    """A stale forward slows the next one down if it ends after that begins, which may be by a hair: of two
+    numbers of pieces one decides it one way, and one perhaps the other.
+    """
+    pieces = setting.pieces
+    return [pieces, pieces - 1] if setting.contention and pieces > 1 and setting.sp > 1 else [pieces]
 
 
 def settled(rises: Sequence[float], least: float) -> tuple[Sequence[float], Sequence[float]]:
@@ -98,14 +117,17 @@ def settled(rises: Sequence[float], least: float) -> tuple[Sequence[float], Sequ
     In the long run no token takes less than `least`.
     """
     knots = [i for i, rise in enumerate(rises) if rise > 0]
-    cycle = rises[next(i for i in knots if i >= knots[-1] // 2) : knots[-1]] or rises[-1:]
-    slower = max(1.0, least * len(cycle) / sum(cycle)) if sum(cycle) else 1.0
-    return rises[: knots[-1]], [rise * slower for rise in cycle]
+    again = rises[next(i for i in knots if i >= knots[-1] // 2) : knots[-1]] or rises[-1:]
+    slower = max(1.0, least * len(again) / sum(again)) if sum(again) else 1.0
+    return rises[: knots[-1]], [rise * slower for rise in again]
 
 
 def expected_ms(setting: Setting, algorithm: str | Way) -> float:
     """Of a token."""
-    return float(stairs(setting, algorithm).ms(setting.acceptance))
+    found = stairs(replace(setting, drafters=1), algorithm)
+    if setting.drafters > 1:
+        return found.ms_of_several(setting.acceptance, setting.drafters)
+    return float(found.ms(setting.acceptance))
 
 
 def guide(way: Way, setting: Setting) -> Guide:
@@ -115,7 +137,7 @@ def guide(way: Way, setting: Setting) -> Guide:
 def ways(setting: Setting, degrees: Iterable[int] = DEGREES) -> list[Way]:
     """All that may be the best at some acceptance."""
     found = [Way()]
-    patiences = sorted({0, *(block(setting, rate) for rate in RATES)})
+    patiences = sorted({0, 1, *(block(setting, rate) for rate in RATES)})
     for sp in sorted({sp for sp in degrees if sp < setting.sp} | {setting.sp}):
         least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
         blocks = sorted({max(1, round(least * share)) for share in SHARES} | {*BLOCKS})

@@ -41,13 +41,24 @@ class Evidence:
     drafter_processors: int = 1
     pieces: int = 8
     sources: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""  # of the drafter, or of several in one tree
+    drafters: int = 1  # of which the rates are the joint ones, and the time is that of the slowest
+    others: tuple[Evidence, ...] = ()  # what else could draft
+
+    @property
+    def all(self) -> tuple[Evidence, ...]:
+        return (self, *self.others)
+
+    def of(self, name: str) -> Evidence:
+        return next(each for each in self.all if each.name == name)
 
     def setting(self, mp: int, sp: int, rule: str = "match") -> Setting:
+        """Toy drafters err each on its own: alone they are right as often as makes up the joint rate."""
         steps = self.by_mp[mp]
         return Setting(
             steps[0][1],
             self.drafter_ms,
-            self.rates[rule],
+            1 - (1 - self.rates[rule]) ** (1 / self.drafters),
             sp,
             TOKENS,
             steps_ms=steps,
@@ -55,12 +66,14 @@ class Evidence:
             pieces=self.pieces,
             eager=False,
             rule=rule,
+            drafters=self.drafters,
         )
 
-    def with_rates(self, change: float) -> Evidence:
-        return replace(
-            self, rates={name: min(1.0, max(0.0, rate + change)) for name, rate in self.rates.items()}
-        )
+    def changed(self, rate: float = 0.0, slower: float = 1.0) -> Evidence:
+        """With all rates so much higher, and all drafters so many times as slow."""
+        rates = {name: min(1.0, max(0.0, each + rate)) for name, each in self.rates.items()}
+        others = tuple(each.changed(rate, slower) for each in self.others)
+        return replace(self, rates=rates, drafter_ms=self.drafter_ms * slower, others=others)
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -80,6 +93,7 @@ class Offer:
     rule: str = "match"
     branches: int = 1
     spare: int = 0
+    drafter: str = ""
 
     @property
     def title(self) -> str:
@@ -90,13 +104,14 @@ class Offer:
         return 1000 / self.ms
 
     @property
-    def arrangement(self) -> tuple[str, int, int, str, int]:
+    def arrangement(self) -> tuple[str | int, ...]:
         """Offers that differ in less are one and the same to a user, and the better one counts."""
-        return self.algorithm, self.sp, self.mp, self.rule, self.branches
+        drafter = "" if self.algorithm == "nonsi" else self.drafter
+        return self.algorithm, self.sp, self.mp, self.rule, self.branches, drafter
 
     def setting(self, evidence: Evidence) -> Setting:
         """As it would run."""
-        plain = evidence.setting(self.mp, self.sp, self.rule)
+        plain = evidence.of(self.drafter).setting(self.mp, self.sp, self.rule)
         return replace(
             plain,
             lookahead=self.lookahead or None,
@@ -144,26 +159,36 @@ def count(evidence: Evidence, processors: int) -> int:
 def candidates(evidence: Evidence, processors: int) -> Iterator[Offer]:
     """What may be worth a look; `ms` is not known yet."""
     for mp in [mp for mp in evidence.by_mp if mp <= processors]:
-        yield Offer("nonsi", mp, mp, 0.0)
-        for rule in evidence.rates:
-            yield from speculating(evidence, mp, rule, processors)
+        yield Offer("nonsi", mp, mp, 0.0, drafter=evidence.name)
+        for each in evidence.all:
+            for rule in each.rates:
+                for offer in speculating(each, mp, rule, processors):
+                    yield replace(offer, drafter=each.name)
 
 
 def speculating(evidence: Evidence, mp: int, rule: str, processors: int) -> Iterator[Offer]:
     alone = evidence.setting(mp, 1, rule)
-    for lookahead in sorted({max(1, round(block(alone, alone.acceptance) * share)) for share in SHARES}):
-        yield Offer("si", mp, mp, 0.0, lookahead=lookahead, rule=rule)
     left = processors - evidence.drafter_processors
+    if evidence.drafters == 1:
+        yield from taking_turns(evidence, mp, rule, left)
     if left < mp:
         return
-    lookahead = minimal_lookahead(alone.target_ms, alone.drafter_ms, 1)
-    yield Offer("pearl", mp, mp + evidence.drafter_processors, 0.0, lookahead=lookahead, rule=rule)
     most = min(left // mp, servers_needed(alone.target_ms, alone.drafter_ms, 1))
     for sp in sorted({sp for sp in DEGREES if sp < most} | {most}):
         used = sp * mp + evidence.drafter_processors
         for way in ways(evidence.setting(mp, sp, rule), ()):
             if way.speculates:
                 yield Offer("dsi", mp, used, 0.0, sp, way.lookahead, way.patience, rule)
+
+
+def taking_turns(evidence: Evidence, mp: int, rule: str, left: int) -> Iterator[Offer]:
+    """SI, and PEARL where `left` has room for a target beside the drafter."""
+    alone = evidence.setting(mp, 1, rule)
+    for lookahead in sorted({max(1, round(block(alone, alone.acceptance) * share)) for share in SHARES}):
+        yield Offer("si", mp, mp, 0.0, lookahead=lookahead, rule=rule)
+    if left >= mp:
+        lookahead = minimal_lookahead(alone.target_ms, alone.drafter_ms, 1)
+        yield Offer("pearl", mp, mp + evidence.drafter_processors, 0.0, lookahead=lookahead, rule=rule)
 
 
 def rehearsed(offer: Offer, evidence: Evidence) -> Offer:
@@ -211,10 +236,10 @@ def sensitivity(
     evidence: Evidence, first: Offer, processors: int, advance: Progress = lambda: None
 ) -> list[Change]:
     cases = {
-        "acceptance 0.1 lower": evidence.with_rates(-0.1),
-        "acceptance 0.1 higher": evidence.with_rates(0.1),
-        "the drafter twice as fast": replace(evidence, drafter_ms=evidence.drafter_ms / 2),
-        "the drafter twice as slow": replace(evidence, drafter_ms=evidence.drafter_ms * 2),
+        "acceptance 0.1 lower": evidence.changed(rate=-0.1),
+        "acceptance 0.1 higher": evidence.changed(rate=0.1),
+        "the drafter twice as fast": evidence.changed(slower=0.5),
+        "the drafter twice as slow": evidence.changed(slower=2),
     }
     return [
         Change(what, first.expected(case), offers(case, processors, advance)[0])
@@ -236,6 +261,7 @@ def curve(
 
 def why(offer: Offer, evidence: Evidence) -> str:
     """In words, with its numbers."""
+    evidence = evidence.of(offer.drafter)
     steps = dict(evidence.by_mp[offer.mp])
     one, rate = min(steps.items())[1], evidence.rates[offer.rule]
     if offer.algorithm == "nonsi":
