@@ -56,6 +56,7 @@ PIECES = 8  # places within a forward where it can be stopped: a layer each, mor
 TEXTS = 4  # that a server keeps in its caches, unless more is asked for
 WIDE = 8  # guesses by which a drafter is timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of the forwards that are timed
+REPEATS = 4  # of each: what else the machine does only adds
 
 
 @dataclass(frozen=True)
@@ -361,7 +362,7 @@ def tell_forwards_ms(judge: Parallel, cores: Sequence[int], wire: Any) -> None:
 
 def by_widths(model: Transformer | Parallel) -> dict[int, float]:
     widths = [width for width in WIDTHS if not model.context or 16 + width < model.context]
-    return {width: forward_ms(model, width) for width in widths or [1]}
+    return {width: forward_ms(model, width, REPEATS) for width in widths or [1]}
 
 
 def forward_ms(model: Transformer | Parallel, new: int = 1, repeats: int = 8) -> float:
