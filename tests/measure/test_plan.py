@@ -15,6 +15,12 @@ def test_one_processor_has_no_room_for_overlap() -> None:
     assert {offer.algorithm for offer in offers(LONE, 1)} == {"nonsi", "si"}
 
 
+def test_where_models_cannot_take_turns_on_several_processors_si_has_one() -> None:
+    found = offers(replace(WIDE, turns=False), 4)
+    assert {offer.mp for offer in found if offer.algorithm == "si"} == {1}
+    assert {offer.mp for offer in found if offer.algorithm == "nonsi"} == {1, 2, 4}
+
+
 def test_without_tensor_parallelism_more_targets_pay() -> None:
     first, *others = best(LONE, 8)
     assert first.algorithm == "dsi"

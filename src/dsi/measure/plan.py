@@ -42,6 +42,7 @@ class Evidence:
     pieces: int = 8
     sources: Mapping[str, str] = field(default_factory=dict)
     name: str = ""  # of the drafter, or of several in one tree
+    turns: bool = True  # whether a drafter can take turns on all processors of a target
     drafters: int = 1  # of which the rates are the joint ones, and the time is that of the slowest
     others: tuple[Evidence, ...] = ()  # what else could draft
 
@@ -184,7 +185,8 @@ def speculating(evidence: Evidence, mp: int, rule: str, processors: int) -> Iter
 def taking_turns(evidence: Evidence, mp: int, rule: str, left: int) -> Iterator[Offer]:
     """SI, and PEARL where `left` has room for a target beside the drafter."""
     alone = evidence.setting(mp, 1, rule)
-    for lookahead in sorted({max(1, round(block(alone, alone.acceptance) * share)) for share in SHARES}):
+    blocks = {max(1, round(block(alone, alone.acceptance) * share)) for share in SHARES}
+    for lookahead in sorted(blocks) if evidence.turns or mp == 1 else ():
         yield Offer("si", mp, mp, 0.0, lookahead=lookahead, rule=rule)
     if left >= mp:
         lookahead = minimal_lookahead(alone.target_ms, alone.drafter_ms, 1)
