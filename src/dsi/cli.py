@@ -244,7 +244,7 @@ def timeline(
     """Draw who computed what, when: Figure 1 of the paper for any setting."""
     from dsi.measure.records import record
 
-    paths = [_writable(path) for path in out or []]
+    paths = [show.writable(path) for path in out or []]
     if trace is not None:
         records = _traced(trace)
     else:
@@ -435,7 +435,7 @@ def _compare_budget(
     context: typer.Context, options: dict[str, Any], blocks: list[int], said: dict[str, Any]
 ) -> None:
     for path in options["out"] or []:
-        _writable(path, (".svg", ".png"))
+        show.writable(path, show.PICTURES)
     if not _given(context, "algorithm"):
         options = options | {"algorithm": f"{options['algorithm']},auto"}
     if options["profile"] is None:
@@ -553,18 +553,6 @@ def _one_lookahead(text: str) -> int | None:
     if len(numbers) > 1:
         raise ValueError(f"lookahead {text!r}: a timeline shows one run, so must be one number or auto")
     return numbers[0]
-
-
-def _writable(path: Path, endings: tuple[str, ...] = (".svg", ".png", ".json")) -> Path:
-    """Refuse what could not be written before anything has been computed."""
-    if path.suffix not in endings:
-        *others, last = endings
-        raise ValueError(f"{path}: the name must end in {', '.join(others)} or {last}")
-    if path.is_dir():
-        raise ValueError(f"{path}: is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
-    return path
 
 
 def _save(records: list[Record], path: Path) -> None:

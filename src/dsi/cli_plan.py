@@ -65,7 +65,7 @@ def plan(
     processors = counted(gpus, cores)
     check(given | {"second hit": second_hit, "scales": scales}, target_gpus, drafter_gpus)
     if plot is not None:
-        check_picture(plot)
+        show.writable(plot, show.PICTURES)
     evidence = gathered(target, drafter, cores, profile, given, dtype)
     if cores is None:
         evidence = spread_out(evidence, processors, target_gpus, drafter_gpus, scales)
@@ -117,13 +117,6 @@ def check(shares: dict[str, float | None], target_gpus: int, drafter_gpus: int) 
         raise ValueError(f"{target_gpus} GPUs per target, {drafter_gpus} per drafter: each needs at least 1")
 
 
-def check_picture(path: Path) -> None:
-    if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"{path}: the name must end in .svg or .png")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
-
-
 def gathered(
     target: str | None,
     drafter: list[str] | None,
@@ -160,13 +153,13 @@ def told(path: Path | None, given: dict[str, float | None]) -> Evidence:
         steps = ((1, float(given["target_ms"] or 0)),)
         sources = dict.fromkeys(("target", "drafter"), "given")
         return Evidence({1: steps}, float(given["drafter_ms"] or 0), {"match": ACCEPTANCE}, sources=sources)
-    from dsi.measure.curves import drafter_ms, rates, steps_ms
+    from dsi.measure.curves import rates, steps_ms
     from dsi.measure.profile import Profile
 
     known = Profile.load(path)
     sources = dict.fromkeys(("target", "drafter"), "measured")
     slow = ((1, given["target_ms"]),) if given["target_ms"] is not None else steps_ms(known, path)
-    fast = given["drafter_ms"] if given["drafter_ms"] is not None else drafter_ms(known, path)
+    fast = given["drafter_ms"] if given["drafter_ms"] is not None else known.number("drafter_ms", path)
     if not {"acceptance", "rules"} & known.parts.keys():
         return Evidence({1: slow}, fast, {"match": ACCEPTANCE}, sources=sources)
     return Evidence({1: slow}, fast, rates(known, path), sources=sources | {"acceptance": "measured"})
@@ -271,8 +264,7 @@ def asked(change: Change) -> dict[str, Any]:
 
 
 def said_sources(evidence: Evidence) -> str:
-    said = dict(evidence.sources)
-    return ", ".join(f"{name} {source}" for name, source in said.items())
+    return ", ".join(f"{name} {source}" for name, source in evidence.sources.items())
 
 
 def print_offers(found: list[Offer], evidence: Evidence, cores: bool) -> None:

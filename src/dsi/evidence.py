@@ -54,7 +54,8 @@ def measured(
         advance()
     torch.set_num_threads(1)
     trials = [tried(pair, advance) for pair in pairs]
-    sources = dict.fromkeys(("target", "drafter", "acceptance", "contention", "mp"), "measured")
+    sources = dict.fromkeys(("target", "drafter", "acceptance", "mp"), "measured")
+    sources["contention"] = "measured" if cores > 2 else "none with one target"
     known = [
         # Two models that take turns with threads on the same cores spin in each other's way: `dsi compare
         # --budget` measures that at less than two thirds of what their forwards alone promise.

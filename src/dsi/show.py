@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dsi.request import Completion
 
 SERVERS_LISTED = 12
+PICTURES = (".svg", ".png")
 SILENCE_SECONDS = 2.0
 WIDE = 200
 BUDGET_HEADS = [
@@ -49,6 +50,18 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+def writable(path: Path, endings: tuple[str, ...] = (*PICTURES, ".json")) -> Path:
+    """Refuse what could not be written before anything has been computed."""
+    if path.suffix not in endings:
+        *others, last = endings
+        raise ValueError(f"{path}: the name must end in {', '.join(others)} or {last}")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    return path
 
 
 @contextmanager

@@ -34,9 +34,6 @@ class Way:
         return f"SP {self.targets}, lookahead {self.lookahead}, patience {self.patience}{aside}"
 
 
-PLAIN = Way()
-
-
 @dataclass(frozen=True)
 class Outlook:
     """What a token is expected to take under each way, by the drafter's speed and how often it is right.

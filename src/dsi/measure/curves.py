@@ -26,10 +26,6 @@ def steps_ms(profile: Profile, source: object) -> Steps:
     return rising(known or {1: one})
 
 
-def drafter_ms(profile: Profile, source: object) -> float:
-    return profile.number("drafter_ms", source)
-
-
 def rates(profile: Profile, source: object) -> dict[str, float]:
     """How often guesses are accepted: by rule at the highest temperature, or else as counted."""
     results: Sequence[Mapping[str, Any]] = profile.parts.get("rules", {}).get("results") or []
