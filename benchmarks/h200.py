@@ -86,7 +86,7 @@ def prepared(target: str, drafter: str, pieces: int | None, share: int) -> Bench
 
 def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None) -> Bench:
     began = perf_counter()
-    drafter = Graphed(small, ROOM, lane, pieces=1)
+    drafter = Graphed(small, ROOM, lane, guesses=True)
     targets: list[Graphed] = []
     for each in lanes:
         targets.append(Graphed(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
@@ -137,12 +137,12 @@ def measured(
 ) -> dict[str, list[float]]:
     """Milliseconds of each row, by seed."""
     times: dict[str, list[float]] = {name: [] for name in rows}
-    for seed in range(repeats + 1):  # the first is not counted: it warms up
+    for seed in range(repeats + 1):  # the first is short and not counted: it warms up
         texts = set()
         for name, choice in rows.items():
             if name == "nonsi" and seed > 1:
                 continue  # it does the same whatever is guessed
-            done = write(bench, choice, acceptance, tokens, seed)
+            done = write(bench, choice, acceptance, tokens if seed else 20, seed)
             texts.add(done.tokens)
             if seed:
                 times[name].append(1000 * float(done.elapsed))

@@ -64,10 +64,13 @@ class Timed:
         return Due(self._clock.free)
 
 
-def timed(model: Any, by_width: dict[int, float], pieces: int, beside: Graphed | None = None) -> Graphed:
-    server = Graphed(model, ROOM, pieces=1, sizes=tuple(by_width), beside=beside)
+def timed(
+    model: Any, by_width: dict[int, float], pieces: int, beside: Graphed | None = None, guesses: bool = False
+) -> Graphed:
+    server = Graphed(model, ROOM, pieces=1, sizes=tuple(by_width), beside=beside, guesses=guesses)
     clock = Clock()
     server._forwards = {size: Timed(ms, pieces, clock) for size, ms in by_width.items()}  # type: ignore[misc]
+    server._followers = [Timed(by_width[1], pieces, clock) for _ in server._followers]
     return server
 
 
@@ -77,7 +80,7 @@ def crew(sp: int) -> tuple[list[Graphed], Graphed]:
     targets: list[Graphed] = []
     for _ in range(sp):
         targets.append(timed(model, COSTS.by_width, PIECES, targets[0] if targets else None))
-    return targets, timed(model, dict.fromkeys(COSTS.by_width, COSTS.drafter_ms), 1)
+    return targets, timed(model, dict.fromkeys(COSTS.by_width, COSTS.drafter_ms), 2, guesses=True)
 
 
 def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float, float]:

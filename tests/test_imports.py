@@ -123,6 +123,7 @@ KEEPERS = {
         for name in CLOCKS_AND_THREADS
     },
 }
+KEEPERS["time"] |= {"models"}  # a chain of forwards sends the next one in time
 
 
 def imports() -> Iterator[tuple[str, str, str]]:

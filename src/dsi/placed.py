@@ -53,7 +53,7 @@ def load_placed(
     check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), small), target, drafter)
     room = min(context_of(first), context_of(small), ROOM)
     judges = placed_targets(chosen, big, room, lanes)
-    guesser = recorded(small, room, chosen.drafter, lanes)
+    guesser = recorded(small, room, chosen.drafter, lanes, guesses=True)
     prompt = max(1, min(PROMPT, room // 4))
     one_cache = len(judges) > len(big)
     found = costs(judges, guesser, prompt, max(1, judges[0].pieces // 3), room, one_cache)
@@ -69,7 +69,7 @@ def load_placed(
         found.drafter_beside(degree),
         found.per_token_ms,
         rising(found.by_width),
-        found.contention,
+        found.contention(degree),
         found.pieces,
         one_cache,
     )
@@ -103,10 +103,15 @@ def placed_targets(
 
 
 def recorded(
-    model: Any, room: int, place: Place, lanes: dict[Place, Any], beside: Graphed | None = None
+    model: Any,
+    room: int,
+    place: Place,
+    lanes: dict[Place, Any],
+    beside: Graphed | None = None,
+    guesses: bool = False,
 ) -> Graphed:
     try:
-        return Graphed(model, room, lanes.get(place), beside=beside)
+        return Graphed(model, room, lanes.get(place), beside=beside, guesses=guesses)
     except torch.OutOfMemoryError as error:
         raise ValueError(no_room(model.config.model_type, place.device)) from error
 

@@ -42,5 +42,5 @@ def test_what_is_read_from_the_costs() -> None:
     found = Costs(1.0, {2: 1.2, 4: 1.5}, {1: 10.0, 64: 16.3}, {1: 10.0, 7: 13.0}, 3)
     assert found.target_ms == 10.0
     assert found.per_token_ms == pytest.approx(0.1)
-    assert found.contention == pytest.approx(0.05)
+    assert found.contention(3) == found.contention(7) == pytest.approx(0.05)
     assert [found.drafter_beside(targets) for targets in (1, 2, 7)] == [1.0, 1.2, 1.5]

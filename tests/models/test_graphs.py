@@ -1,65 +1,21 @@
 """Static caches and padded forwards, as they run on any device: only recording them needs a GPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTBigCodeConfig,
-    GPTBigCodeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-)
+from transformers import MambaConfig, MambaForCausalLM
 
+from decoders import MODELS, ROOM
 from dsi.core.messages import Sampling
 from dsi.models.backend import Ask, Cancelled, Speaker
 from dsi.models.graphs import Graphed
 from dsi.models.hf import Transformer
 from dsi.models.oracle import Oracle
 from dsi.models.toy import ToyTarget
-
-WORDS = 97
-ROOM = 64
-
-
-def gpt2() -> Any:
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=ROOM, vocab_size=WORDS))
-
-
-def bigcode() -> Any:
-    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": ROOM, "vocab_size": WORDS}
-    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**shape))
-
-
-def mistral(window: int) -> Any:
-    return wide(MistralForCausalLM, MistralConfig, sliding_window=window)
-
-
-def wide(kind: Any, config: Any, **more: Any) -> Any:
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    shape |= {"num_key_value_heads": 2, "max_position_embeddings": ROOM, "vocab_size": WORDS}
-    return kind(config(**shape, **more))
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: wide(LlamaForCausalLM, LlamaConfig),
-    "gpt2": gpt2,
-    "bigcode": bigcode,
-    "window": lambda: mistral(8),
-    "wide window": lambda: mistral(2 * ROOM),
-    "phi3": lambda: wide(Phi3ForCausalLM, Phi3Config, pad_token_id=0, original_max_position_embeddings=ROOM),
-}
 
 
 @pytest.fixture(params=MODELS, scope="module")
@@ -90,6 +46,33 @@ def test_guesses_stream_as_if_asked_for_one_by_one(model: Any) -> None:
     text = written(model, [4, 4, 2], 20)
     tokens = [token for token in Graphed(model, ROOM).guessing(Ask([4, 4, 2], 3), 20) if token is not None]
     assert tokens == text[3:]
+
+
+def test_a_chain_of_guesses_is_what_one_after_the_other_would_be(model: Any) -> None:
+    """To the end of the room and no further."""
+    text = written(model, [4, 4, 2], ROOM - 2)
+    chained = Graphed(model, ROOM, guesses=True)
+    tokens = [token for token in chained.guessing(Ask([4, 4, 2], 3), 20) if token is not None]
+    assert tokens == text[3:23]
+    assert chained.held == text[:22]
+    stream = chained.guessing(Ask(text[:30], 30), 99)
+    for token in text[30:]:
+        assert next(token for token in stream if token is not None) == token
+    with pytest.raises(ValueError, match=f"a text of {ROOM + 1} tokens: there is room for {ROOM}"):
+        next(stream)
+
+
+@pytest.mark.parametrize("looks", range(1, 9))
+def test_a_chain_that_is_broken_off_leaves_no_trace(looks: int) -> None:
+    torch.manual_seed(6)
+    llama = MODELS["llama"]().eval()
+    chained, plain = Graphed(llama, ROOM, guesses=True), Speaker(Transformer(llama, slots=1))
+    with pytest.raises(Cancelled):
+        list(chained.guessing(Ask([1, 2, 3], 3, cancelled=After(looks)), 30))
+    held = chained.held
+    assert chained.answer(Ask(held, 1)) == plain.answer(Ask(held, 1))
+    other = [1, 2, 3, *held[3:5], 7, 7]
+    assert chained.answer(Ask(other, 4)) == plain.answer(Ask(other, 4))
 
 
 @given(

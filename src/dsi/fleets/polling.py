@@ -80,7 +80,9 @@ class PollingFleet(Crew):
         self._look(name, seat)  # which sets it to work
 
     def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
-        self._seats[name].wish.gone = True
+        seat = self._seats[name]
+        seat.wish.gone = True
+        self._look(name, seat)  # if it can stop at once, it is free for what is asked of it next
 
     def _lose(self, name: str) -> None:
         self._seats.pop(name, None)

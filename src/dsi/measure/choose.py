@@ -99,7 +99,7 @@ def as_measured(costs: Costs, acceptance: float, tokens: int, sp: int) -> Settin
         sp,
         tokens,
         steps_ms=tuple(costs.by_width.items()),
-        contention=costs.contention,
+        contention=costs.contention(sp),
         pieces=costs.pieces,
         eager=False,
         one_cache=costs.one_cache,

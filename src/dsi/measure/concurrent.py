@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -12,7 +13,6 @@ from dsi.models.backend import Ask, Pollable
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
 WIDE = 8  # new tokens, where targets crowd each other
-CROWDS = (2, 4, 7)  # of targets beside a drafter
 ROUNDS = 8
 TOKEN = 1  # any will do
 DONE = object()
@@ -43,14 +43,13 @@ class Costs:
         widest = max(self.by_width)
         return max(0.0, self.by_width[widest] - self.target_ms) / max(1, widest - 1)
 
-    @property
-    def contention(self) -> float:
-        """By what share each other target at work slows one down."""
-        most = max(self.crowded)
-        return max(0.0, self.crowded[most] / self.crowded[1] - 1) / max(1, most - 1)
+    def contention(self, targets: int) -> float:
+        """By what share each other target at work slows one down, where there are so many."""
+        crowd = min((count for count in self.crowded if count >= targets), default=max(self.crowded))
+        return max(0.0, self.crowded[crowd] / self.crowded[1] - 1) / max(1, crowd - 1)
 
     def json(self) -> dict[str, Any]:
-        return asdict(self) | {"per_token_ms": self.per_token_ms, "contention": self.contention}
+        return asdict(self) | {"per_token_ms": self.per_token_ms}
 
 
 def costs(
@@ -65,8 +64,10 @@ def costs(
     if prompt < 1 or prompt + WIDE > room:
         raise ValueError(f"room for {room} tokens: too little to measure with a prompt of {prompt}")
     return Costs(
-        drafter_ms=together([drafter], 1, prompt),
-        drafter_crowded={n: beside(drafter, targets[:n], prompt) for n in CROWDS if n <= len(targets)},
+        drafter_ms=guess_ms(drafter, [], prompt, room),
+        drafter_crowded={
+            count: guess_ms(drafter, targets[:count], prompt, room) for count in range(1, len(targets) + 1)
+        },
         by_width=by_width(targets[0], prompt, room),
         crowded={count: together(targets[:count], WIDE, prompt) for count in range(1, len(targets) + 1)},
         pieces=pieces,
@@ -119,16 +120,15 @@ def finish(crew: Iterable[Busy]) -> None:
         flying = [steps for steps in flying if next(steps, DONE) is not DONE]
 
 
-def beside(drafter: Pollable, targets: Sequence[Pollable], prompt: int) -> float:
-    """The median of the drafter's forward while all of these keep computing."""
+def guess_ms(drafter: Pollable, targets: Sequence[Pollable], prompt: int, room: int) -> float:
+    """The median of the time from one guess to the next while all of these keep computing."""
     text = [TOKEN] * prompt
     crew = [Busy(target, text + [TOKEN] * WIDE, WIDE) for target in targets]
-    times: list[float] = []
-    while len(times) < 3 * ROUNDS:
-        began, steps = perf_counter(), drafter.answering(Ask(text, prompt))
-        while next(steps, DONE) is None:
-            for each in crew:
-                each.look()
-        times.append(perf_counter() - began)
+    times = [perf_counter()]
+    for token in drafter.guessing(Ask(text, prompt), min(3 * ROUNDS, room - prompt)):
+        if token is not None:
+            times.append(perf_counter())
+        for each in crew:
+            each.look()
     finish(crew)
-    return 1000 * median(times)
+    return 1000 * median(after - before for before, after in pairwise(times))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from ctypes import c_void_p
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from transformers.cache_utils import StaticLayer
 
 from dsi.core.context import Tokens
 from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
+from dsi.models.chain import Link
+from dsi.models.fused import fused
 from dsi.models.hf import common, layers
 from dsi.models.shelf import Flight, Forward, Shelf
+from dsi.models.slices import driver
 from dsi.sampling.rules import match
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
@@ -79,6 +83,7 @@ class Recorded:
                 self._graphs[-1].capture_end()  # or the stream would stay as it is
         self.pieces = len(self._graphs)
         self._ends = [event() for _ in self._graphs]
+        self._replays = [replay(graph, stream) for graph in self._graphs]
 
     def _record(self) -> None:
         graph = torch.cuda.CUDAGraph()
@@ -94,10 +99,27 @@ class Recorded:
         end = self._ends[piece]
         if after is not None and after is not end:
             self._stream.wait_event(after)
-        with on(self._stream):  # which the caller's own work must not find changed
-            self._graphs[piece].replay()
+        self._replays[piece]()
         end.record(self._stream)
         return end
+
+
+def replay(graph: Any, stream: Any) -> Callable[[], None]:
+    """Asked of the driver itself: torch first makes this stream the current one, which takes it longer."""
+    if not hasattr(graph, "raw_cuda_graph_exec"):
+        return lambda: in_stream(graph, stream)
+    recording, lane, begin = c_void_p(graph.raw_cuda_graph_exec()), c_void_p(stream.cuda_stream), driver()
+
+    def launch() -> None:
+        if status := begin.cuGraphLaunch(recording, lane):
+            raise RuntimeError(f"a forward could not begin: cuGraphLaunch says {status}")
+
+    return launch
+
+
+def in_stream(graph: Any, stream: Any) -> None:
+    with on(stream):  # which the caller's own work must not find changed
+        graph.replay()
 
 
 def static_cache(config: Any, room: int) -> Any:
@@ -111,8 +133,22 @@ def static_cache(config: Any, room: int) -> Any:
         raise ValueError(
             f"a {config.model_type} model keeps a state that cannot be cut back to an earlier token"
         )
-    cache.layers = [StaticLayer(max_cache_len=room) for _ in cache.layers]
+    cache.layers = [Layer(max_cache_len=room) for _ in cache.layers]
     return cache
+
+
+class Layer(StaticLayer):  # type: ignore[misc]
+    """Its length and the places to fill are told for all layers at once, not counted in each."""
+
+    places: Tensor
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        places = self.places.to(self.keys.device)
+        self.keys.index_copy_(2, places, key_states)
+        self.values.index_copy_(2, places, value_states)
+        return self.keys, self.values
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
@@ -129,7 +165,7 @@ class Graphed:
     text of up to `room` tokens.
 
     Several may share the model's weights, each with a stream of its own; one that is made `beside` another
-    fills the same cache.
+    fills the same cache. One that `guesses` has a cache to itself.
     """
 
     def __init__(
@@ -140,6 +176,7 @@ class Graphed:
         pieces: int | None = None,
         sizes: Sequence[int] = SIZES,
         beside: Graphed | None = None,
+        guesses: bool = False,
     ) -> None:
         self.model = model.eval()
         self.context = room
@@ -149,17 +186,21 @@ class Graphed:
         self._shelf: Shelf
         self._cache: Any
         deep = list(layers(model))
-        self.pieces = max(1, min(len(deep), len(deep) // LAYERS if pieces is None else pieces))
+        self.pieces = max(1, min(len(deep), max(2, len(deep) // LAYERS) if pieces is None else pieces))
         self._cuts = [deep[i * len(deep) // self.pieces] for i in range(1, self.pieces)]
         self._stream = self._lane(stream)
         self._length = torch.zeros((), dtype=torch.int64, device=self._device)
         self._length_here = self._here(1)
         self._ids_here, self._found_here = self._here(max(self._sizes)), self._here(max(self._sizes))
+        self._found = torch.zeros_like(self._found_here, device=self._device)
+        self._next_here = self._here(2)
         # The same memory for the interpreter: writing a number through a tensor takes it ten times as long.
-        self._length_now, self._ids_now, self._found_now = (
-            each.numpy() for each in (self._length_here, self._ids_here, self._found_here)
+        self._length_now, self._ids_now, self._found_now, self._next_now = (
+            each.numpy() for each in (self._length_here, self._ids_here, self._found_here, self._next_here)
         )
-        self._forwards = self._prepared(beside)
+        self._followers: list[Forward] = []
+        self._guess_seconds: dict[int, float] = {}  # by the piece of a guess: what it took lately
+        self._forwards = self._prepared(beside, guesses)
 
     @property
     def held(self) -> list[int]:
@@ -178,8 +219,10 @@ class Graphed:
             return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _prepared(self, beside: Graphed | None) -> dict[int, Unrecorded | Recorded]:
+    def _prepared(self, beside: Graphed | None, guesses: bool) -> dict[int, Unrecorded | Recorded]:
         plain = {size: Unrecorded(self._computer(size), self._cuts, self._stream) for size in self._sizes}
+        if guesses:
+            self._followers = [Unrecorded(self._follower(turn), self._cuts, self._stream) for turn in (0, 1)]
         with torch.inference_mode(), on(self._stream):
             self._take_cache(beside)
             devices = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
@@ -215,12 +258,19 @@ class Graphed:
         pool = torch.cuda.graph_pool_handle()
         found: dict[int, Unrecorded | Recorded] = {}
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            for _ in range(2):  # libraries set themselves up at the first forwards
-                self._computed(size)
-            torch.cuda.synchronize()
-            found[size] = Recorded(self._computer(size), self._cuts, pool, self._stream)
+            found[size] = self._recording(self._computer(size), pool)
+        self._followers = [
+            self._recording(self._follower(turn), pool) for turn in range(len(self._followers))
+        ]
         torch.cuda.synchronize()
         return found
+
+    def _recording(self, compute: Callable[[], Tensor], pool: Any) -> Recorded:
+        with fused(self.model):
+            for _ in range(2):  # libraries set themselves up at the first forwards
+                compute()
+            torch.cuda.synchronize()
+            return Recorded(compute, self._cuts, pool, self._stream)
 
     def _computer(self, size: int) -> Callable[[], Tensor]:
         return lambda: self._computed(size)
@@ -229,14 +279,30 @@ class Graphed:
         """One forward, from numbers in this machine's memory to numbers in it: rows stay on the device."""
         ids = self._ids_here[:size].to(self._device, non_blocking=True)
         self._length.copy_(self._length_here[0], non_blocking=True)
-        lengths = [layer.cumulative_length for layer in self._cache.layers if layer.is_initialized]
-        if lengths:
-            torch._foreach_copy_(lengths, [self._length] * len(lengths))
+        return self._rows(ids, self._found_here[:size])
+
+    def _follower(self, turn: int) -> Callable[[], Tensor]:
+        """A forward over the token that the last one found: it need not come here and go back.
+
+        They take turns: what one has told is read while the other computes.
+        """
+
+        def follow() -> Tensor:
+            self._length.add_(1)
+            return self._rows(self._found[:1], self._next_here[turn : turn + 1])
+
+        return follow
+
+    def _rows(self, ids: Tensor, told: Tensor) -> Tensor:
+        size = len(ids)
         places = self._length + torch.arange(size, device=self._device)
+        for layer in self._cache.layers:
+            layer.cumulative_length, layer.places = self._length, places
         rows: Tensor = self.model(
             input_ids=ids[None], position_ids=places[None], past_key_values=self._cache, use_cache=True
         ).logits[0]
-        self._found_here[:size].copy_(rows.argmax(-1), non_blocking=True)
+        torch.argmax(rows, -1, out=self._found[:size])
+        told.copy_(self._found[:size], non_blocking=True)
         return rows
 
     def answer(self, ask: Ask) -> Tokens:
@@ -271,10 +337,36 @@ class Graphed:
 
         `mind` says what is guessed in place of the model itself, and is asked while that computes.
         """
-        text, one = list(ask.tokens), self._forwards[1]
         [token] = yield from self.answering(ask)
         if mind is not None:
             [token] = mind.answer(ask)
+        if self._followers and ask.sampling.temperature == 0:
+            yield from self._chain(ask, token, count, mind)
+        else:
+            yield from self._one_by_one(ask, token, count, mind)
+
+    def _chain(self, ask: Ask, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
+        """Each forward is sent after the one before it shortly before that ends: the GPU has no gaps."""
+        text = [*ask.tokens, token]
+        forwards = min(count - 1, self.context + 1 - len(text))
+        if forwards:
+            self._ids_now[0], self._length_now[0] = token, len(text) - 1
+            link = Link(self._forwards[1], ask.cancelled, self._guess_seconds)
+        yield token
+        for place in range(forwards):
+            said = mind.answer(Ask(text, len(text))) if mind is not None else ()
+            yield from link.ended(self._followers[place % 2] if place + 1 < forwards else None)
+            self._shelf.hold(len(text) - 1, text[-1:])
+            [token] = said or (int(self._next_now[(place - 1) % 2] if place else self._found_now[0]),)
+            text.append(token)
+            if ask.cancelled.is_set():
+                raise Cancelled
+            yield token
+        if forwards < count - 1:
+            yield from self.answering(Ask(text, len(text)))  # which says that there is no room
+
+    def _one_by_one(self, ask: Ask, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
+        text, one = list(ask.tokens), self._forwards[1]
         for left in range(count - 1, -1, -1):
             text.append(token)
             ahead = left > 0 and ask.sampling.temperature == 0 and len(text) <= self.context

@@ -70,6 +70,10 @@ class Shelf:
         self._sweep()
         return self._tokens
 
+    def hold(self, begin: int, fresh: Sequence[int]) -> None:
+        """Somebody who has the shelf to himself has read these tokens there; the rest is forgotten."""
+        self._tokens[begin:] = fresh
+
     def begin(self, forward: Forward, begin: int, fresh: Sequence[int], cancelled: Flag) -> Flight:
         """A forward over these tokens, after the first `begin` of the text; the rest of it is forgotten."""
         for other in self._flying:

@@ -7,12 +7,17 @@ the way to it, and so one copy of the weights.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
+
+# Left to itself the driver has four queues for all streams: a fifth slice would wait for the first. It looks
+# at this when a process first uses the GPU.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 RESOURCE_BYTES = 144  # sizeof(CUdevResource)
 COUNT_AT = 96  # where it says how many multiprocessors it is
@@ -30,7 +35,7 @@ class Resource(ctypes.Structure):
 
 
 @cache
-def _driver() -> Any:
+def driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -39,7 +44,7 @@ def _driver() -> Any:
 
 def _call(name: str, *arguments: Any) -> None:
     try:
-        function = getattr(_driver(), name)
+        function = getattr(driver(), name)
     except AttributeError:
         raise ValueError(
             f"slices of a GPU: this driver has no {name}, which came with CUDA 12.4; use whole GPUs instead"

@@ -1,0 +1,49 @@
+"""Small decoders of several makes, with random weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
+
+WORDS = 97
+ROOM = 64
+
+
+def gpt2() -> Any:
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, n_positions=ROOM, vocab_size=WORDS))
+
+
+def bigcode() -> Any:
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": ROOM, "vocab_size": WORDS}
+    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**shape))
+
+
+def mistral(window: int) -> Any:
+    return wide(MistralForCausalLM, MistralConfig, sliding_window=window)
+
+
+def wide(kind: Any, config: Any, **more: Any) -> Any:
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": ROOM, "vocab_size": WORDS}
+    return kind(config(**shape, **more))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: wide(LlamaForCausalLM, LlamaConfig),
+    "gpt2": gpt2,
+    "bigcode": bigcode,
+    "window": lambda: mistral(8),
+    "wide window": lambda: mistral(2 * ROOM),
+    "phi3": lambda: wide(Phi3ForCausalLM, Phi3Config, pad_token_id=0, original_max_position_embeddings=ROOM),
+}
