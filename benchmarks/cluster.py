@@ -1,7 +1,7 @@
 """Planning past one machine: what delay, more processors, many streams and failures do to DSI. Simulated.
 
-The latencies are those of whole H200s (`benchmarks/results`: a target's forward by its new tokens, and the
-drafter's) and of one pair of the paper's Table 2. SI and non-SI stay on one GPU, where nothing delays them.
+The latencies are those of whole H200s (`benchmarks/results` of 2026-11-15: a target's forward by its new
+tokens, and the drafter's) and of one pair of the paper's Table 2. SI and non-SI stay on one GPU, where nothing delays them.
 DSI has lookahead and patience by a rehearsal. docs/cluster.md says what comes out; `--svg FILE` draws it.
 """
 
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 def pairs() -> dict[str, Setting]:
     """Of each pair, a setting with its latencies; a forward that is cancelled ends within an eighth."""
     found = {}
-    for path in sorted(RESULTS.glob("h200-*.json")):
+    for path in sorted(RESULTS.glob("h200-2026-11-15-*.json")):
         for target in json.loads(path.read_text())["targets"]:
             if target["shape"] in COLOURS and "whole_gpu" in target:
                 found[target["shape"]] = measured(target["whole_gpu"]["costs"])

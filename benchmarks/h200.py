@@ -179,7 +179,7 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     say(shape)
     sliced = prepared(shape, DRAFTER_SHAPE, options.pieces, options.drafter_slices)
     say(f"  {sliced.costs.json()}")
-    cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in ACCEPTANCES]
+    cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in options.acceptances]
     found = {
         "shape": shape,
         "drafter_slices": options.drafter_slices,
@@ -190,7 +190,7 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         return found
     whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
     say(f"  the whole GPU: {whole.costs.json()}")
-    undivided = [cell(whole, rate, options.tokens, 2, most=1) for rate in ACCEPTANCES]
+    undivided = [cell(whole, rate, options.tokens, 2, most=1) for rate in options.acceptances]
     return found | {"whole_gpu": {"costs": whole.costs.json(), "cells": undivided}}
 
 
@@ -283,6 +283,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
     parser.add_argument("--pieces", type=int)
     parser.add_argument("--drafter-slices", type=int, default=1, help="for the drafter alone")
     parser.add_argument("--no-whole", action="store_true", help="only in slices")
