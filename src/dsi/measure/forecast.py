@@ -104,11 +104,12 @@ def _stairs(setting: Setting, algorithm: str | Way) -> Stairs:
 
 
 def cuts(setting: Setting) -> list[int]:
-    """A stale forward slows the next one down if it ends after that begins, which may be by a hair: of two
-    numbers of pieces one decides it one way, and one perhaps the other.
+    """A stale forward slows the next one down if it ends after that begins, which may be by a hair: of a few
+    numbers of pieces some decide it one way, and some perhaps the other.
     """
     pieces = setting.pieces
-    return [pieces, pieces - 1] if setting.contention and pieces > 1 and setting.sp > 1 else [pieces]
+    crowded = setting.contention and pieces > 1 and setting.sp > 1
+    return list(range(pieces, max(1, pieces // 2), -1)) if crowded else [pieces]
 
 
 def settled(rises: Sequence[float], least: float) -> tuple[Sequence[float], Sequence[float]]:
