@@ -18,6 +18,7 @@ from dsi import show, theory
 from dsi.measure import budget
 from dsi.measure.budget import Table
 from dsi.measure.compare import CLASSES
+from dsi.planner import shared_out
 from dsi.speech import Engine
 from dsi.theory import Latencies
 
@@ -42,7 +43,7 @@ def row(target: float, drafter: float, acceptance: float, gpus: int, scales: lis
     dsi = min(float(theory.dsi(TOKENS, latencies, acceptance, k, gpus - 1)) for k in range(1, 41))
     ms = {"dsi": dsi / TOKENS}
     for share in scales:
-        faster = Latencies(round(target * (1 - share + share / gpus), 3), round(drafter, 3))
+        faster = Latencies(round(target * shared_out(share, gpus), 3), round(drafter, 3))
         si = min(float(theory.si(TOKENS, faster, acceptance, k)) for k in range(1, 41))
         ms |= {f"si {share:g}": si / TOKENS, f"nonsi {share:g}": theory.nonsi(TOKENS, faster) / TOKENS}
     return {"gpus": gpus, "acceptance": acceptance, "ms_per_token": ms}

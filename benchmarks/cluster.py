@@ -1,8 +1,9 @@
 """Planning past one machine: what delay, more processors, many streams and failures do to DSI. Simulated.
 
 The latencies are those of whole H200s (`benchmarks/results` of 2026-11-15: a target's forward by its new
-tokens, and the drafter's) and of one pair of the paper's Table 2. SI and non-SI stay on one GPU, where nothing delays them.
-DSI has lookahead and patience by a rehearsal. docs/cluster.md says what comes out; `--svg FILE` draws it.
+tokens, and the drafter's) and of one pair of the paper's Table 2. SI and non-SI stay on one GPU, where
+nothing delays them. DSI has lookahead and patience by a rehearsal. docs/cluster.md says what comes out;
+`--svg FILE` draws it.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: dsi plan --target builtin --drafter builtin --cores 2"
 ACCEPTANCE = 0.8  # taken where nobody says
+SCALES = 0.8  # of a forward, likewise
 POINTS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000)  # of the picture
 
 
@@ -42,11 +43,14 @@ def plan(
     second_hit: Annotated[
         float, typer.Option(help="How often a second guess is right where the first is wrong: 0 to 1.")
     ] = 0.0,
-    target_gpus: Annotated[int, typer.Option(help="Processors that one target needs.")] = 1,
-    drafter_gpus: Annotated[int, typer.Option(help="Processors that the drafter needs.")] = 1,
+    target_gpus: Annotated[int | None, typer.Option(help="GPUs that one target needs; 1 by itself.")] = None,
+    drafter_gpus: Annotated[
+        int | None, typer.Option(help="GPUs that the drafter needs; 1 by itself.")
+    ] = None,
     scales: Annotated[
-        float, typer.Option(help="The share of a target forward that scales with its processors: 0 to 1.")
-    ] = 0.8,
+        float | None,
+        typer.Option(help="The share of a target forward that scales with its GPUs: 0 to 1; 0.8 by itself."),
+    ] = None,
     dtype: Dtype = "float32",
     plot: Annotated[
         Path | None, typer.Option(help="Draw expected latency by number of processors (.svg, .png).")
@@ -63,6 +67,9 @@ def plan(
     given = {"target_ms": target_ms, "drafter_ms": drafter_ms, "acceptance": acceptance}
     given |= {"contention": contention}
     processors = counted(gpus, cores)
+    check_spread(cores, {"target-gpus": target_gpus, "drafter-gpus": drafter_gpus, "scales": scales})
+    target_gpus, drafter_gpus = (1 if each is None else each for each in (target_gpus, drafter_gpus))
+    scales = SCALES if scales is None else scales
     check(given | {"second hit": second_hit, "scales": scales}, target_gpus, drafter_gpus)
     if plot is not None:
         show.writable(plot, show.PICTURES)
@@ -102,6 +109,12 @@ def counted(gpus: int | None, cores: int | None) -> int:
     if (gpus is None) == (cores is None):
         raise ValueError("processors: give --gpus, or --cores of this machine")
     return gpus if gpus is not None else cores or 0
+
+
+def check_spread(cores: int | None, spread: dict[str, float | None]) -> None:
+    said = [f"--{name} {value:g}" for name, value in spread.items() if value is not None]
+    if cores is not None and said:
+        raise ValueError(f"cores {cores}: are measured as they are; {', '.join(said)} would be for --gpus")
 
 
 def check(shares: dict[str, float | None], target_gpus: int, drafter_gpus: int) -> None:

@@ -98,3 +98,8 @@ def plan(
     sp = min(possible, servers_needed(target_ms, drafter_ms, 1))
     lookahead = minimal_lookahead(target_ms, drafter_ms, sp)
     return Plan(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus, sp, lookahead)
+
+
+def shared_out(share: float, times: float) -> float:
+    """What is left of a forward's time on so many times as many processors, if this share of it scales."""
+    return 1 - share + share / times

@@ -22,7 +22,7 @@ from dsi.measure.compare import Row, check_equal
 from dsi.measure.forecast import adaptive, foreseen, guide
 from dsi.measure.settings import MOST_SERVERS, SECOND, TITLES, Guide, Setting
 from dsi.overlap import mean
-from dsi.planner import Number
+from dsi.planner import Number, shared_out
 from dsi.request import Completion
 
 if TYPE_CHECKING:
@@ -397,7 +397,7 @@ def simulated(
 
 def arranged(setting: Setting, who: Contender, share: float) -> Setting:
     """Of a target forward, a share is divided among its processors; the drafter has one."""
-    factor = 1 - share + share / who.layout.each
+    factor = shared_out(share, who.layout.each)
 
     def faster(ms: Number | None) -> Number | None:
         return None if ms is None else ms * factor

@@ -15,7 +15,7 @@ from typing import Any
 from dsi.core.outlook import Way
 from dsi.measure.forecast import block, expected_ms, guide, ways
 from dsi.measure.settings import TITLES, Setting
-from dsi.planner import minimal_lookahead, servers_needed
+from dsi.planner import minimal_lookahead, servers_needed, shared_out
 
 BEST = 5  # offers that are shown
 FINALISTS = 10  # that are rehearsed
@@ -286,7 +286,7 @@ def scaled(steps: Steps, least: int, share: float, processors: int) -> dict[int,
     """A target over more processors than it needs: a share of each forward scales with their number."""
     found, mp = {}, least
     while mp <= processors:
-        factor = 1 - share + share * least / mp
+        factor = shared_out(share, mp / least)
         found[mp] = tuple((width, ms * factor) for width, ms in steps)
         mp *= 2
     return found

@@ -9,7 +9,6 @@ Where nothing can be recorded, the same code runs as it stands.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from ctypes import c_void_p
@@ -21,7 +20,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from dsi.core.context import Tokens
-from dsi.models.backend import NEVER, Ask, Cancelled, Flag, Model
+from dsi.models.backend import Ask, Cancelled, Flag, Model
 from dsi.models.chain import Link
 from dsi.models.fused import fused
 from dsi.models.hf import common, layers
@@ -333,10 +332,7 @@ class Graphed:
         return found[len(found) - ask.places :]
 
     def guessing(self, ask: Ask, count: int, mind: Model | None = None) -> Iterator[int | None]:
-        """Guess after guess; the next forward begins before the last guess is told, and runs meanwhile.
-
-        `mind` says what is guessed in place of the model itself, and is asked while that computes.
-        """
+        """Guess after guess; `mind` says what is guessed in place of the model itself."""
         [token] = yield from self.answering(ask)
         if mind is not None:
             [token] = mind.answer(ask)
@@ -366,26 +362,15 @@ class Graphed:
             yield from self.answering(Ask(text, len(text)))  # which says that there is no room
 
     def _one_by_one(self, ask: Ask, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
-        text, one = list(ask.tokens), self._forwards[1]
-        for left in range(count - 1, -1, -1):
+        text = [*ask.tokens, token]
+        yield token
+        for _ in range(count - 1):
+            next = Ask(text, len(text), None, ask.sampling, ask.cancelled)
+            [token] = yield from self.answering(next)
+            if mind is not None:
+                [token] = mind.answer(next)
             text.append(token)
-            ahead = left > 0 and ask.sampling.temperature == 0 and len(text) <= self.context
-            flight = self._begin(one, len(text) - 1, [token], NEVER) if ahead else None
-            try:
-                yield token
-            except GeneratorExit:
-                if flight:
-                    deque(self._shelf.going_on(flight), 0)  # its inputs may be written over only then
-                raise
-            said = mind.answer(Ask(text, len(text), None, ask.sampling)) if mind is not None and left else ()
-            if flight:
-                yield from self._shelf.going_on(flight)
-                token = int(self._found_now[0])
-            elif left:
-                [token] = yield from self.answering(Ask(text, len(text), None, ask.sampling, ask.cancelled))
-            [token] = said or (token,)
-            if left and ask.cancelled.is_set():
-                raise Cancelled
+            yield token
 
     def _check(self, ask: Ask) -> None:
         if ask.start < 1:
