@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,7 +35,11 @@ class Asked:
 
 
 def divergences(
-    tokens: int, dtype: str, device: str = "cpu", sampling: Sampling = GREEDY
+    tokens: int,
+    dtype: str,
+    device: str = "cpu",
+    sampling: Sampling = GREEDY,
+    prompts: Iterable[str] = PROMPTS,
 ) -> list[dict[str, Any]]:
     """The built-in target, after each of a few beginnings."""
     quiet()
@@ -43,7 +48,7 @@ def divergences(
     text = tokenizer(name, plain.model)
     other = Graphed(load(name, dtype, device), plain.context)
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = text.encode(prompt)
         ours, theirs = (list(write(Asked(model, sampling), ids, tokens)) for model in (Speaker(plain), other))
         found.append(asdict(first_difference(plain, prompt, list(ids), ours, theirs)))
