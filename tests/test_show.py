@@ -1,12 +1,15 @@
 """What commands say of a text, from decisions and times that are given."""
 
 import json
+from pathlib import Path
+
+import pytest
 
 from dsi.core.generation import Tally
 from dsi.core.outlook import Decision, Way
 from dsi.overlap import Toll, overlap
 from dsi.request import Completion
-from dsi.show import figures, summary
+from dsi.show import figures, summary, writable
 
 AHEAD, PLAIN = Way(2, 4, 1), Way()
 
@@ -61,3 +64,17 @@ def test_a_summary_says_where_speculation_was_given_up() -> None:
     assert ", 1 tokens without speculation" in summary("auto", done(ahead, plain, again))
     assert "without speculation" not in summary("auto", done(ahead))
     assert "without speculation" not in summary("dsi", done())
+
+
+def test_what_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    for path, sentence in (
+        (tmp_path / "a.txt", "the name must end in .json"),
+        (tmp_path / "folder.json", "is a folder"),
+        (tmp_path / "none" / "a.json", "there is no folder"),
+        (Path("/proc/a.json"), "cannot be written"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            writable(path, (".json",))
+    assert writable(tmp_path / "a.json").name == "a.json"
+    assert [file.name for file in tmp_path.iterdir()] == ["folder.json"]

@@ -260,12 +260,12 @@ def _bench(options: dict[str, Any], **least: int) -> Bench:
 def _profile(options: dict[str, Any]) -> Profile:
     """A file goes by its name alone: it is the same prompts wherever it lies."""
     from dsi.loading import full_name
-    from dsi.measure.profile import Profile, check_writable
+    from dsi.measure.profile import Profile
 
     target, drafter = full_name(options["target"]), full_name(options["drafter"])
     profile = Profile(target, drafter, Path(options["dataset"]).name)
     if options["out"] is not None:
-        check_writable(options["out"])
+        show.writable(options["out"], (".json",))
         profile.beside(options["out"])
     return profile
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,11 +57,16 @@ def writable(path: Path, endings: tuple[str, ...] = (*PICTURES, ".json")) -> Pat
     """Refuse what could not be written before anything has been computed."""
     if path.suffix not in endings:
         *others, last = endings
-        raise ValueError(f"{path}: the name must end in {', '.join(others)} or {last}")
+        known = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{path}: the name must end in {known}")
     if path.is_dir():
         raise ValueError(f"{path}: is a folder")
     if not path.parent.is_dir():
         raise ValueError(f"{path}: there is no folder {path.parent}")
+    try:
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
     return path
 
 

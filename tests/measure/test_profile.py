@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsi.measure.profile import NUMBERS, Profile, check_writable
+from dsi.measure.profile import NUMBERS, Profile
 
 PACE = {"ttft_ms": {"mean": 30.0}, "tpot_ms": {"mean": 20.0}}
 LATENCY = {"target": PACE, "drafter": {"ttft_ms": {"mean": 3.0}, "tpot_ms": {"mean": 2}}, "per_token_ms": 0.5}
@@ -86,17 +86,3 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         FULL.with_part("latency", {"per_token_ms": float("nan")}).save(path)
     assert Profile.load(path) == FULL
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
-
-
-def test_what_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
-    (tmp_path / "folder.json").mkdir()
-    for path, sentence in (
-        (tmp_path / "a.txt", "the name must end in .json"),
-        (tmp_path / "folder.json", "is a folder"),
-        (tmp_path / "none" / "a.json", "there is no folder"),
-        (Path("/proc/a.json"), "cannot be written"),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            check_writable(path)
-    check_writable(tmp_path / "a.json")
-    assert [file.name for file in tmp_path.iterdir()] == ["folder.json"]

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 NAMES = ("target", "drafter", "dataset")
@@ -82,17 +81,3 @@ class Profile:
     @property
     def about(self) -> str:
         return ", ".join(f"{name} {getattr(self, name)}" for name in NAMES)
-
-
-def check_writable(path: Path) -> None:
-    """Before anything has been measured, so that no figures are lost."""
-    if path.suffix != ".json":
-        raise ValueError(f"{path}: the name must end in .json")
-    if path.is_dir():
-        raise ValueError(f"{path}: is a folder")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path}: there is no folder {path.parent}")
-    try:
-        TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
