@@ -5,7 +5,8 @@ from dsi.measure.divergence import divergences
 
 def test_float32_parts_nowhere() -> None:
     for sampling in (Sampling(), Sampling(0.8, top_p=0.95, seed=7)):
-        assert {each["place"] for each in divergences(12, "float32", sampling=sampling, prompts=PROMPTS[:3])} == {None}
+        found = divergences(12, "float32", sampling=sampling, prompts=PROMPTS[:3])
+        assert {each["place"] for each in found} == {None}
 
 
 def test_where_bfloat16_parts_the_margin_is_small() -> None:
