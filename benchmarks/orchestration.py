@@ -70,7 +70,7 @@ def timed(
     server = Graphed(model, ROOM, pieces=1, sizes=tuple(by_width), beside=beside, guesses=guesses)
     clock = Clock()
     server._forwards = {size: Timed(ms, pieces, clock) for size, ms in by_width.items()}  # type: ignore[misc]
-    server._followers = [Timed(by_width[1], pieces, clock) for _ in server._followers]
+    server._followers = [Timed(by_width[1], pieces, clock) for _ in range(2 * guesses)]
     return server
 
 

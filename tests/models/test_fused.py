@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import GemmaConfig, GemmaForCausalLM, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DiffLlamaConfig,
+    DogeConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Olmo2Config,
+    StaticCache,
+)
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 
@@ -84,3 +92,16 @@ def test_a_norm_of_another_kind_stays() -> None:
     config.num_key_value_heads, config.vocab_size, config.head_dim = 1, 9, 8
     assert not is_plain_norm(GemmaForCausalLM(config).model.norm)
     assert is_plain_norm(MODELS["llama"]().model.norm)
+
+
+@pytest.mark.parametrize("config", [Olmo2Config, DiffLlamaConfig, DogeConfig])
+def test_models_with_ways_of_their_own_write_the_same_in_sixteen_bits(config: Any) -> None:
+    """Sines in another format; norms without weights; a mask for each head."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"num_key_value_heads": 2, "max_position_embeddings": ROOM, "vocab_size": WORDS}
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config(**shape, pad_token_id=0), dtype=torch.bfloat16).eval()
+    tokens = torch.randint(WORDS, (13,)).tolist()
+    before = rows(model, tokens)
+    with fused.fused(model):
+        assert torch.allclose(rows(model, tokens), before, atol=0.05)

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import GPTNeoConfig, MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from decoders import MODELS, ROOM
 from dsi.core.messages import Sampling
 from dsi.models.backend import Ask, Cancelled, Speaker
-from dsi.models.graphs import Graphed
+from dsi.models.graphs import Graphed, Unrecorded, static_cache
 from dsi.models.hf import Transformer
 from dsi.models.oracle import Oracle
 from dsi.models.toy import ToyTarget
@@ -48,10 +48,18 @@ def test_guesses_stream_as_if_asked_for_one_by_one(model: Any) -> None:
     assert tokens == text[3:]
 
 
+def in_a_chain(model: Any) -> Graphed:
+    """As if its forwards had been recorded: those that are not guess better one by one."""
+    found = Graphed(model, ROOM, guesses=True)
+    assert found._followers == []
+    found._followers = [Unrecorded(found._follower(turn), ()) for turn in (0, 1)]
+    return found
+
+
 def test_a_chain_of_guesses_is_what_one_after_the_other_would_be(model: Any) -> None:
     """To the end of the room and no further."""
     text = written(model, [4, 4, 2], ROOM - 2)
-    chained = Graphed(model, ROOM, guesses=True)
+    chained = in_a_chain(model)
     tokens = [token for token in chained.guessing(Ask([4, 4, 2], 3), 20) if token is not None]
     assert tokens == text[3:23]
     assert chained.held == text[:22]
@@ -66,7 +74,7 @@ def test_a_chain_of_guesses_is_what_one_after_the_other_would_be(model: Any) -> 
 def test_a_chain_that_is_broken_off_leaves_no_trace(looks: int) -> None:
     torch.manual_seed(6)
     llama = MODELS["llama"]().eval()
-    chained, plain = Graphed(llama, ROOM, guesses=True), Speaker(Transformer(llama, slots=1))
+    chained, plain = in_a_chain(llama), Speaker(Transformer(llama, slots=1))
     with pytest.raises(Cancelled):
         list(chained.guessing(Ask([1, 2, 3], 3, cancelled=After(looks)), 30))
     held = chained.held
@@ -178,3 +186,17 @@ def test_an_oracle_thinks_while_its_body_computes() -> None:
     with pytest.raises(StopIteration) as end:
         next(answering)
     assert end.value.value == (1, 1)
+
+
+def test_models_that_do_not_use_the_cache_are_refused_by_name() -> None:
+    rwkv = RwkvForCausalLM(RwkvConfig(hidden_size=16, num_hidden_layers=2, vocab_size=9, context_length=ROOM))
+    with pytest.raises(ValueError, match="a rwkv model does not use the cache it is given"):
+        Graphed(rwkv, ROOM)
+    with pytest.raises(ValueError, match="a gpt_neo model keeps a state that cannot be cut back"):
+        static_cache(GPTNeoConfig(hidden_size=16, num_layers=2, attention_types=[[["local"], 2]]), ROOM)
+
+
+def test_one_that_guesses_shares_its_cache_with_nobody() -> None:
+    llama = MODELS["llama"]()
+    with pytest.raises(ValueError, match="has its cache to itself"):
+        Graphed(llama, ROOM, beside=Graphed(llama, ROOM), guesses=True)

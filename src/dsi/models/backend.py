@@ -117,10 +117,7 @@ class Pollable(Model, Protocol):
         ...
 
     def guessing(self, ask: Ask, count: int) -> Iterator[int | None]:
-        """The token after this text, the one after that, and so on, and None while one is being computed.
-
-        The next one is begun before the last one is told.
-        """
+        """The token after this text, the one after that, and so on, and None while one is being computed."""
         ...
 
 

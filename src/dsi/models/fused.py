@@ -2,8 +2,8 @@
 
 On a GPU a small forward is mostly small kernels: each takes microseconds whatever it computes, and servers on
 one GPU wait for one another to begin theirs. Here a norm is one kernel; queries and keys turn together;
-queries that read the same keys are rows of one attention, where transformers copies the keys for each. What
-stands in for a part of the model has been seen to give the same numbers.
+queries that read the same keys are rows of one attention, where transformers copies the keys for each. The
+numbers are the same to the rounding of their format.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def attend(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """An attention as transformers calls it: which places each token sees is said by the mask."""
-    if attention_mask is None or any(more.get(name) is not None for name in MORE):
+    usual = attention_mask is not None and attention_mask.shape[1] == 1  # one mask for all heads
+    if attention_mask is None or not usual or any(more.get(name) is not None for name in MORE):
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )
@@ -131,7 +132,7 @@ def together(plain: Rotation) -> Rotation:
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
         whole = cos.dim() == 3 and q.dim() == k.dim() == 4 and cos.shape[-1] == q.shape[-1] == k.shape[-1]
-        if more or named or not whole:
+        if more or named or not whole or cos.dtype != q.dtype:
             return plain(q, k, cos, sin, *more, **named)
         both, half = torch.cat((q, k), 1), q.shape[-1] // 2
         sines = signed(sin, lambda each: torch.cat((-each[..., :half], each[..., half:]), -1))
@@ -162,7 +163,8 @@ def _normed(model: Any) -> Iterator[None]:
     kinds: dict[tuple[Any, ...], bool] = {}
     changed = []
     for part in model.modules():
-        if not type(part).__name__.endswith("RMSNorm") or not hasattr(part, "weight"):
+        weight = getattr(part, "weight", None)
+        if not type(part).__name__.endswith("RMSNorm") or weight is None or weight.dtype != model.dtype:
             continue
         kind = type(part), part.weight.shape
         if kind not in kinds:

@@ -4,7 +4,7 @@ Each number of new tokens that is a power of two has a recording; others are pad
 the padding leaves in the cache lies beyond the text and is written over. Cutting the cache back is writing
 its length. A recording is in pieces of a few layers, and a forward that nobody wants any longer ends between
 two. Models on slices of one device fill one cache together (`shelf.py`).
-Where nothing can be recorded, the same code runs as it stands.
+Where nothing can be recorded, the model runs as it stands.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from dsi.sampling.rules import match
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
 LAYERS = 2  # of a piece
+MASKED = ("gpt_neo",)  # which see their places by a mask of their own that knows nothing of the cache
+
+
+How = Callable[[Any], AbstractContextManager[Any]]  # what is done to a model while it is being recorded
 
 
 class Ended:
@@ -105,13 +109,15 @@ class Recorded:
 
 def replay(graph: Any, stream: Any) -> Callable[[], None]:
     """Asked of the driver itself: torch first makes this stream the current one, which takes it longer."""
-    if not hasattr(graph, "raw_cuda_graph_exec"):
+    try:
+        begin = driver().cuGraphLaunch
+        recording, lane = c_void_p(graph.raw_cuda_graph_exec()), c_void_p(stream.cuda_stream)
+    except (AttributeError, ValueError):  # another maker's, or an older torch
         return lambda: in_stream(graph, stream)
-    recording, lane, begin = c_void_p(graph.raw_cuda_graph_exec()), c_void_p(stream.cuda_stream), driver()
 
     def launch() -> None:
-        if status := begin.cuGraphLaunch(recording, lane):
-            raise RuntimeError(f"a forward could not begin: cuGraphLaunch says {status}")
+        if begin(recording, lane):
+            in_stream(graph, stream)  # which looks after the device, and says what is wrong
 
     return launch
 
@@ -128,10 +134,12 @@ def static_cache(config: Any, room: int) -> Any:
     window anyway.
     """
     cache = StaticCache(config=config, max_cache_len=room)
-    if not all(isinstance(layer, StaticLayer) for layer in cache.layers):
+    if config.model_type in MASKED or not all(isinstance(layer, StaticLayer) for layer in cache.layers):
         raise ValueError(
             f"a {config.model_type} model keeps a state that cannot be cut back to an earlier token"
         )
+    if not hasattr(cache.layers[0], "cumulative_length"):
+        raise ValueError("this transformers keeps no length in its caches: version 5.4 and later do")
     cache.layers = [Layer(max_cache_len=room) for _ in cache.layers]
     return cache
 
@@ -197,6 +205,8 @@ class Graphed:
         self._length_now, self._ids_now, self._found_now, self._next_now = (
             each.numpy() for each in (self._length_here, self._ids_here, self._found_here, self._next_here)
         )
+        if guesses and beside is not None:
+            raise ValueError("a model that guesses has its cache to itself")
         self._followers: list[Forward] = []
         self._guess_seconds: dict[int, float] = {}  # by the piece of a guess: what it took lately
         self._forwards = self._prepared(beside, guesses)
@@ -220,27 +230,30 @@ class Graphed:
 
     def _prepared(self, beside: Graphed | None, guesses: bool) -> dict[int, Unrecorded | Recorded]:
         plain = {size: Unrecorded(self._computer(size), self._cuts, self._stream) for size in self._sizes}
-        if guesses:
-            self._followers = [Unrecorded(self._follower(turn), self._cuts, self._stream) for turn in (0, 1)]
         with torch.inference_mode(), on(self._stream):
             self._take_cache(beside)
             devices = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
             if not self.on_gpu or len(devices) > 1:
                 self.why_not = f"forwards on {' and '.join(devices)} are not recorded"
                 return dict(plain)
-            try:
-                return self._recorded()
-            except torch.OutOfMemoryError:
-                raise  # as it stands, it would not fit either
-            except (RuntimeError, ValueError) as error:
-                self.why_not = f"forwards cannot be recorded ({str(error).splitlines()[0]})"
-                self._take_cache(None)  # it could not keep step with others
-                return dict(plain)
+            for how in (fused, nullcontext):
+                try:
+                    found, self.why_not = self._recorded(how, guesses), ""
+                    return found
+                except torch.OutOfMemoryError:
+                    raise  # as it stands, it would not fit either
+                except Exception as error:
+                    said = str(error).splitlines() or [type(error).__name__]
+                    self.why_not = f"forwards cannot be recorded ({said[0]})"
+            self._take_cache(None)  # it could not keep step with others
+            return dict(plain)
 
     def _take_cache(self, beside: Graphed | None) -> None:
         """The other's, unless that one's forwards could not be recorded: such take no turns."""
         self._shelf, self._cache = Shelf(), static_cache(self.model.config, self.context)
         self._computed(1)  # its layers get their tensors
+        if not all(layer.is_initialized for layer in self._cache.layers):
+            raise ValueError(f"a {self.model.config.model_type} model does not use the cache it is given")
         if beside is not None and not (self.on_gpu and beside.why_not):
             self._share(beside)
 
@@ -253,19 +266,18 @@ class Graphed:
         for mine, its in zip(self._cache.layers, other._cache.layers):
             mine.keys, mine.values = its.keys, its.values
 
-    def _recorded(self) -> dict[int, Unrecorded | Recorded]:
+    def _recorded(self, how: How, guesses: bool) -> dict[int, Unrecorded | Recorded]:
         pool = torch.cuda.graph_pool_handle()
         found: dict[int, Unrecorded | Recorded] = {}
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            found[size] = self._recording(self._computer(size), pool)
-        self._followers = [
-            self._recording(self._follower(turn), pool) for turn in range(len(self._followers))
-        ]
+            found[size] = self._recording(self._computer(size), how, pool)
+        turns = (0, 1) if guesses else ()
+        self._followers = [self._recording(self._follower(turn), how, pool) for turn in turns]
         torch.cuda.synchronize()
         return found
 
-    def _recording(self, compute: Callable[[], Tensor], pool: Any) -> Recorded:
-        with fused(self.model):
+    def _recording(self, compute: Callable[[], Tensor], how: How, pool: Any) -> Recorded:
+        with how(self.model):
             for _ in range(2):  # libraries set themselves up at the first forwards
                 compute()
             torch.cuda.synchronize()

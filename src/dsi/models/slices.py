@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-# Left to itself the driver has four queues for all streams: a fifth slice would wait for the first. It looks
-# at this when a process first uses the GPU.
+# Without this, an H200 was seen to compute on four slices at once and no more: the fifth waited for the
+# first. The driver looks at it when a process first uses a GPU, which may be soon.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 RESOURCE_BYTES = 144  # sizeof(CUdevResource)
