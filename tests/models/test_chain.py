@@ -18,9 +18,6 @@ class Processor:
         self.now = self.free = 0.0
         self.sent: list[tuple[str, int, float]] = []  # which piece of which forward, and when
 
-    def at(self, end: float) -> "Mark":
-        return Mark(self, end)
-
 
 class Mark:
     def __init__(self, processor: Processor, end: float) -> None:
