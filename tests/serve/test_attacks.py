@@ -426,7 +426,7 @@ def test_who_leaves_frees_a_place(locked: Live) -> None:
                 length, key = f"Content-Length: {len(body)}", f"Authorization: Bearer {KEYS[1]}"
                 connection.sendall(head(f"POST {COMPLETIONS}", CONTENT, length, key) + body)
                 assert until(lambda: writing(locked.url) == 1)
-        assert until(lambda: writing(locked.url) == 0)
+            assert until(lambda: writing(locked.url) == 0)  # who comes sooner may be refused
     began = time.monotonic()
     assert httpx.post(**stories(locked, stream=False, max_tokens=1)).status_code == 200
     assert time.monotonic() - began < 5
