@@ -47,6 +47,7 @@ TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
 DRAFTER_SHAPE = "vicuna-68m"
 ACCEPTANCES = (0.63, 0.8, 0.93)
 PROMPT, ROOM, SLICES, MOST = 128, 384, 16, 7
+WARM_UP = 20  # tokens
 
 
 @dataclass
@@ -142,7 +143,7 @@ def measured(
         for name, choice in rows.items():
             if name == "nonsi" and seed > 1:
                 continue  # it does the same whatever is guessed
-            done = write(bench, choice, acceptance, tokens if seed else 20, seed)
+            done = write(bench, choice, acceptance, tokens if seed else WARM_UP, seed)
             texts.add(done.tokens)
             if seed:
                 times[name].append(1000 * float(done.elapsed))

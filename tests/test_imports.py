@@ -87,7 +87,7 @@ MAY_USE = {
         "plot",
         "show",
     },
-    "cli_budget": {"cli_engine", "measure", "plot", "show"},
+    "cli_budget": {"cli_engine", "measure", "planner", "plot", "show"},
     "cli_engine": {"fleets", "show", "speech"},
     "cli_options": set(),
     "cli_plan": {"cli_options", "evidence", "measure", "planner", "plot", "show"},

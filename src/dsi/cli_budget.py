@@ -114,8 +114,9 @@ def on_gpus(options: Options, blocks: Sequence[int], name: str, setting: Setting
 
 def _share(options: Options) -> float:
     from dsi.measure import budget
+    from dsi.planner import SCALES
 
-    return budget.SCALES if options["scales"] is None else budget.check_share(options["scales"])
+    return SCALES if options["scales"] is None else budget.check_share(options["scales"])
 
 
 def _simulate(

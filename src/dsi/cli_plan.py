@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: dsi plan --target builtin --drafter builtin --cores 2"
 ACCEPTANCE = 0.8  # taken where nobody says
-SCALES = 0.8  # of a forward, likewise
 POINTS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000)  # of the picture
 
 
@@ -63,6 +62,7 @@ def plan(
     `dsi measure`. The best five, why, what would change them, and the command to run the first.
     """
     from dsi.measure.plan import BEST, best, count, sensitivity
+    from dsi.planner import SCALES
 
     given = {"target_ms": target_ms, "drafter_ms": drafter_ms, "acceptance": acceptance}
     given |= {"contention": contention}

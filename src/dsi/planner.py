@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+SCALES = 0.8  # the share of a target forward that more processors make faster, unless another is given
+
 Number = int | float | Fraction
 
 

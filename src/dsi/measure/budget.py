@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 ALGORITHMS = (*NAMED, AUTO)
 MEASURED, SIMULATED = "measured", "simulated"
-SCALES = 0.8  # the share of a target forward that more processors make faster, unless another is given
 PLACES = (1, 10)  # tokens whose time is told, besides the last
 BLOCK = 5  # guesses at once where acceptance is counted
 WARM = 8  # tokens of a text that is not counted, so that every server has begun once

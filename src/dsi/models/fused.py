@@ -80,9 +80,9 @@ def attend(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """An attention as transformers calls it: which places each token sees is said by the mask."""
-    usual = attention_mask is not None and attention_mask.shape[1] == 1  # one mask for all heads
-    if attention_mask is None or not usual or any(more.get(name) is not None for name in MORE):
+    """An attention as transformers calls it: one mask for all heads says which places each token sees."""
+    asked = any(more.get(name) is not None for name in MORE)
+    if attention_mask is None or attention_mask.shape[1] > 1 or asked:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **more
         )

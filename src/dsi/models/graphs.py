@@ -367,8 +367,6 @@ class Graphed:
             self._shelf.hold(len(text) - 1, text[-1:])
             [token] = said or (int(self._next_now[(place - 1) % 2] if place else self._found_now[0]),)
             text.append(token)
-            if ask.cancelled.is_set():
-                raise Cancelled
             yield token
         if forwards < count - 1:
             yield from self.answering(Ask(text, len(text)))  # which says that there is no room
@@ -377,10 +375,10 @@ class Graphed:
         text = [*ask.tokens, token]
         yield token
         for _ in range(count - 1):
-            next = Ask(text, len(text), None, ask.sampling, ask.cancelled)
-            [token] = yield from self.answering(next)
+            further = Ask(text, len(text), None, ask.sampling, ask.cancelled)
+            [token] = yield from self.answering(further)
             if mind is not None:
-                [token] = mind.answer(next)
+                [token] = mind.answer(further)
             text.append(token)
             yield token
 
