@@ -93,3 +93,10 @@ def test_jitter_hardly_changes_the_mean() -> None:
     rehearsed = fmean(setting.run("dsi", seed).ms for seed in range(12)) / 300
     assert expected_ms(setting, "dsi") == pytest.approx(rehearsed, rel=0.05)
     assert expected_ms(replace(setting, acceptance=0.0), "nonsi") == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize("block", [24, 30, 60])
+def test_long_blocks_repeat_themselves_too(block: int) -> None:
+    setting = Setting(30.0, 0.3, 0.93, 1, 100, block, eager=False)
+    si = float(theory.si(LONG, Latencies(30, 0.3), 0.93, block)) / LONG
+    assert expected_ms(setting, "si") == pytest.approx(si, rel=0.005)

@@ -27,7 +27,8 @@ from dsi.measure.settings import Guide, Setting
 from dsi.planner import best_si_lookahead, minimal_lookahead
 
 GAPS = (0, 0, 0, 1, 0, 2, 1, 1, 0, 4, 0, 9, 2, 20)  # guesses that are right between two that are wrong
-LONG = 48  # and in the end
+LONG = 48  # and in the end, at least
+BLOCKS_IN_THE_END = 4  # at least, or what repeats itself could not be seen
 FAR = 400  # places that are looked at where several drafters guess
 SPARE = 16  # tokens more, so that the end of a text, where there is less to guess, is not seen
 PARTS = 50  # of the acceptance rates at which ways are compared
@@ -79,14 +80,22 @@ class Stairs:
 
 def stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     """They are the same at every acceptance rate, so that is no part of the question."""
-    return _stairs(replace(setting, acceptance=1.0, later=None, tokens=LONG, requests=1), algorithm)
+    tokens = max(LONG, BLOCKS_IN_THE_END * longest_block(setting, algorithm))
+    return _stairs(replace(setting, acceptance=1.0, later=None, tokens=tokens, requests=1), algorithm)
+
+
+def longest_block(setting: Setting, algorithm: str | Way) -> int:
+    """Tokens that one forward may bring."""
+    if isinstance(algorithm, Way):
+        return 1 + max(algorithm.lookahead, algorithm.patience)
+    return 1 + max(setting.lookahead_for(algorithm) or 0, setting.patience)
 
 
 @lru_cache(4096)
 def _stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     """Where nothing lasts beyond a rejection, one stretch without any tells all."""
     lasting = setting.contention or setting.per_token_ms or len(setting.steps_ms) > 1
-    gaps = (*(GAPS if lasting else ()), LONG)
+    gaps = (*(GAPS if lasting else ()), setting.tokens)
     ends = [sum(gaps[: i + 1]) + i for i in range(len(gaps))]
     wrong = frozenset(ends[:-1])
     right = replace(setting, wrong=wrong, tokens=ends[-1] + SPARE, jitter=0, network_jitter=0)
