@@ -66,6 +66,15 @@ def test_a_cancelled_forward_frees_its_server_where_it_can_stop(pieces: int, fre
     assert at.busy["target-0"] == free_at + 8
 
 
+@pytest.mark.parametrize(("pieces", "free_at"), [(None, Fraction(3, 4)), (0, Fraction(1, 2)), (1, 1)])
+def test_a_drafter_may_stop_elsewhere_than_targets(pieces: int | None, free_at: Time) -> None:
+    at = fleet(1, Latency(Fraction(1, 2)), pieces=4, drafter_pieces=pieces)
+    at.start(Draft(1, TEXT, 3))
+    assert answered_at(at, watch(2)) == {2: Fraction(1, 2)}  # in the middle of a guess
+    at.cancel(1)
+    assert answered_at(at, Draft(3, TEXT, 1)) == {3: free_at + 1}
+
+
 @pytest.mark.parametrize(("eager", "second_at"), [(True, 24), (False, 16)])
 def test_an_eager_server_begins_what_its_own_answer_makes_stale(eager: bool, second_at: int) -> None:
     at = fleet(1, pieces=1, eager=eager)
@@ -100,7 +109,25 @@ def test_catching_up_is_not_fooled_by_work_that_was_given_up() -> None:
 
 def test_busy_targets_slow_each_other_down() -> None:
     at = fleet(3, contention=0.5)
-    assert answered_at(at, watch(1), watch(2), watch(3)) == {1: 8, 2: 12, 3: 16}
+    assert answered_at(at, watch(1), watch(2), watch(3)) == {1: 16, 2: 16, 3: 16}
+
+
+def test_they_do_for_as_long_as_both_compute() -> None:
+    """Alone for 4 of its 8, the first has 4 more at the slower pace; then the other has 4 left, alone."""
+    at = fleet(2, contention=0.5)
+    at.start(watch(1))
+    assert answered_at(at, Draft(2, TEXT, 4)) == {2: 4}
+    assert answered_at(at, watch(3)) == {1: 10}
+    assert (at.next_event().id, at.now()) == (3, 14)
+
+
+def test_one_that_is_stopped_slows_nobody_down() -> None:
+    at = fleet(2, contention=0.5)
+    at.start(watch(1))
+    at.start(watch(2))
+    assert answered_at(at, Draft(3, TEXT, 6)) == {3: 6}  # when each has 4 left
+    at.cancel(2)
+    assert (at.next_event().id, at.now()) == (1, 10)
 
 
 def test_a_prompt_is_read_once_by_each_server() -> None:

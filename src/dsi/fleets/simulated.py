@@ -51,6 +51,7 @@ class Forward:
     start: Time = 0
     end: Time = 0
     due: Time = 0  # when word of its end arrives
+    pace: Time = 1  # how many times as long it takes now as by itself
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,13 @@ Change = Callable[[str], None]  # what happens to a server that falls or comes b
 
 
 class SimulatedFleet(Crew):
-    """`pieces`: a cancelled forward frees its server at once (0), or when the current one of so many ends.
+    """`pieces`: a cancelled forward frees its server at once (0), or when the current one of so many ends;
+    `drafter_pieces`, the same for drafters, where those differ.
 
     `network` is the delay of a message, each way: of all servers, or of each by its name, where those not
     named have none. It varies evenly by the share `network_jitter` to either side, but messages of a
-    server stay in order. `contention` is by what share each other busy target slows a target's forward, as
-    it stands when the forward begins. An `eager` server that has answered takes the next waiting job at
+    server stay in order. `contention` is by what share each other busy target slows a target's forward, for
+    as long as both compute. An `eager` server that has answered takes the next waiting job at
     once, as a thread pool does, and not only after its answer has been handled, when that job may have gone
     stale. `fails` is asked at each forward of a job whether that one ends in failure. `outages` are when
     servers fail and come back, having forgotten all they read: a draft fails at once while there is no
@@ -90,6 +92,7 @@ class SimulatedFleet(Crew):
         servers: Iterable[Server],
         *,
         pieces: int = 0,
+        drafter_pieces: int | None = None,
         network: Time | Mapping[str, Time] = 0,
         network_jitter: float = 0,
         contention: float = 0,
@@ -110,7 +113,8 @@ class SimulatedFleet(Crew):
         if not 0 <= network_jitter < 1:
             raise ValueError(f"network jitter {network_jitter}: must be at least 0 and below 1")
         self.outages = 0  # that have begun
-        self._pieces, self._delays, self._contention = pieces, delays, contention
+        self._delays, self._contention = delays, contention
+        self._pieces = pieces, pieces if drafter_pieces is None else drafter_pieces
         self._network_jitter, self._dice = network_jitter, Random(seed)
         self._eager, self._fails, self._log = eager, fails, log
         self._forwards: dict[str, Forward] = {}
@@ -133,6 +137,7 @@ class SimulatedFleet(Crew):
         heard = self._now + self._delay(name)
         forward.event, forward.end = None, self._can_stop(forward, heard)
         self._due(name, forward)
+        self._crowd()
 
     def kill(self, name: str) -> None:
         self._outages.pop(name, None)  # it will not come back
@@ -142,6 +147,7 @@ class SimulatedFleet(Crew):
         if forward := self._forwards.pop(name, None):
             forward.event = None
             self._record(name, forward, max(self._now, forward.start))
+            self._crowd()
 
     def _computes(self, name: str) -> bool:
         return name in self._forwards
@@ -181,8 +187,9 @@ class SimulatedFleet(Crew):
             return False
         if self._fails is not None and self._fails(forward.job):
             forward.event, forward.events = Failed(forward.job.id, "the forward failed"), iter(())
-        forward.start, forward.end = start, start + forward.meter.read() * self._slowdown(name, start)
+        forward.start, forward.end, forward.pace = start, start + forward.meter.read(), 1
         self._due(name, forward)
+        self._crowd()
         return True
 
     def _due(self, name: str, forward: Forward) -> None:
@@ -198,15 +205,21 @@ class SimulatedFleet(Crew):
             return delay * (1 + self._network_jitter * self._dice.uniform(-1, 1))
         return delay
 
-    def _slowdown(self, name: str, start: Time) -> Time:
-        """By targets that compute at this time; one that is stopped just now does not."""
-        if not self._contention or self._servers[name].role != TARGET:
-            return 1
-        others = sum(
-            self._servers[other].role == TARGET and other != name and forward.end > start
-            for other, forward in self._forwards.items()
-        )
-        return 1 + self._contention * others
+    def _crowd(self) -> None:
+        """Targets that compute at this time slow one another down; one that is stopped just now does not."""
+        if not self._contention:
+            return
+        busy = [
+            (name, forward)
+            for name, forward in self._forwards.items()
+            if self._servers[name].role == TARGET and forward.end > self._now
+        ]
+        pace = 1 + self._contention * (len(busy) - 1)
+        for name, forward in busy:
+            if forward.event is not None and forward.pace != pace:  # one that is to stop does so as foreseen
+                at = max(self._now, forward.start)
+                forward.end, forward.pace = at + (forward.end - at) / forward.pace * pace, pace
+                self._due(name, forward)
 
     def _finish(self, name: str, forward: Forward) -> None:
         event = forward.event
@@ -217,6 +230,7 @@ class SimulatedFleet(Crew):
             forward.context = forward.context.then(event.token)
         if event is None or not self._compute(name, forward, forward.end):
             del self._forwards[name]
+            self._crowd()
             self._dispatch.release(name)
             if self._eager or event is None:
                 self._begin()
@@ -225,9 +239,10 @@ class SimulatedFleet(Crew):
         """When a forward ends that is told at `heard` to stop."""
         if heard >= forward.end:  # the answer is on its way; a stream goes on until it hears
             return heard if isinstance(forward.job, Draft) else forward.end
-        if not self._pieces:
+        pieces = self._pieces[isinstance(forward.job, Draft)]
+        if not pieces:
             return heard
-        piece = (forward.end - forward.start) / self._pieces
+        piece = (forward.end - forward.start) / pieces
         done = floor((heard - forward.start) / piece) + 1
         return min(forward.end, forward.start + done * piece)
 

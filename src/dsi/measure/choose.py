@@ -14,9 +14,10 @@ from dsi.planner import best_si_lookahead, minimal_lookahead
 
 SEEDS = range(1004, 1016)  # the luck of the finals
 FINALISTS = 6  # of each algorithm
-PATIENCES = (0, 2, 4)
+PATIENCES = (0, 2)
+WAITS = (0.5, 0.75)  # patiences besides, as shares of the lookahead
 SHARES = (0.3, 0.6, 1)  # of the lookahead that Eq. (1) asks for
-BLOCKS = (3, 4, 5, 6, 8)  # lookaheads that are tried besides
+BLOCKS = (3, 4, 6, 8, 12)  # lookaheads that are tried besides
 DEGREES = (1, 2, 3, 4, 5, 7, 11, 15)  # numbers of targets that are tried
 
 Case = tuple[str, Setting]  # an algorithm and its setting
@@ -78,7 +79,7 @@ def candidates(costs: Costs, acceptance: float, degrees: Iterable[int], tokens: 
         setting = as_measured(costs, acceptance, tokens, sp)
         least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
         for lookahead in sorted({max(2, round(least * share)) for share in SHARES} | {*BLOCKS}):
-            for patience in PATIENCES:
+            for patience in sorted({*PATIENCES, *(round(lookahead * share) for share in WAITS)}):
                 chosen = as_chosen(setting, Choice("dsi", sp, lookahead, patience, 0))
                 yield "dsi", chosen
 
@@ -101,6 +102,7 @@ def as_measured(costs: Costs, acceptance: float, tokens: int, sp: int) -> Settin
         steps_ms=tuple(costs.by_width.items()),
         contention=costs.contention(sp),
         pieces=costs.pieces,
+        drafter_pieces=1 if costs.pieces else None,  # what is on its way cannot be called back
         eager=False,
         one_cache=costs.one_cache,
     )

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import cycle, islice, pairwise
 from operator import mul
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -100,8 +99,7 @@ def _stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     wrong = frozenset(ends[:-1])
     right = replace(setting, wrong=wrong, tokens=ends[-1] + SPARE, jitter=0, network_jitter=0)
     how = guide(algorithm, setting) if isinstance(algorithm, Way) else algorithm
-    runs = [replace(right, pieces=pieces).run(how, 0).completion.times for pieces in cuts(setting)]
-    times = [0.0, *(fmean(map(float, each)) for each in zip(*runs))]
+    times = [0.0, *map(float, right.run(how, 0).completion.times)]
     rises = [b - a for a, b in pairwise(times)]
     stretches = [
         Stretch(before, rises[end - gap : end + (end in wrong)])
@@ -110,15 +108,6 @@ def _stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     *others, last = stretches[1:] or stretches
     begun, again = settled(last.rises, float(setting.drafter_ms))
     return Stairs((*others, replace(last, rises=begun)), again)
-
-
-def cuts(setting: Setting) -> list[int]:
-    """A stale forward slows the next one down if it ends after that begins, which may be by a hair: of a few
-    numbers of pieces some decide it one way, and some perhaps the other.
-    """
-    pieces = setting.pieces
-    crowded = setting.contention and pieces > 1 and setting.sp > 1
-    return list(range(pieces, max(1, pieces // 2), -1)) if crowded else [pieces]
 
 
 def settled(rises: Sequence[float], least: float) -> tuple[Sequence[float], Sequence[float]]:

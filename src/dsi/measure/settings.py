@@ -52,6 +52,7 @@ class Setting:
     sure: float = 0.0  # where the first is right: how often there is no second
     spare: int = 0  # targets, of the SP degree, that look past second guesses
     pieces: int = 0
+    drafter_pieces: int | None = None  # None: as many
     target_ttft_ms: Number | None = None
     drafter_ttft_ms: Number | None = None
     per_token_ms: Number = 0
@@ -88,6 +89,7 @@ class Setting:
             ("sure", self.sure, 0, 1),
             ("spare targets", self.spare, 0, self.sp - 1),
             ("pieces", self.pieces, 0, inf),
+            ("drafter pieces", self.drafter_pieces, 0, inf),
             ("target latency in ms", self.target_ms, LEAST_MS, MOST_MS),
             ("drafter latency in ms", self.drafter_ms, LEAST_MS, MOST_MS),
             ("target time to first token in ms", self.target_ttft_ms, self.target_ms, MOST_MS),
@@ -213,6 +215,7 @@ class Setting:
         return SimulatedFleet(
             servers,
             pieces=self.pieces,
+            drafter_pieces=self.drafter_pieces,
             network=self.network_ms if self.nodes is None else self.delays(names),
             network_jitter=self.network_jitter,
             contention=self.contention,
