@@ -112,6 +112,7 @@ KEEPERS = {
     "numpy": {"measure", "models", "paper", "plot", "sampling", "theory"},
     "torch": {"clustered", "dropin", "evidence", "loading", "models", "placed", "placement"},
     "transformers": {"clustered", "loading", "models"},
+    "triton": {"models"},
     "ray": {"fleets"},
     "datasets": {"prompts"},
     "matplotlib": {"plot"},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dsi.models.backend import Cancelled, Never
 from dsi.models.hf import Transformer
-from dsi.models.lean import Lean
+from dsi.models.lean import Lean, joined
 
 SHAPE = {
     "vocab_size": 97,
@@ -80,3 +80,20 @@ def test_other_models_stay_as_they_are() -> None:
     assert not Lean.fits(llama(attention_bias=True))
     assert not Lean.fits(llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
     assert not Lean.fits(hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=97)))
+
+
+def test_matrices_are_joined_where_they_lie() -> None:
+    model = llama(num_key_value_heads=2)
+    layer, ids = model.model.layers[0], torch.tensor([[1, 2, 3]])
+    with torch.inference_mode():
+        before, parts = (
+            model(ids).logits,
+            [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
+        )
+        rows = torch.cat([part.weight for part in parts])
+        first, again = joined(layer), joined(layer)
+        assert torch.equal(first.qkv, rows)
+        assert torch.equal(again.qkv, rows)
+        assert first.qkv.data_ptr() == again.qkv.data_ptr() == parts[0].weight.data_ptr()
+        assert first.gate_up.data_ptr() == again.gate_up.data_ptr()
+        assert torch.equal(model(ids).logits, before)

@@ -32,8 +32,22 @@ def fused(model: Any) -> Iterator[None]:
     with ExitStack() as parts:
         parts.enter_context(_grouped(model))
         parts.enter_context(_turning(sys.modules[type(model).__module__]))
-        parts.enter_context(_normed(model))
+        parts.enter_context(normed(model))
         yield
+
+
+@contextmanager
+def swapped(of: Any, name: str, new: Any) -> Iterator[None]:
+    """An attribute, for a while another."""
+    own, old = name in vars(of), getattr(of, name)
+    setattr(of, name, new)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(of, name, old)
+        else:
+            delattr(of, name)
 
 
 class Once:
@@ -119,11 +133,8 @@ def _turning(module: Any) -> Iterator[None]:
     if plain is None or not turns_halves(plain):
         yield
         return
-    setattr(module, ROTATION, together(plain))
-    try:
+    with swapped(module, ROTATION, together(plain)):
         yield
-    finally:
-        setattr(module, ROTATION, plain)
 
 
 def together(plain: Rotation) -> Rotation:
@@ -159,24 +170,19 @@ def turns_halves(plain: Rotation) -> bool:
 
 
 @contextmanager
-def _normed(model: Any) -> Iterator[None]:
+def normed(model: Any) -> Iterator[None]:
     kinds: dict[tuple[Any, ...], bool] = {}
-    changed = []
-    for part in model.modules():
-        weight = getattr(part, "weight", None)
-        if not type(part).__name__.endswith("RMSNorm") or weight is None or weight.dtype != model.dtype:
-            continue
-        kind = type(part), part.weight.shape
-        if kind not in kinds:
-            kinds[kind] = is_plain_norm(part)
-        if kinds[kind]:
-            part.forward = norm(part)
-            changed.append(part)
-    try:
+    with ExitStack() as changed:
+        for part in model.modules():
+            weight = getattr(part, "weight", None)
+            if not type(part).__name__.endswith("RMSNorm") or weight is None or weight.dtype != model.dtype:
+                continue
+            kind = type(part), part.weight.shape
+            if kind not in kinds:
+                kinds[kind] = is_plain_norm(part)
+            if kinds[kind]:
+                changed.enter_context(swapped(part, "forward", norm(part)))
         yield
-    finally:
-        for part in changed:
-            del part.forward
 
 
 def norm(part: Any) -> Callable[[Tensor], Tensor]:

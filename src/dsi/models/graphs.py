@@ -26,6 +26,7 @@ from dsi.models.fused import fused
 from dsi.models.hf import common, layers
 from dsi.models.shelf import Flight, Forward, Shelf
 from dsi.models.slices import driver
+from dsi.models.swift import fits, swift
 from dsi.sampling.rules import match
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
@@ -125,6 +126,11 @@ def replay(graph: Any, stream: Any) -> Callable[[], None]:
 def in_stream(graph: Any, stream: Any) -> None:
     with on(stream):  # which the caller's own work must not find changed
         graph.replay()
+
+
+def ways(model: Any) -> list[How]:
+    """How a model may be recorded, the fastest first: not all models can be, nor on all machines."""
+    return [*([swift] if fits(model) else []), fused, nullcontext]
 
 
 def static_cache(config: Any, room: int) -> Any:
@@ -236,7 +242,7 @@ class Graphed:
             if not self.on_gpu or len(devices) > 1:
                 self.why_not = f"forwards on {' and '.join(devices)} are not recorded"
                 return dict(plain)
-            for how in (fused, nullcontext):
+            for how in ways(self.model):
                 try:
                     found, self.why_not = self._recorded(how, guesses), ""
                     return found

@@ -36,7 +36,7 @@ class Lean(Transformer):
     @staticmethod
     def fits(model: Any) -> bool:
         config = model.config
-        if any(getattr(config, name, None) != value for name, value in PLAIN.items()):
+        if not is_plain(config):
             return False
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         whole = (
@@ -47,7 +47,7 @@ class Lean(Transformer):
     def __init__(self, model: Any, slots: int = 4) -> None:
         super().__init__(model, slots)
         self._epsilon = model.config.rms_norm_eps
-        self._layers = [_layer(layer) for layer in model.model.layers]
+        self._layers = [joined(layer) for layer in model.model.layers]
         self._heads = len(self._layers[0].qkv) // (3 * model.config.head_dim)
         self._embedding, self._norm = model.model.embed_tokens.weight.data, model.model.norm.weight.data
         self._words = model.lm_head.weight.data
@@ -102,17 +102,41 @@ class Lean(Transformer):
         return functional.rms_norm(x, weight.shape, weight, self._epsilon)
 
 
-def _layer(layer: Any) -> Layer:
+def is_plain(config: Any) -> bool:
+    """A Llama as it was published, whatever its sizes."""
+    return all(getattr(config, name, None) == value for name, value in PLAIN.items())
+
+
+def joined(layer: Any) -> Layer:
+    """A layer's weights; what it had in several matrices are now parts of one, and take no more room."""
     attention, mlp = layer.self_attn, layer.mlp
-    qkv = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]).detach()
     return Layer(
         before=layer.input_layernorm.weight.data,
-        qkv=qkv,
+        qkv=_one(attention.q_proj, attention.k_proj, attention.v_proj),
         out=attention.o_proj.weight.data,
         after=layer.post_attention_layernorm.weight.data,
-        gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach(),
+        gate_up=_one(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj.weight.data,
     )
+
+
+def _one(*parts: Any) -> Tensor:
+    """The matrices of these, one below the other; those that lie so already stay."""
+    weights: list[Tensor] = [part.weight.data for part in parts]
+    heights = [len(weight) for weight in weights]
+    if not _adjoin(weights):
+        whole = torch.cat(weights)
+        for part, weight in zip(parts, torch.split(whole, heights)):
+            part.weight.data = weight
+        return whole
+    wide = weights[0].shape[1]
+    return torch.as_strided(weights[0], (sum(heights), wide), (wide, 1))
+
+
+def _adjoin(weights: list[Tensor]) -> bool:
+    ends = [weight.data_ptr() + weight.nbytes for weight in weights[:-1]]
+    one = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return one and ends == [weight.data_ptr() for weight in weights[1:]]
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,89 @@
+"""A Llama's forward in eight kernels a layer, for as long as it is being recorded.
+
+`fused.py` makes do with what torch has, for any decoder; here what lies between two matrices is one kernel
+(`kernels.py`), and what a matrix adds to the text so far, it adds in its place. No mask is made, and of the
+cache's room only what is filled is read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dsi.models.fused import normed, swapped
+from dsi.models.lean import is_plain, joined
+
+SIZES = (32, 64, 128, 256)  # of a head
+STEADY = ("default", "linear", "llama3", "yarn")  # rotations that do not depend on the length of the text
+
+Turns = tuple[Tensor, Tensor]  # cosines and sines of all places
+_turns: WeakKeyDictionary[Any, Turns] = (
+    WeakKeyDictionary()
+)  # recordings read them for as long as a model lives
+
+
+def fits(model: Any) -> bool:
+    """Whether a model can be recorded so."""
+    config = model.config
+    steady = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") in STEADY
+    return bool(is_plain(config) and steady and config.head_dim in SIZES and find_spec("triton"))
+
+
+@contextmanager
+def swift(model: Any) -> Iterator[None]:
+    body, turns = model.model, _turned(model)
+    with ExitStack() as parts:
+        parts.enter_context(normed(model))
+        parts.enter_context(swapped(body.rotary_emb, "forward", lambda *_, **__: turns))
+        parts.enter_context(swapped(sys.modules[type(model).__module__], "create_causal_mask", _no_mask))
+        for number, layer in enumerate(body.layers):
+            parts.enter_context(swapped(layer, "forward", _forward(layer, number, model.config)))
+        yield
+
+
+def _turned(model: Any) -> Turns:
+    if model not in _turns:
+        places = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
+        _turns[model] = model.model.rotary_emb(model.lm_head.weight, places)
+    return _turns[model]
+
+
+def _no_mask(**_: Any) -> None:
+    return None
+
+
+def _forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
+    from dsi.models.kernels import attend, gated
+
+    own = joined(layer)
+
+    def normal(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
+
+    def forward(
+        hidden_states: Tensor, *, position_embeddings: Turns, past_key_values: Any, **_: Any
+    ) -> Tensor:
+        x, held = hidden_states[0], past_key_values.layers[number]
+        qkv = functional.linear(normal(x, own.before), own.qkv)
+        seen = attend(
+            qkv,
+            *position_embeddings,
+            held.keys,
+            held.values,
+            held.cumulative_length,
+            config.num_attention_heads,
+        )
+        x.addmm_(seen, own.out.T)
+        both = functional.linear(normal(x, own.after), own.gate_up)
+        x.addmm_(gated(both), own.down.T)
+        return hidden_states
+
+    return forward

@@ -1,0 +1,63 @@
+"""Which models are recorded in few kernels, and what their recordings read."""
+
+import gc
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from decoders import MODELS
+from dsi.models import swift
+from dsi.models.fused import fused
+from dsi.models.graphs import ways
+
+
+def llama(**changes: Any) -> Any:
+    shape = {"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(**shape | {"vocab_size": 97, "num_key_value_heads": 2} | changes))
+
+
+def test_a_plain_llama_is() -> None:
+    pytest.importorskip("triton")
+    assert swift.fits(llama())
+    assert ways(llama())[:2] == [swift.swift, fused]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_bias": True},
+        {"hidden_act": "gelu"},
+        {"head_dim": 48},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
+    ],
+)
+def test_another_is_not(changes: dict[str, Any]) -> None:
+    assert not swift.fits(llama(**changes))
+    assert ways(llama(**changes))[0] is fused
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
+def test_other_makes_are_not(name: str) -> None:
+    assert not swift.fits(MODELS[name]())
+
+
+def test_without_triton_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swift, "find_spec", lambda _: None)
+    assert not swift.fits(llama())
+
+
+def test_what_recordings_read_stays_for_as_long_as_the_model() -> None:
+    """A recording knows only where its tensors were, and must never find others in their place."""
+    pytest.importorskip("triton")
+    model = llama()
+    with torch.inference_mode(), swift.swift(model):
+        tables = [ref(table) for table in swift._turned(model)]
+    gc.collect()
+    with torch.inference_mode(), swift.swift(model):
+        assert [table() for table in tables] == list(swift._turned(model))
+    del model
+    gc.collect()
+    assert [table() for table in tables] == [None, None]
