@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from functools import cache, lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ from dsi.fleets.polling import PollingFleet
 from dsi.fleets.work import Server
 from dsi.loading import quiet
 from dsi.measure.choose import Choice, as_chosen, as_measured, choose
-from dsi.measure.concurrent import Costs, costs
+from dsi.measure.concurrent import Costs, costs, in_order
 from dsi.measure.divergence import divergences
 from dsi.models.graphs import Graphed
 from dsi.models.oracle import Oracle
@@ -46,7 +47,7 @@ from dsi.request import Completion, Request
 TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
 DRAFTER_SHAPE = "vicuna-68m"
 ACCEPTANCES = (0.63, 0.8, 0.93)
-PROMPT, ROOM, SLICES, MOST = 128, 384, 16, 7
+PROMPT, ROOM = 128, 384
 WARM_UP = 20  # tokens
 
 
@@ -57,6 +58,7 @@ class Bench:
     targets: list[Graphed]
     drafter: Graphed
     costs: Costs
+    plain_ms: dict[int, list[float]] = field(default_factory=dict)  # non-SI, by tokens
 
     def fleet(self, sp: int, acceptance: float, seed: int) -> PollingFleet:
         mind = ToyTarget(seed)
@@ -70,7 +72,10 @@ class Bench:
 @cache
 def pool() -> ProcessPoolExecutor:
     """For rehearsals: the GPU waits for them."""
-    return ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
+    found = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
+    for _ in range(os.cpu_count() or 1):
+        found.submit(int)  # it takes them seconds to begin, meanwhile models are made
+    return found
 
 
 def say(*words: object) -> None:
@@ -78,9 +83,9 @@ def say(*words: object) -> None:
 
 
 @lru_cache(maxsize=1)
-def prepared(target: str, drafter: str, pieces: int | None, share: int) -> Bench:
+def prepared(target: str, drafter: str, pieces: int | None, share: int, slices: int, most: int) -> Bench:
     """Each server on its slice, the drafter on `share`; targets share their weights and their cache."""
-    lanes = streams(0, SLICES, [share] + [1] * MOST)
+    lanes = streams(0, slices, [share] + [1] * most)
     big, small = (random_model(name, device="cuda:0", places=ROOM) for name in (target, drafter))
     return bench(big, small, lanes[0], lanes[1:], pieces)
 
@@ -92,6 +97,7 @@ def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None)
     for each in lanes:
         targets.append(Graphed(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
     say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
+    targets = in_order(targets, PROMPT)
     return Bench(targets, drafter, costs(targets, drafter, PROMPT, stops(targets[0]), one_cache=True))
 
 
@@ -110,8 +116,9 @@ def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: in
         fleet.close()
 
 
-def cell(bench: Bench, acceptance: float, tokens: int, repeats: int, most: int = MOST) -> dict[str, Any]:
+def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str, Any]:
     """One target and acceptance rate: non-SI, SI at blocks near its best, DSI as chosen, interleaved."""
+    most = len(bench.targets)
     found = {choice.algorithm: choice for choice in choose(bench.costs, acceptance, most, map=pool().map)}
     first = min(found.values(), key=lambda choice: choice.ms)
     rows = {"nonsi": found["nonsi"], **({"dsi": found["dsi"]} if most > 1 else {})}
@@ -138,10 +145,11 @@ def measured(
 ) -> dict[str, list[float]]:
     """Milliseconds of each row, by seed."""
     times: dict[str, list[float]] = {name: [] for name in rows}
+    plain = bench.plain_ms.get(tokens)
     for seed in range(repeats + 1):  # the first is short and not counted: it warms up
         texts = set()
         for name, choice in rows.items():
-            if name == "nonsi" and seed > 1:
+            if name == "nonsi" and (seed > 1 or plain):
                 continue  # it does the same whatever is guessed
             done = write(bench, choice, acceptance, tokens if seed else WARM_UP, seed)
             texts.add(done.tokens)
@@ -149,6 +157,7 @@ def measured(
                 times[name].append(1000 * float(done.elapsed))
         if len(texts) > 1:
             raise SystemExit(f"seed {seed}: different texts")
+    times["nonsi"] = bench.plain_ms[tokens] = plain or times["nonsi"]
     return times
 
 
@@ -178,12 +187,13 @@ def virtual_ms(bench: Bench, choice: Choice, acceptance: float, tokens: int, see
 def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """One target in slices, and the whole GPU given to SI and non-SI."""
     say(shape)
-    sliced = prepared(shape, DRAFTER_SHAPE, options.pieces, options.drafter_slices)
+    sliced = prepared(shape, DRAFTER_SHAPE, *cut(options))
     say(f"  {sliced.costs.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in options.acceptances]
     found = {
         "shape": shape,
         "drafter_slices": options.drafter_slices,
+        "slices": options.slices,
         "costs": sliced.costs.json(),
         "cells": cells,
     }
@@ -191,8 +201,12 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         return found
     whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
     say(f"  the whole GPU: {whole.costs.json()}")
-    undivided = [cell(whole, rate, options.tokens, 2, most=1) for rate in options.acceptances]
+    undivided = [cell(whole, rate, options.tokens, 2) for rate in options.acceptances]
     return found | {"whole_gpu": {"costs": whole.costs.json(), "cells": undivided}}
+
+
+def cut(options: argparse.Namespace) -> tuple[int | None, int, int, int]:
+    return options.pieces, options.drafter_slices, options.slices, options.targets
 
 
 def texts(options: argparse.Namespace) -> dict[str, Any]:
@@ -211,7 +225,7 @@ def paper_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for pair in PAIRS:
         if not pair.name.startswith(options.rows):
             continue
-        ready = prepared(pair.target.lower(), pair.drafter.lower(), options.pieces, options.drafter_slices)
+        ready = prepared(pair.target.lower(), pair.drafter.lower(), *cut(options))
         say(f"{pair.name}: {ready.costs.json()}")
         if ready.targets[0].why_not or ready.drafter.why_not:
             continue  # as it stands, a forward is mostly the interpreter's time
@@ -260,7 +274,6 @@ def circumstances() -> dict[str, Any]:
         "label": "measured, random weights, guesses by an oracle",
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(0),
-        "slices": f"{SLICES} of 8 multiprocessors",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -286,6 +299,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
     parser.add_argument("--pieces", type=int)
+    parser.add_argument("--slices", type=int, default=16, help="that the GPU is cut into")
+    parser.add_argument("--targets", type=int, default=7, help="at most, each on its slice")
     parser.add_argument("--drafter-slices", type=int, default=1, help="for the drafter alone")
     parser.add_argument("--no-whole", action="store_true", help="only in slices")
     parser.add_argument("--rows", default="", help="of table2: those whose name begins so")
@@ -298,6 +313,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("h200: there is no GPU here")
     quiet()
+    pool()
     found: dict[str, Any] = circumstances() | {"targets": [], "table2": []}
     for part in options.only.split(","):
         for name, result in parts(part, options):

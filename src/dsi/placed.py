@@ -22,7 +22,7 @@ from dsi.loading import (
     tokenizer,
 )
 from dsi.measure.choose import DEGREES, choose
-from dsi.measure.concurrent import costs
+from dsi.measure.concurrent import costs, in_order
 from dsi.measure.curves import rising
 from dsi.models.graphs import Graphed
 from dsi.models.hf import load
@@ -56,6 +56,8 @@ def load_placed(
     guesser = recorded(small, room, chosen.drafter, lanes, guesses=True)
     prompt = max(1, min(PROMPT, room // 4))
     one_cache = len(judges) > len(big)
+    if one_cache:
+        judges = in_order(judges, prompt)
     found = costs(judges, guesser, prompt, max(1, judges[0].pieces // 3), room, one_cache)
     degrees = DEGREES if sp is None else (sp,)
     choices = {

@@ -14,6 +14,8 @@ from dsi.models.backend import Ask, Pollable
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
 WIDE = 8  # new tokens, where targets crowd each other
 ROUNDS = 8
+FEW_ROUNDS = 4
+ORDERED = 5  # of more, it hardly matters which
 TOKEN = 1  # any will do
 DONE = object()
 
@@ -75,22 +77,35 @@ def costs(
     )
 
 
+def in_order(models: Sequence[Pollable], prompt: int = 128) -> list[Any]:
+    """Those that slow one another down least come first: they are taken where fewer than all are needed.
+
+    Slices of a GPU share their ways to its memory, some of them more than others.
+    """
+    found, left = list(models[:1]), list(models[1:])
+    while left and len(found) < ORDERED:
+        best = min(left, key=lambda each: together([*found, each], WIDE, prompt, FEW_ROUNDS))
+        found.append(best)
+        left.remove(best)
+    return found + left
+
+
 def by_width(model: Pollable, prompt: int = 128, room: int = 512) -> dict[int, float]:
     """A forward's time alone, by its new tokens."""
     return {width: together([model], width, prompt) for width in WIDTHS if prompt + width <= room}
 
 
-def together(models: Sequence[Pollable], width: int, prompt: int) -> float:
+def together(models: Sequence[Pollable], width: int, prompt: int, rounds: int = ROUNDS) -> float:
     """The median of a forward over so many new tokens while all of these keep computing."""
     text = [TOKEN] * prompt
     for model in models:
         model.answer(Ask(text, prompt))
     crew = [Busy(model, text + [TOKEN] * width, width) for model in models]
-    while any(len(each.times) < ROUNDS for each in crew):
+    while any(len(each.times) < rounds for each in crew):
         for each in crew:
             each.look()
     finish(crew)
-    return 1000 * median(time for each in crew for time in each.times[:ROUNDS])
+    return 1000 * median(time for each in crew for time in each.times[:rounds])
 
 
 class Busy:
