@@ -150,6 +150,7 @@ class Course:
         self.luck = {names: Luck(luck.rate) for names, luck in mind.luck.items()}
         self.second = Luck(mind.second.rate)
         self._seen = 0
+        self._late = False  # whether a drafter's speed has turned out to be another since the last decision
         self._take(g, mind.best(self.luck, self.second.rate), "start")
 
     def _take(self, g: Generation, turn: Turn, cause: str) -> None:
@@ -170,10 +171,11 @@ class Course:
         for judged in g.judged[self._seen :]:
             self._learn(*judged)
         self._seen = len(g.judged)
-        late = self.mind.time()
+        self._late |= self.mind.time()
         turn = self.mind.best(self.luck, self.second.rate)
         if turn != self._turn and self._ms(turn) < (1 - GAIN) * self._ms(self._turn):
-            self._take(g, turn, "latency" if late else "acceptance")
+            self._take(g, turn, "latency" if self._late else "acceptance")
+            self._late = False
 
     def _ms(self, turn: Turn) -> float:
         return self.mind.ms(turn, self.luck[turn[0]].rate, self.second.rate)

@@ -36,6 +36,7 @@ SHARES = (0.5, 1)  # of the lookahead that Eq. (1) asks for
 BLOCKS = (1, 2, 5)  # lookaheads that are tried besides
 RATES = (0.2, 0.4, 0.7, 0.9)  # at which SI's best block may be a good patience
 MOST = 32  # guesses of a block
+CAUTION = 0.02  # by how much targets that crowd each other may be later than they are foretold to be
 DEGREES = (1, 2, 4, 8)  # numbers of targets that are tried, besides all
 
 Array = Any  # a float or an array of floats
@@ -155,9 +156,7 @@ def outlook(setting: Setting, scales: Iterable[float] = SCALES) -> Outlook:
     tables = []
     for scale in scales:
         slower = replace(setting, drafter_ms=setting.drafter_ms * scale)
-        tables.append(
-            tuple(tuple(stairs(replace(slower, sp=way.targets), way).ms(rates).tolist()) for way in found)
-        )
+        tables.append(tuple(tuple(foretold(slower, way, rates).tolist()) for way in found))
     steps = setting.steps_ms or ((1, setting.target_ms),)
     return Outlook(
         tuple(found),
@@ -168,6 +167,12 @@ def outlook(setting: Setting, scales: Iterable[float] = SCALES) -> Outlook:
         setting.sp,
         setting.contention,
     )
+
+
+def foretold(setting: Setting, way: Way, rates: Array) -> Array:
+    """A little later than expected, where targets slow one another down and more of them than need be."""
+    wary = 1 + CAUTION if setting.contention and way.targets > 1 else 1
+    return wary * stairs(replace(setting, sp=way.targets), way).ms(rates)
 
 
 def foreseen(setting: Setting) -> Outlook:
