@@ -31,7 +31,7 @@ from dsi.core.messages import DRAFTER, GREEDY, TARGET, Sampling
 from dsi.core.policies import named
 from dsi.engine import Loop
 from dsi.fleets.polling import PollingFleet
-from dsi.fleets.work import Server
+from dsi.fleets.work import Memory, Server
 from dsi.loading import quiet
 from dsi.measure.choose import Choice, as_chosen, as_measured, choose
 from dsi.measure.concurrent import Costs, costs, in_order
@@ -64,7 +64,8 @@ class Bench:
         mind = ToyTarget(seed)
         guess = ToyDrafter(mind, acceptance, seed * 1013)
         servers = [
-            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind)) for i, t in enumerate(self.targets[:sp], 1)
+            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind), Memory(common=True))
+            for i, t in enumerate(self.targets[:sp], 1)
         ]
         return PollingFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.engine import Loop
 from dsi.fleets.polling import PollingFleet
-from dsi.fleets.work import Server
+from dsi.fleets.work import Memory, Server
 from dsi.measure.choose import Choice, as_chosen, as_measured
 from dsi.measure.concurrent import Costs
 from dsi.models.backend import Flag
@@ -88,7 +88,10 @@ def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float,
     choice = ROWS[name]
     targets, drafter = crew(choice.sp)
     mind = ToyTarget(seed)
-    servers = [Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind)) for i, each in enumerate(targets, 1)]
+    servers = [
+        Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind), Memory(common=True))
+        for i, each in enumerate(targets, 1)
+    ]
     guess = ToyDrafter(mind, acceptance, seed * 1013)
     setting = as_chosen(as_measured(COSTS, acceptance, tokens, choice.sp), choice)
     request = Request((1,) * PROMPT, tokens, setting.policy(name))

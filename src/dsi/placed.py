@@ -9,7 +9,7 @@ import torch
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.fleets.polling import PollingFleet
-from dsi.fleets.work import Server
+from dsi.fleets.work import Memory, Server
 from dsi.loading import (
     NGRAM,
     TYPICAL_ACCEPTANCE,
@@ -64,7 +64,11 @@ def load_placed(
         each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)
     }
     degree = choices["dsi"].sp
-    servers = [Server(f"{TARGET}-{i}", TARGET, judge) for i, judge in enumerate(judges[:degree], 1)]
+    common = one_cache and len(big) == 1
+    servers = [
+        Server(f"{TARGET}-{i}", TARGET, judge, Memory(common=common))
+        for i, judge in enumerate(judges[:degree], 1)
+    ]
     fleet = PollingFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
     pace = Pace(
         found.target_ms,

@@ -3,7 +3,7 @@
 import pytest
 
 from dsi.core.context import Context, Tokens
-from dsi.core.messages import Draft, Drafted, Failed, Job, Verify, Warm
+from dsi.core.messages import Draft, Drafted, Failed, Job, Verify, Warm, Warmed
 from dsi.fleets.work import Memory, Server, by_name, work
 from dsi.models.backend import Ask, Cancelled
 
@@ -38,6 +38,17 @@ def test_a_server_reads_only_what_it_lacks() -> None:
     done(Verify(1, text.then(3), 1), at)
     done(Verify(2, text.then(3).then(4).then(5), 2), at)
     assert [(places, kept) for _, places, kept in model.asked] == [(0, None), (1, 2), (2, 3)]
+
+
+def test_servers_that_fill_one_cache_need_no_reminder() -> None:
+    """Nor does one make them forget what they have read beyond the sure text."""
+    at, model = server()
+    at.memory.common = True
+    text = Context.of((1, 2))
+    done(Verify(1, text.then(3).then(4), 2), at)
+    assert done(Warm(0, text), at) == [Warmed(0)]
+    done(Verify(2, text.then(3).then(4).then(5), 1), at)
+    assert [(places, kept) for _, places, kept in model.asked] == [(2, None), (1, 4)]
 
 
 def test_a_rejected_guess_is_cut_off_the_memory() -> None:

@@ -49,7 +49,8 @@ class Page:
 class Memory:
     """What a server has read of each request, the last one at the end; beyond `capacity` it forgets.
 
-    Where servers fill one cache (`common`), a text counts as read as soon as one of them begins.
+    Where servers fill one cache (`common`), a text counts as read as soon as one of them begins, and none has to be
+    reminded of it.
     """
 
     capacity: int = 128
@@ -94,6 +95,9 @@ def work(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event]:
 
 def steps(job: Job, server: Server, cancelled: Flag = NEVER) -> Iterator[Event | None]:
     """The same, with None for each look at a model that is still computing."""
+    if isinstance(job, Warm) and server.memory.common:
+        yield Warmed(job.id)  # whoever is next to verify reads for all
+        return
     page = server.memory.page(job.context)
     try:
         if isinstance(job, Draft):
