@@ -170,7 +170,9 @@ def outlook(setting: Setting, scales: Iterable[float] = SCALES) -> Outlook:
 
 
 def foretold(setting: Setting, way: Way, rates: Array) -> Array:
-    """A little later than expected, where targets slow one another down and more of them than need be."""
+    """What a token takes; a little more than expected where targets slow one another down, which is often
+    foretold too well.
+    """
     wary = 1 + CAUTION if setting.contention and way.targets > 1 else 1
     return wary * stairs(replace(setting, sp=way.targets), way).ms(rates)
 
