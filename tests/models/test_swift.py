@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decoders import MODELS
+from decoders import MODELS, ROOM
 from dsi.models import swift
 from dsi.models.fused import fused
 from dsi.models.graphs import ways
@@ -21,8 +21,8 @@ def llama(**changes: Any) -> Any:
 
 def test_a_plain_llama_is() -> None:
     pytest.importorskip("triton")
-    assert swift.fits(llama())
-    assert ways(llama())[:2] == [swift.swift, fused]
+    assert swift.fits(llama(), ROOM)
+    assert ways(llama(), ROOM)[:2] == [swift.swift, fused]
 
 
 @pytest.mark.parametrize(
@@ -31,22 +31,23 @@ def test_a_plain_llama_is() -> None:
         {"attention_bias": True},
         {"hidden_act": "gelu"},
         {"head_dim": 48},
+        {"max_position_embeddings": ROOM - 1},
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
     ],
 )
 def test_another_is_not(changes: dict[str, Any]) -> None:
-    assert not swift.fits(llama(**changes))
-    assert ways(llama(**changes))[0] is fused
+    assert not swift.fits(llama(**changes), ROOM)
+    assert ways(llama(**changes), ROOM)[0] is fused
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
 def test_other_makes_are_not(name: str) -> None:
-    assert not swift.fits(MODELS[name]())
+    assert not swift.fits(MODELS[name](), ROOM)
 
 
 def test_without_triton_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swift, "find_spec", lambda _: None)
-    assert not swift.fits(llama())
+    assert not swift.fits(llama(), ROOM)
 
 
 def test_what_recordings_read_stays_for_as_long_as_the_model() -> None:

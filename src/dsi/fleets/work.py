@@ -49,8 +49,8 @@ class Page:
 class Memory:
     """What a server has read of each request, the last one at the end; beyond `capacity` it forgets.
 
-    Where servers fill one cache (`common`), a text counts as read as soon as one of them begins, and none has to be
-    reminded of it.
+    Where servers fill one cache (`common`), a text counts as read as soon as one of them begins, and none has
+    to be reminded of it.
     """
 
     capacity: int = 128

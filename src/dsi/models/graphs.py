@@ -128,9 +128,9 @@ def in_stream(graph: Any, stream: Any) -> None:
         graph.replay()
 
 
-def ways(model: Any) -> list[How]:
+def ways(model: Any, room: int) -> list[How]:
     """How a model may be recorded, the fastest first: not all models can be, nor on all machines."""
-    return [*([swift] if fits(model) else []), fused, nullcontext]
+    return [*([swift] if fits(model, room) else []), fused, nullcontext]
 
 
 def static_cache(config: Any, room: int) -> Any:
@@ -242,7 +242,7 @@ class Graphed:
             if not self.on_gpu or len(devices) > 1:
                 self.why_not = f"forwards on {' and '.join(devices)} are not recorded"
                 return dict(plain)
-            for how in ways(self.model):
+            for how in ways(self.model, self.context):
                 try:
                     found, self.why_not = self._recorded(how, guesses), ""
                     return found

@@ -30,11 +30,13 @@ _turns: WeakKeyDictionary[Any, Turns] = (
 )  # recordings read them for as long as a model lives
 
 
-def fits(model: Any) -> bool:
-    """Whether a model can be recorded so."""
+def fits(model: Any, room: int) -> bool:
+    """Whether a model can be recorded so, for texts of that length."""
     config = model.config
+    if not is_plain(config) or room > config.max_position_embeddings:
+        return False
     steady = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") in STEADY
-    return bool(is_plain(config) and steady and config.head_dim in SIZES and find_spec("triton"))
+    return bool(steady and config.head_dim in SIZES and find_spec("triton"))
 
 
 @contextmanager
