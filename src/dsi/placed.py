@@ -64,7 +64,7 @@ def load_placed(
         each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)
     }
     degree = choices["dsi"].sp
-    common = one_cache and len(big) == 1
+    common = one_cache and all(judge.shares(judges[0]) for judge in judges)
     servers = [
         Server(f"{TARGET}-{i}", TARGET, judge, Memory(common=common))
         for i, judge in enumerate(judges[:degree], 1)

@@ -59,7 +59,7 @@ def test_rows_and_the_cache_are_the_same(size: int, shared: int, dtype: torch.dt
     for new in (3, 1, 8, 1, 70):
         ids = torch.randint(WORDS, (new,))
         expected = rows(model, plainly, length, ids)
-        with swift(model):
+        with swift(model, ROOM):
             found = rows(model, swiftly, length, ids)
         assert torch.allclose(expected, found, atol=near)
         length = length + new
@@ -73,7 +73,7 @@ def test_what_lies_beyond_the_text_is_not_seen() -> None:
     """A guess that was rejected, or padding, may have left anything there."""
     model = llama(32, 2, torch.float32)
     cache, ids = begun(model), torch.arange(6)
-    with swift(model):
+    with swift(model, ROOM):
         expected = rows(model, cache, torch.tensor(0), ids)
         for layer in cache.layers:
             layer.keys[:, :, 2:], layer.values[:, :, 2:] = torch.nan, torch.nan
@@ -86,7 +86,7 @@ def test_the_model_is_as_before() -> None:
     module = sys.modules[type(model).__module__]
     forwards, mask = [part.forward for part in model.modules()], module.create_causal_mask
     before = rows(model, begun(model), torch.tensor(0), torch.arange(5))
-    with swift(model):
+    with swift(model, ROOM):
         assert [part.forward for part in model.modules()] != forwards
     assert [part.forward for part in model.modules()] == forwards
     assert module.create_causal_mask is mask

@@ -97,3 +97,19 @@ def test_matrices_are_joined_where_they_lie() -> None:
         assert first.qkv.data_ptr() == again.qkv.data_ptr() == parts[0].weight.data_ptr()
         assert first.gate_up.data_ptr() == again.gate_up.data_ptr()
         assert torch.equal(model(ids).logits, before)
+
+
+def test_a_model_whose_matrices_are_joined_can_still_be_trained() -> None:
+    model = llama()
+    with torch.inference_mode():
+        joined(model.model.layers[0])
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
+
+
+def test_what_only_lies_as_if_it_were_one_is_copied() -> None:
+    model = llama()
+    attention, store = model.model.layers[0].self_attn, torch.rand(3, 32, 32)
+    for part, weight in zip((attention.q_proj, attention.k_proj, attention.v_proj), store):
+        part.weight.data = weight.T
+    assert torch.equal(joined(model.model.layers[0]).qkv, torch.cat([weight.T for weight in store]))

@@ -27,6 +27,7 @@ from dsi.planner import best_si_lookahead, minimal_lookahead
 
 GAPS = (0, 0, 0, 1, 0, 2, 1, 1, 0, 4, 0, 9, 2, 20)  # guesses that are right between two that are wrong
 LONG = 48  # and in the end, at least
+LONGEST = 1024  # at most: a run of so many tokens takes a while
 BLOCKS_IN_THE_END = 4  # at least, or what repeats itself could not be seen
 FAR = 400  # places that are looked at where several drafters guess
 SPARE = 16  # tokens more, so that the end of a text, where there is less to guess, is not seen
@@ -80,8 +81,9 @@ class Stairs:
 
 def stairs(setting: Setting, algorithm: str | Way) -> Stairs:
     """They are the same at every acceptance rate, so that is no part of the question."""
-    tokens = max(LONG, BLOCKS_IN_THE_END * longest_block(setting, algorithm))
-    return _stairs(replace(setting, acceptance=1.0, later=None, tokens=tokens, requests=1), algorithm)
+    alone = replace(setting, acceptance=1.0, later=None, tokens=LONG, requests=1)
+    tokens = max(LONG, BLOCKS_IN_THE_END * longest_block(alone, algorithm))
+    return _stairs(replace(alone, tokens=min(LONGEST, tokens)), algorithm)
 
 
 def longest_block(setting: Setting, algorithm: str | Way) -> int:

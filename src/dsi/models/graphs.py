@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from ctypes import c_void_p
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def in_stream(graph: Any, stream: Any) -> None:
 
 def ways(model: Any, room: int) -> list[How]:
     """How a model may be recorded, the fastest first: not all models can be, nor on all machines."""
-    return [*([swift] if fits(model, room) else []), fused, nullcontext]
+    return [*([partial(swift, room=room)] if fits(model) else []), fused, nullcontext]
 
 
 def static_cache(config: Any, room: int) -> Any:
@@ -222,6 +223,10 @@ class Graphed:
         """The text in the cache."""
         return self._shelf.tokens
 
+    def shares(self, other: Graphed) -> bool:
+        """Whether both fill one cache."""
+        return self._shelf is other._shelf
+
     @property
     def on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
@@ -236,6 +241,8 @@ class Graphed:
 
     def _prepared(self, beside: Graphed | None, guesses: bool) -> dict[int, Unrecorded | Recorded]:
         plain = {size: Unrecorded(self._computer(size), self._cuts, self._stream) for size in self._sizes}
+        if self.on_gpu:
+            torch.cuda.synchronize(self._device)  # the weights are there
         with torch.inference_mode(), on(self._stream):
             self._take_cache(beside)
             devices = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
@@ -273,6 +280,9 @@ class Graphed:
             mine.keys, mine.values = its.keys, its.values
 
     def _recorded(self, how: How, guesses: bool) -> dict[int, Unrecorded | Recorded]:
+        with how(self.model):  # it may have put the weights together, elsewhere
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # what is free now could not be had while a forward is being recorded
         pool = torch.cuda.graph_pool_handle()
         found: dict[int, Unrecorded | Recorded] = {}
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from transformers import LlamaForCausalLM
 
 from dsi.models.backend import Cancelled
 from dsi.models.hf import Shelf, Slot, Transformer
@@ -36,7 +37,7 @@ class Lean(Transformer):
     @staticmethod
     def fits(model: Any) -> bool:
         config = model.config
-        if not is_plain(config):
+        if not is_plain(model):
             return False
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         whole = (
@@ -102,9 +103,15 @@ class Lean(Transformer):
         return functional.rms_norm(x, weight.shape, weight, self._epsilon)
 
 
-def is_plain(config: Any) -> bool:
-    """A Llama as it was published, whatever its sizes."""
-    return all(getattr(config, name, None) == value for name, value in PLAIN.items())
+def is_plain(model: Any) -> bool:
+    """A Llama as it was published, whatever its sizes: its matrices are all there is, with no adapters."""
+    if type(model) is not LlamaForCausalLM:
+        return False
+    if any(getattr(model.config, name, None) != value for name, value in PLAIN.items()):
+        return False
+    halves = [half for layer in model.model.layers for half in (layer.self_attn, layer.mlp)]
+    matrices = [part for half in halves for part in half.children() if hasattr(part, "weight")]
+    return all(type(part) is nn.Linear and "forward" not in vars(part) for part in matrices)
 
 
 def joined(layer: Any) -> Layer:
@@ -125,15 +132,18 @@ def _one(*parts: Any) -> Tensor:
     weights: list[Tensor] = [part.weight.data for part in parts]
     heights = [len(weight) for weight in weights]
     if not _adjoin(weights):
-        whole = torch.cat(weights)
-        for part, weight in zip(parts, torch.split(whole, heights)):
-            part.weight.data = weight
+        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():  # it can be trained as before
+            whole = torch.cat(weights)
+            for part, weight in zip(parts, torch.split(whole, heights)):
+                part.weight.data = weight
         return whole
     wide = weights[0].shape[1]
     return torch.as_strided(weights[0], (sum(heights), wide), (wide, 1))
 
 
 def _adjoin(weights: list[Tensor]) -> bool:
+    if not all(weight.is_contiguous() and weight.dtype == weights[0].dtype for weight in weights):
+        return False
     ends = [weight.data_ptr() + weight.nbytes for weight in weights[:-1]]
     one = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
     return one and ends == [weight.data_ptr() for weight in weights[1:]]

@@ -25,23 +25,22 @@ SIZES = (32, 64, 128, 256)  # of a head
 STEADY = ("default", "linear", "llama3", "yarn")  # rotations that do not depend on the length of the text
 
 Turns = tuple[Tensor, Tensor]  # cosines and sines of all places
-_turns: WeakKeyDictionary[Any, Turns] = (
-    WeakKeyDictionary()
-)  # recordings read them for as long as a model lives
+# By the length of texts. Recordings read them for as long as a model lives.
+_turns: WeakKeyDictionary[Any, dict[int, Turns]] = WeakKeyDictionary()
 
 
-def fits(model: Any, room: int) -> bool:
-    """Whether a model can be recorded so, for texts of that length."""
-    config = model.config
-    if not is_plain(config) or room > config.max_position_embeddings:
+def fits(model: Any) -> bool:
+    """Whether a model can be recorded so."""
+    if not is_plain(model) or model.config.head_dim not in SIZES:
         return False
-    steady = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default") in STEADY
-    return bool(steady and config.head_dim in SIZES and find_spec("triton"))
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    return rope.get("rope_type", "default") in STEADY and find_spec("triton") is not None
 
 
 @contextmanager
-def swift(model: Any) -> Iterator[None]:
-    body, turns = model.model, _turned(model)
+def swift(model: Any, room: int) -> Iterator[None]:
+    """For texts of up to `room` tokens."""
+    body, turns = model.model, _turned(model, room)
     with ExitStack() as parts:
         parts.enter_context(normed(model))
         parts.enter_context(swapped(body.rotary_emb, "forward", lambda *_, **__: turns))
@@ -51,11 +50,12 @@ def swift(model: Any) -> Iterator[None]:
         yield
 
 
-def _turned(model: Any) -> Turns:
-    if model not in _turns:
-        places = torch.arange(model.config.max_position_embeddings, device=model.device)[None]
-        _turns[model] = model.model.rotary_emb(model.lm_head.weight, places)
-    return _turns[model]
+def _turned(model: Any, room: int) -> Turns:
+    known = _turns.setdefault(model, {})
+    if room not in known:
+        places = torch.arange(room, device=model.device)[None]
+        known[room] = model.model.rotary_emb(model.lm_head.weight, places)
+    return known[room]
 
 
 def _no_mask(**_: Any) -> None:
