@@ -56,7 +56,7 @@ def load_placed(
     guesser = recorded(small, room, chosen.drafter, lanes, guesses=True)
     prompt = max(1, min(PROMPT, room // 4))
     one_cache = len(judges) > len(big)
-    if one_cache:
+    if one_cache and sp is None:  # or all of them are taken
         judges = in_order(judges, prompt)
     found = costs(judges, guesser, prompt, max(1, judges[0].pieces // 3), room, one_cache)
     degrees = DEGREES if sp is None else (sp,)

@@ -83,7 +83,7 @@ def in_order(models: Sequence[Pollable], prompt: int = 128) -> list[Any]:
     Slices of a GPU share their ways to its memory, some of them more than others.
     """
     found, left = list(models[:1]), list(models[1:])
-    while left and len(found) < ORDERED:
+    while len(left) > 1 and len(found) < ORDERED:
         best = min(left, key=lambda each: together([*found, each], WIDE, prompt, FEW_ROUNDS))
         found.append(best)
         left.remove(best)

@@ -39,11 +39,10 @@ class Lean(Transformer):
         config = model.config
         if not is_plain(model):
             return False
-        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         whole = (
             config.num_key_value_heads == config.num_attention_heads == config.hidden_size // config.head_dim
         )
-        return bool(rope == "default" and whole and model.device.type == "cpu")
+        return bool(rotation(config) == "default" and whole and model.device.type == "cpu")
 
     def __init__(self, model: Any, slots: int = 4) -> None:
         super().__init__(model, slots)
@@ -112,6 +111,12 @@ def is_plain(model: Any) -> bool:
     halves = [half for layer in model.model.layers for half in (layer.self_attn, layer.mlp)]
     matrices = [part for half in halves for part in half.children() if hasattr(part, "weight")]
     return all(type(part) is nn.Linear and "forward" not in vars(part) for part in matrices)
+
+
+def rotation(config: Any) -> str:
+    """The kind by which queries and keys are turned with their places."""
+    found: str = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return found
 
 
 def joined(layer: Any) -> Layer:

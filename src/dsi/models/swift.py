@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsi.models.fused import normed, swapped
-from dsi.models.lean import is_plain, joined
+from dsi.models.lean import is_plain, joined, rotation
 
 SIZES = (32, 64, 128, 256)  # of a head
 STEADY = ("default", "linear", "llama3", "yarn")  # rotations that do not depend on the length of the text
@@ -33,8 +33,7 @@ def fits(model: Any) -> bool:
     """Whether a model can be recorded so."""
     if not is_plain(model) or model.config.head_dim not in SIZES:
         return False
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    return rope.get("rope_type", "default") in STEADY and find_spec("triton") is not None
+    return rotation(model.config) in STEADY and find_spec("triton") is not None
 
 
 @contextmanager
@@ -67,14 +66,11 @@ def _forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
 
     own = joined(layer)
 
-    def normal(x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, weight.shape, weight, config.rms_norm_eps)
-
     def forward(
         hidden_states: Tensor, *, position_embeddings: Turns, past_key_values: Any, **_: Any
     ) -> Tensor:
         x, held = hidden_states[0], past_key_values.layers[number]
-        qkv = functional.linear(normal(x, own.before), own.qkv)
+        qkv = functional.linear(layer.input_layernorm(x), own.qkv)
         seen = attend(
             qkv,
             *position_embeddings,
@@ -84,7 +80,7 @@ def _forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
             config.num_attention_heads,
         )
         x.addmm_(seen, own.out.T)
-        both = functional.linear(normal(x, own.after), own.gate_up)
+        both = functional.linear(layer.post_attention_layernorm(x), own.gate_up)
         x.addmm_(gated(both), own.down.T)
         return hidden_states
 
