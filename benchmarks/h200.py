@@ -297,7 +297,7 @@ def main() -> None:
         "--only", default=",".join(("text", *TARGETS, "table2")), help="parts, separated by commas"
     )
     parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
     parser.add_argument("--pieces", type=int)
     parser.add_argument("--slices", type=int, default=16, help="that the GPU is cut into")
