@@ -99,12 +99,7 @@ def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None)
         targets.append(Graphed(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
     say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
     targets = in_order(targets, PROMPT)
-    return Bench(targets, drafter, costs(targets, drafter, PROMPT, stops(targets[0]), one_cache=True))
-
-
-def stops(model: Graphed) -> int:
-    """One piece is on its way while another computes: a forward stops after one and a half on average."""
-    return max(1, model.pieces // 3)
+    return Bench(targets, drafter, costs(targets, drafter, PROMPT, targets[0].stops, one_cache=True))
 
 
 def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> Completion:

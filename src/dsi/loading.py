@@ -70,6 +70,7 @@ class Pace:
     contention: float = 0.0  # by what share each other target at work slows one down
     pieces: int = PIECES
     one_cache: bool = False
+    drafter_pieces: int | None = None  # None: as many
 
     @classmethod
     def of(cls, by_width: Mapping[int, float], drafter_ms: float, contention: float = 0.0) -> Pace:
@@ -90,6 +91,7 @@ class Pace:
             steps_ms=self.by_width,
             contention=self.contention,
             pieces=self.pieces,
+            drafter_pieces=self.drafter_pieces,
             eager=False,
             one_cache=self.one_cache,
             **more,

@@ -58,7 +58,7 @@ def load_placed(
     one_cache = len(judges) > len(big)
     if one_cache and sp is None:  # or all of them are taken
         judges = in_order(judges, prompt)
-    found = costs(judges, guesser, prompt, max(1, judges[0].pieces // 3), room, one_cache)
+    found = costs(judges, guesser, prompt, judges[0].stops, room, one_cache)
     degrees = DEGREES if sp is None else (sp,)
     choices = {
         each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)
@@ -78,6 +78,7 @@ def load_placed(
         found.contention(degree),
         found.pieces,
         one_cache,
+        found.drafter_pieces,
     )
     return Loaded(fleet, text, room, degree, pace, (DRAFTER,), choices, remarks([*judges, guesser]))
 

@@ -102,7 +102,7 @@ def as_measured(costs: Costs, acceptance: float, tokens: int, sp: int) -> Settin
         steps_ms=tuple(costs.by_width.items()),
         contention=costs.contention(sp),
         pieces=costs.pieces,
-        drafter_pieces=1 if costs.pieces else None,  # what is on its way cannot be called back
+        drafter_pieces=costs.drafter_pieces,
         eager=False,
         one_cache=costs.one_cache,
     )

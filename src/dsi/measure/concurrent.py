@@ -36,6 +36,11 @@ class Costs:
         return max([self.drafter_ms, *(ms for count, ms in self.drafter_crowded.items() if count <= targets)])
 
     @property
+    def drafter_pieces(self) -> int | None:
+        """A guess that is on its way cannot be called back."""
+        return 1 if self.pieces else None
+
+    @property
     def target_ms(self) -> float:
         return self.by_width[1]
 
