@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsi.loading import folder, quiet
+from dsi.loading import quiet
+from dsi.means import folder
 from dsi.measure.compare import PROMPTS
 from dsi.speech import Engine
 

@@ -17,7 +17,8 @@ import torch
 import transformers as hf
 
 from dsi.fleets.processes import FORK
-from dsi.loading import backend, folder, forward_ms, quiet
+from dsi.loading import backend, forward_ms, quiet
+from dsi.means import folder
 from dsi.models.hf import load
 from dsi.models.parallel import Parallel
 

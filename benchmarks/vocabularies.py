@@ -17,7 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dsi.core.messages import Sampling
-from dsi.loading import backend, folder, quiet, tokenizer
+from dsi.loading import backend, quiet, tokenizer
+from dsi.means import folder
 from dsi.measure.compare import PROMPTS
 from dsi.models.backend import Ask, Flag, Model, Speaker
 from dsi.models.hf import load

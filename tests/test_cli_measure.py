@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from dsi.loading import folder
+from dsi.means import folder
 from dsi.measure.profile import Profile
 
 LATENCY = {

@@ -14,21 +14,22 @@ SOURCE = Path(__file__).parents[1] / "src" / "dsi"
 MAY_USE = {
     "core": set[str](),
     "kin": set(),
+    "means": set(),
     "planner": set(),
     "theory": {"planner"},
     "sampling": {"core"},
-    "models": {"core", "kin", "sampling"},
+    "models": {"core", "kin", "means", "sampling"},
     "overlap": {"core", "models"},
     "request": {"core", "models", "overlap"},
     "fleets": {"core", "kin", "models", "overlap", "sampling"},
     "engine": {"core", "models", "overlap", "request"},
-    "translation": {"models"},
-    "loading": {"core", "fleets", "kin", "measure", "models", "planner", "translation"},
+    "translation": {"means", "models"},
+    "loading": {"core", "fleets", "kin", "means", "measure", "models", "planner", "translation"},
     "evidence": {"core", "fleets", "kin", "loading", "measure", "models", "prompts"},
     "dropin": {"core", "engine", "fleets", "loading", "models", "planner", "request"},
     "placement": set(),
-    "clustered": {"core", "fleets", "loading", "models", "translation"},
-    "placed": {"core", "fleets", "loading", "measure", "models", "placement"},
+    "clustered": {"core", "fleets", "loading", "means", "models", "translation"},
+    "placed": {"core", "fleets", "loading", "means", "measure", "models", "placement"},
     "repo": set(),
     "speech": {
         "clustered",
@@ -37,12 +38,12 @@ MAY_USE = {
         "evidence",
         "fleets",
         "loading",
+        "means",
         "measure",
         "models",
         "placed",
         "placement",
         "request",
-        "translation",
     },
     "prompts": {"core", "models"},
     "measure": {
@@ -50,6 +51,7 @@ MAY_USE = {
         "engine",
         "fleets",
         "loading",
+        "means",
         "models",
         "overlap",
         "planner",
@@ -88,11 +90,11 @@ MAY_USE = {
         "show",
     },
     "cli_budget": {"cli_engine", "measure", "planner", "plot", "show"},
-    "cli_engine": {"fleets", "show", "speech"},
+    "cli_engine": {"core", "fleets", "show", "speech"},
     "cli_options": set(),
     "cli_plan": {"cli_options", "evidence", "measure", "planner", "plot", "show"},
     "cli_serve": {"cli_engine", "cli_options", "serve"},
-    "cli_measure": {"loading", "measure", "placed", "placement", "prompts", "show"},
+    "cli_measure": {"loading", "means", "measure", "placed", "placement", "prompts", "show"},
     "cli_paper": {"paper", "show"},
     "__main__": {"cli"},
     "__init__": {
@@ -158,7 +160,7 @@ def test_every_part_is_named_in_the_rules() -> None:
 
 
 def loaded(statement: str) -> set[str]:
-    code = f"import sys; {statement}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     return set(
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
@@ -178,3 +180,32 @@ def test_the_core_is_pure(heavy: str) -> None:
 
 def test_help_loads_nothing_heavy() -> None:
     assert not {"numpy", "torch", "matplotlib", "rich"} & loaded("import dsi.cli")
+
+
+REFUSED = """
+from dsi.cli import main
+sys.argv = {words}
+try:
+    main()
+except SystemExit as ended:
+    assert ended.code == 2, ended.code
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate hi --sp 0",
+        "generate hi --target no/such/folder",
+        "generate hi --temperature -1",
+        "generate hi --algorithm auto --lookahead 3",
+        "generate hi --target-devices gpu",
+        "chat --vocab magic",
+        "compare --dtype int4",
+        "serve --port 0 --drafter /nowhere",
+        "measure latency --threads 0",
+        "measure acceptance --out nowhere/a.json",
+    ],
+)
+def test_a_mistake_is_told_before_anything_heavy_is_loaded(command: str) -> None:
+    assert not {"torch", "transformers"} & loaded(REFUSED.format(words=["dsi", *command.split()]))

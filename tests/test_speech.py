@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from dsi.core.policies import ALGORITHMS
-from dsi.loading import folder, load_pair, place
+from dsi.loading import load_pair, place
+from dsi.means import folder
 from dsi.speech import Engine
 
 PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")

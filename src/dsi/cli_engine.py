@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from dsi import show
+from dsi.core.messages import Sampling
 
 if TYPE_CHECKING:
     from dsi.speech import Engine
@@ -31,6 +33,7 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
         "start_seconds",
     )
     drafters = options["drafter"] or ["builtin"]
+    check_sampling(options)
     with Console(stderr=True).status(f"loading {options['target']} and {', '.join(drafters)}"):
         from dsi.speech import Engine
 
@@ -41,6 +44,11 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
     if options["algorithm"] == "auto" and engine.loaded.choices:  # on cores, it chooses on the way
         print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
     return engine
+
+
+def check_sampling(options: dict[str, Any]) -> None:
+    """Before anything that takes seconds."""
+    Sampling(**{each.name: options[each.name] for each in fields(Sampling) if each.name in options})
 
 
 def needs_of(options: dict[str, Any]) -> dict[str, Any]:

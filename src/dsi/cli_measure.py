@@ -259,7 +259,7 @@ def _bench(options: dict[str, Any], **least: int) -> Bench:
 
 def _profile(options: dict[str, Any]) -> Profile:
     """A file goes by its name alone: it is the same prompts wherever it lies."""
-    from dsi.loading import full_name
+    from dsi.means import full_name
     from dsi.measure.profile import Profile
 
     target, drafter = full_name(options["target"]), full_name(options["drafter"])
@@ -273,11 +273,14 @@ def _profile(options: dict[str, Any]) -> Profile:
 def _load(options: dict[str, Any]) -> Apart:
     from rich.console import Console
 
-    from dsi.loading import load_apart
+    from dsi.means import check_apart
 
-    names = (options["target"], options["drafter"])
+    names, means = (options["target"], options["drafter"]), (options["dtype"], options["threads"])
+    check_apart(*names, *means)  # before anything that takes seconds
     with Console(stderr=True).status(f"loading {' and '.join(names)}"):
-        return load_apart(*names, options["dtype"], options["threads"])
+        from dsi.loading import load_apart
+
+        return load_apart(*names, *means)
 
 
 def _tell(chosen: Chosen, count: int, tokens: int, context: int) -> None:

@@ -19,7 +19,6 @@ from dsi.fleets.actors import HANG_SECONDS, START_SECONDS, ActorFleet, Needs, ne
 from dsi.fleets.work import Server
 from dsi.loading import (
     LOOKUP_SHARE,
-    NGRAM,
     TEXTS,
     WIDE,
     WIDTHS,
@@ -27,21 +26,20 @@ from dsi.loading import (
     Loaded,
     Pace,
     backend,
-    check_means,
     check_vocabulary,
     drafter_names,
     endings,
-    folder,
     quiet,
 )
+from dsi.means import AUTO, NGRAM, SAME, folder
 from dsi.models.backend import Ask, Model, Speaker
 from dsi.models.hf import load
 from dsi.models.ngram import NGram
-from dsi.models.parallel import Parallel, check, check_size
+from dsi.models.parallel import Parallel, check
 from dsi.models.pipeline import spread
 from dsi.models.text import Text
 from dsi.models.vocabulary import Vocabulary
-from dsi.translation import AUTO, SAME, check_way, translated
+from dsi.translation import translated
 
 RAY = "ray"
 MEASURED = 6  # times that each kind of forward is
@@ -115,12 +113,7 @@ def load_on_ray(
     hang_seconds: float = HANG_SECONDS,
     start_seconds: float = START_SECONDS,
 ) -> Loaded:
-    if sp < 1:
-        raise ValueError(f"SP degree {sp}: must be at least 1")
-    check_size(mp)
     asked = needs_in_parts(needs or {}, mp)
-    check_means(dtype, threads)
-    check_way(vocab)
     quiet()
     big = outline(target, TARGET)
     check_parts(target, mp)

@@ -8,8 +8,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from dsi.fleets.polling import PollingFleet
 from dsi.fleets.processes import FORK, ProcessFleet
 from dsi.fleets.work import Server
 from dsi.kin import die_with_parent
+from dsi.means import AUTO, NGRAM, SAME, check_apart, folder
 from dsi.measure.choose import Choice
 from dsi.measure.curves import rising
 from dsi.measure.forecast import outlook
@@ -32,23 +31,12 @@ from dsi.models.backend import Ask, Model, Speaker
 from dsi.models.hf import Transformer, load
 from dsi.models.lean import Lean
 from dsi.models.ngram import NGram
-from dsi.models.parallel import Lost, Parallel, check_size
+from dsi.models.parallel import Lost, Parallel
 from dsi.models.text import Text
 from dsi.models.vocabulary import Vocabulary
 from dsi.planner import suitable_lookahead
-from dsi.translation import AUTO, ORDINARY, SAME, check_way, translated
+from dsi.translation import ORDINARY, translated
 
-BUILTIN, NGRAM = "builtin", "ngram"
-DTYPES = ("float32", "bfloat16")
-PAPER_MODELS = {  # the paper's names for what it took from the hub
-    "vicuna-13b": "lmsys/vicuna-13b-v1.3",
-    "vicuna-7b": "lmsys/vicuna-7b-v1.3",
-    "vicuna-68m": "double7/vicuna-68m",
-    "starcoder-15b": "bigcode/starcoder",
-    "starcoder-168m": "bigcode/tiny_starcoder_py",
-    "phi3-14b": "microsoft/Phi-3-medium-128k-instruct",
-    "phi3-4b": "microsoft/Phi-3-mini-128k-instruct",
-}
 LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to cost, wire and all
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first guess for any other
 REHEARSAL = 96  # tokens of virtual text by which a patience is chosen
@@ -175,21 +163,9 @@ class Apart:
     context: int  # of the shorter one; 0: without bounds
 
 
-def full_name(name: str) -> str:
-    """The paper's names, in any case, are those of the hub; a folder of that name comes first."""
-    return name if Path(name).is_dir() else PAPER_MODELS.get(name.lower(), name)
-
-
-def folder(name: str, role: str) -> str:
-    """`builtin` is the pair that comes with the package."""
-    return str(files("dsi") / "pair" / role) if name == BUILTIN else full_name(name)
-
-
 def load_apart(target: str, drafter: str, dtype: str = "float32", threads: int | None = None) -> Apart:
     """Each as an engine with one target would place it, but in this process."""
-    check_means(dtype, threads)
-    if NGRAM in (target, drafter):
-        raise ValueError(f"{NGRAM}: is no model, so there are no forwards to measure")
+    check_apart(target, drafter, dtype, threads)
     quiet()
     big, small = load(folder(target, TARGET), dtype), load(folder(drafter, DRAFTER), dtype)
     text = tokenizer(folder(target, TARGET), big)
@@ -201,13 +177,6 @@ def load_apart(target: str, drafter: str, dtype: str = "float32", threads: int |
     )
     context = min((each.backend.context for each in (slow, fast) if each.backend.context), default=0)
     return Apart(slow, fast, text, context)
-
-
-def check_means(dtype: str, threads: int | None) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"threads {threads}: must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -235,11 +204,6 @@ def load_pair(
     `vocab` is how guesses reach the target: `same` tokens, by token (`tli`) or by text (`slem`) from a
     drafter with another vocabulary, or `auto`. `mp` is how many processes each target is split over.
     """
-    if sp < 1:
-        raise ValueError(f"SP degree {sp}: must be at least 1")
-    check_size(mp)
-    check_means(dtype, threads)
-    check_way(vocab)
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
     big = load(folder(target, TARGET), dtype)

@@ -11,16 +11,14 @@ from dsi.core.messages import DRAFTER, TARGET
 from dsi.fleets.polling import PollingFleet
 from dsi.fleets.work import Memory, Server
 from dsi.loading import (
-    NGRAM,
     TYPICAL_ACCEPTANCE,
     Loaded,
     Pace,
-    check_means,
     check_vocabulary,
-    folder,
     quiet,
     tokenizer,
 )
+from dsi.means import check_means, folder
 from dsi.measure.choose import DEGREES, choose
 from dsi.measure.concurrent import costs, in_order
 from dsi.measure.curves import rising
@@ -39,9 +37,6 @@ def load_placed(
     target: str, drafter: str, chosen: Placement, dtype: str = "float32", sp: int | None = None
 ) -> Loaded:
     """`sp` None: as many targets as are fastest, by rehearsal with what is measured here."""
-    check_means(dtype, None)
-    if drafter == NGRAM:
-        raise ValueError(f"{NGRAM}: is no model, and needs no device; leave out the devices to use it")
     check(chosen)
     quiet()
     lanes = slice_streams(chosen)

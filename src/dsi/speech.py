@@ -14,7 +14,9 @@ from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
 from dsi.core.policies import AUTO, check_algorithm, check_named, considerate, named
 from dsi.engine import Loop
+from dsi.means import NGRAM, SAME, check_asked
 from dsi.models.text import Detokenizer, Stops
+from dsi.placement import placement
 from dsi.request import Completion, Request
 
 if TYPE_CHECKING:
@@ -124,31 +126,29 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             return cls._planned(plan, target, drafter, dtype, (sp, threads, target_devices, fleet))
         check_named(algorithm)
         numbers = whole("lookahead", lookahead, 1), whole("patience", patience, 0)
+        if algorithm == AUTO:
+            check_free(*numbers)
         drafters = [drafter] if isinstance(drafter, str) else list(drafter)
+        degree = 1 if sp is None else sp
+        check_asked(target, drafters, degree, target_mp, dtype, threads, vocab)
         given = {"hang_seconds": hang_seconds, "start_seconds": start_seconds}
         limits: dict[str, Any] = {name: seconds for name, seconds in given.items() if seconds is not None}
         if fleet is not None:
-            from dsi.clustered import load_on_ray
-
             if target_devices is not None or drafter_device is not None:
                 raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
-            degree = 1 if sp is None else sp
+            from dsi.clustered import load_on_ray
+
             means = dtype, threads, vocab, texts, needs, target_mp
             return cls(load_on_ray(target, drafters, degree, fleet, *means, **limits), algorithm, *numbers)
         for name, seconds in limits.items():
             raise ValueError(f"{name.replace('_', ' ')} {seconds:g}: is for servers on Ray; say --fleet ray")
         if target_devices is None:
-            from dsi.loading import TEXTS, load_pair
-
             if drafter_device is not None:
                 raise ValueError(f"drafter device {drafter_device!r}: the targets need devices as well")
-            degree = 1 if sp is None else sp
+            from dsi.loading import TEXTS, load_pair
+
             pair = load_pair(target, drafters, degree, dtype, threads, vocab, texts or TEXTS, target_mp)
             return cls(pair, algorithm, *numbers)
-        from dsi.placed import load_placed
-        from dsi.placement import placement
-        from dsi.translation import SAME, check_way
-
         if target_mp != 1:
             raise ValueError(
                 f"target mp {target_mp}: on devices a target is spread by its layers, as cuda:0+cuda:1; "
@@ -156,11 +156,15 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             )
         if len(drafters) > 1 or threads is not None:
             raise ValueError(f"target devices {target_devices!r}: take one drafter, and no threads")
-        if check_way(vocab) not in (SAME, AUTO):
+        if vocab not in (SAME, AUTO):
             raise ValueError(
                 f"vocab {vocab!r}: on devices the drafter must have the target's vocabulary; leave them out"
             )
+        if NGRAM in drafters:
+            raise ValueError(f"{NGRAM}: is no model, and needs no device; leave out the devices to use it")
         chosen = placement(target_devices, drafter_device, sp)
+        from dsi.placed import load_placed
+
         return cls(load_placed(target, drafters[0], chosen, dtype, sp), algorithm, *numbers)
 
     @classmethod
@@ -242,9 +246,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
     def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
         if algorithm == AUTO:
-            self._check_free(
-                lookahead or self._lookahead, patience if self._patience is None else self._patience
-            )
+            check_free(lookahead or self._lookahead, patience if self._patience is None else self._patience)
             return considerate(self.mind, self.loaded.block, self.loaded.drafters, self.crowd)
         block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
         asked = self._patience if patience is None else patience
@@ -254,13 +256,6 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         if algorithm != "dsi":
             return policy
         return considerate(policy, min(block, self.loaded.block), self.loaded.drafters, self.crowd)
-
-    def _check_free(self, lookahead: int | None, patience: int | None) -> None:
-        for name, value in (("lookahead", lookahead), ("patience", patience)):
-            if value is not None:
-                raise ValueError(
-                    f"{name} {value} with the algorithm {AUTO}: it finds its own; leave one of them out"
-                )
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
         """No more tokens than the context has room for."""
@@ -274,6 +269,14 @@ class Engine(Loop, AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_free(lookahead: int | None, patience: int | None) -> None:
+    for name, value in (("lookahead", lookahead), ("patience", patience)):
+        if value is not None:
+            raise ValueError(
+                f"{name} {value} with the algorithm {AUTO}: it finds its own; leave one of them out"
+            )
 
 
 def whole(name: str, value: int | str, least: int) -> int | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from dsi.means import AUTO, BY_TEXT, BY_TOKEN
 from dsi.models.backend import Backend, Model, Speaker
 from dsi.models.slem import SLEM
 from dsi.models.tli import TLI
 from dsi.models.vocabulary import Vocabulary
 
-SAME, BY_TOKEN, BY_TEXT, AUTO = "same", "tli", "slem", "auto"
-WAYS = (SAME, BY_TOKEN, BY_TEXT, AUTO)
 # Of an ordinary text's tokens, the share that the drafter must have for `auto` to go by tokens. What it lacks
 # it never guesses; through text it can guess all, but a guess costs more (0.9 against 0.6 ms for the built-in
 # drafter, which 5% more right guesses make up for in virtual time). In `benchmarks/vocabularies.py` the two
@@ -26,12 +25,6 @@ def mean(values: list[float]) -> float:
 The model was trained on 300,000 examples, which took about 12 hours, and evaluated on questions about
 history, geography and physics. However, the results are not significantly better than those reported.
 """
-
-
-def check_way(vocab: str) -> str:
-    if vocab not in WAYS:
-        raise ValueError(f"vocab {vocab!r}: must be {', '.join(WAYS[:-1])} or {WAYS[-1]}")
-    return vocab
 
 
 def translated(

@@ -18,7 +18,8 @@ import transformers as hf
 from typer.testing import CliRunner
 
 from dsi.cli import app
-from dsi.loading import backend, folder
+from dsi.loading import backend
+from dsi.means import folder
 from dsi.models import parallel
 from dsi.models.backend import Cancelled
 from dsi.models.hf import Transformer, load

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsi.core.messages import GREEDY, Sampling
-from dsi.loading import folder
 from dsi.loading import tokenizer as loaded
+from dsi.means import folder
 from dsi.models.backend import Ask, Cancelled, Flag, Never, Speaker
 from dsi.models.hf import load
 from dsi.models.lean import Lean

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dsi.loading import folder
+from dsi.means import folder
 from dsi.models.text import Detokenizer, Stops, Text
 
 

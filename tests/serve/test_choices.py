@@ -6,7 +6,8 @@ from transformers import AutoTokenizer
 from dsi.core.context import Context
 from dsi.core.generation import ACCEPTED, CORRECTED, PLAIN
 from dsi.fleets.spans import Span
-from dsi.loading import Pace, folder
+from dsi.loading import Pace
+from dsi.means import folder
 from dsi.models.text import Text
 from dsi.serve.choices import Choice
 from dsi.serve.desk import Update

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsi.core.messages import GREEDY, TARGET, Sampling
-from dsi.loading import folder, quiet, tokenizer
+from dsi.loading import quiet, tokenizer
+from dsi.means import folder
 from dsi.measure.alone import write
 from dsi.measure.compare import PROMPTS
 from dsi.models.backend import Ask, Model, Speaker

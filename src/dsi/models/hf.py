@@ -6,7 +6,6 @@ forward looks at its flag before every layer, so that one that nobody wants any 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
+from dsi.means import check_there
 from dsi.models.backend import NEVER, Cancelled, Flag
 
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # what could be a name on the hub
 SPARED = 32  # tokens that one text may cost another in a cache: reading so many again is nothing
 SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
 NEAR = 16  # tokens before the end within which two texts of one request usually part
@@ -201,8 +200,7 @@ def layers(model: Any) -> nn.ModuleList:
 
 def load(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
     """The model of a local folder or of the hub."""
-    if not Path(folder).is_dir() and not HUB_NAME.fullmatch(str(folder)):
-        raise ValueError(f"{folder}: there is no such model folder")
+    check_there(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, dtype))

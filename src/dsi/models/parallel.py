@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from dsi.kin import die_with_parent, keep_only
+from dsi.means import check_size
 from dsi.models.backend import NEVER, Cancelled, Flag
 from dsi.models.hf import Transformer, common
 from dsi.models.lean import Lean
@@ -260,11 +261,6 @@ def _cut_rows(linear: nn.Linear, scattered: bool, group: Group) -> None:
 
 def _still(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.detach(), requires_grad=False)
-
-
-def check_size(size: int) -> None:
-    if size < 1:
-        raise ValueError(f"target mp {size}: must be at least 1")
 
 
 def check(model: Any, size: int) -> None:
