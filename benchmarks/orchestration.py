@@ -30,9 +30,14 @@ from dsi.request import Request
 ROOM, PROMPT, PIECES = 512, 128, 11
 # As measured for a target of 1.1B and a drafter of 68M on slices of 8 multiprocessors of an H200.
 COSTS = Costs(
-    0.7, {}, {1: 8.7, 8: 9.5, 16: 10.0, 32: 10.8, 64: 13.4, 128: 18.2}, {1: 9.5}, PIECES // 3, one_cache=True
+    0.33,
+    {},
+    {1: 4.17, 8: 4.22, 16: 5.24, 32: 5.48, 64: 6.7, 128: 10.1},
+    {1: 4.22},
+    PIECES // 3,
+    one_cache=True,
 )
-ROWS = {"si": Choice("si", 1, 12, 0, 0), "dsi": Choice("dsi", 3, 5, 0, 0)}
+ROWS = {"si": Choice("si", 1, 12, 0, 0), "dsi": Choice("dsi", 3, 4, 3, 0)}
 
 
 class Clock:

@@ -92,7 +92,7 @@ MAY_USE = {
     "cli_budget": {"cli_engine", "measure", "planner", "plot", "show"},
     "cli_engine": {"core", "fleets", "show", "speech"},
     "cli_options": set(),
-    "cli_plan": {"cli_options", "evidence", "measure", "planner", "plot", "show"},
+    "cli_plan": {"cli_options", "evidence", "means", "measure", "planner", "plot", "show"},
     "cli_serve": {"cli_engine", "cli_options", "serve"},
     "cli_measure": {"loading", "means", "measure", "placed", "placement", "prompts", "show"},
     "cli_paper": {"paper", "show"},
@@ -183,29 +183,36 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 REFUSED = """
+from io import StringIO
 from dsi.cli import main
-sys.argv = {words}
+sys.argv, real, sys.stderr = {words}, sys.stderr, StringIO()
 try:
     main()
 except SystemExit as ended:
     assert ended.code == 2, ended.code
+said, sys.stderr = sys.stderr.getvalue(), real
+assert said.startswith("dsi: " + {begin!r}), said
 """
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "begin"),
     [
-        "generate hi --sp 0",
-        "generate hi --target no/such/folder",
-        "generate hi --temperature -1",
-        "generate hi --algorithm auto --lookahead 3",
-        "generate hi --target-devices gpu",
-        "chat --vocab magic",
-        "compare --dtype int4",
-        "serve --port 0 --drafter /nowhere",
-        "measure latency --threads 0",
-        "measure acceptance --out nowhere/a.json",
+        ("generate hi --sp 0", "SP degree 0:"),
+        ("generate hi --target no/such/folder", "no/such/folder:"),
+        ("generate hi --temperature -1", "temperature -1.0:"),
+        ("generate hi --algorithm auto --lookahead 3", "lookahead 3 with"),
+        ("generate hi --target-devices gpu", "device 'gpu':"),
+        ("generate hi --fleet magic", "fleet 'magic':"),
+        ("chat --vocab magic", "vocab 'magic':"),
+        ("compare --dtype int4", "dtype 'int4':"),
+        ("serve --port 0 --drafter /nowhere", "/nowhere:"),
+        ("plan --cores 1 --target /nowhere", "/nowhere:"),
+        ("measure latency --threads 0", "threads 0:"),
+        ("measure acceptance --out nowhere/a.json", "nowhere/a.json:"),
     ],
 )
-def test_a_mistake_is_told_before_anything_heavy_is_loaded(command: str) -> None:
-    assert not {"torch", "transformers"} & loaded(REFUSED.format(words=["dsi", *command.split()]))
+def test_a_mistake_is_told_before_anything_heavy_is_loaded(command: str, begin: str) -> None:
+    assert not {"torch", "transformers"} & loaded(
+        REFUSED.format(words=["dsi", *command.split()], begin=begin)
+    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dsi.means import check_asked, folder, full_name
+from dsi.means import address_of, check_asked, folder, full_name
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,13 @@ def test_what_cannot_be_is_refused(asked: dict[str, Any], sentence: str) -> None
     check_asked(**fine)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         check_asked(**fine | asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fleet", ["roy", "ray=", "", "rays=1"])
+def test_a_fleet_that_is_none_is_refused(fleet: str) -> None:
+    with pytest.raises(ValueError, match="must be ray, or ray=ADDRESS"):
+        address_of(fleet)
+
+
+def test_a_fleet_is_here_or_at_an_address() -> None:
+    assert (address_of("ray"), address_of("ray=10.0.0.1:6379")) == (None, "10.0.0.1:6379")

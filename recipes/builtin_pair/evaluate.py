@@ -14,7 +14,8 @@ import torch
 from prompts import PROMPTS
 from transformers import AutoTokenizer
 
-from dsi.loading import folder, forward_ms
+from dsi.loading import forward_ms
+from dsi.means import folder
 from dsi.models.hf import Transformer, load
 
 TOKENS = 100

@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from dsi.measure.records import Record
     from dsi.measure.settings import Setting
 
-STOPS = 8  # places where a forward on a GPU is taken to end if it is cancelled: a few layers each
+STOPS = 5  # places where a target's forward on a GPU is taken to end if it is cancelled: a few layers each
 
 app = typer.Typer(
     help="Distributed speculative inference: lossless decoding that never takes turns.",
@@ -446,6 +446,7 @@ def _compare_budget(
     name = Profile.load(options["profile"]).dataset
     measured = _profiled(context, options["profile"], dict.fromkeys(NUMBERS))
     fixed = {"sp": 1, "tokens": said["max_new_tokens"], "eager": False, "pieces": STOPS}
+    fixed["drafter_pieces"] = 1  # a guess that is on its way cannot be called back
     cli_budget.on_gpus(options, blocks, name, _setting(measured, **fixed))
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsi import show
+from dsi.means import check_apart, full_name
 
 if TYPE_CHECKING:
     from dsi.loading import Apart
@@ -26,6 +27,7 @@ measure = typer.Typer(
     epilog="Example: dsi measure latency --out profile.json, then dsi plan --profile profile.json --gpus 8",
 )
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # of runs that the table shows
+MEANS = ("target", "drafter", "dtype", "threads")
 RARE = 0.005  # share of runs below which a length is not shown
 TEMPERATURES, BLOCK = "0,0.7,1", 5  # where rules are compared
 
@@ -248,6 +250,7 @@ def _bench(options: dict[str, Any], **least: int) -> Bench:
     for name, bound in least.items():
         if options[name] < bound:
             raise ValueError(f"{name} {options[name]}: must be at least {bound}")
+    check_apart(*(options[name] for name in MEANS))
     texts = prompts.read(options["dataset"], options["field"], options["template"])
     profile = _profile(options)
     pair = _load(options)
@@ -259,7 +262,6 @@ def _bench(options: dict[str, Any], **least: int) -> Bench:
 
 def _profile(options: dict[str, Any]) -> Profile:
     """A file goes by its name alone: it is the same prompts wherever it lies."""
-    from dsi.means import full_name
     from dsi.measure.profile import Profile
 
     target, drafter = full_name(options["target"]), full_name(options["drafter"])
@@ -273,14 +275,10 @@ def _profile(options: dict[str, Any]) -> Profile:
 def _load(options: dict[str, Any]) -> Apart:
     from rich.console import Console
 
-    from dsi.means import check_apart
-
-    names, means = (options["target"], options["drafter"]), (options["dtype"], options["threads"])
-    check_apart(*names, *means)  # before anything that takes seconds
-    with Console(stderr=True).status(f"loading {' and '.join(names)}"):
+    with Console(stderr=True).status(f"loading {options['target']} and {options['drafter']}"):
         from dsi.loading import load_apart
 
-        return load_apart(*names, *means)
+        return load_apart(*(options[name] for name in MEANS))
 
 
 def _tell(chosen: Chosen, count: int, tokens: int, context: int) -> None:

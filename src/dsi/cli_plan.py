@@ -10,6 +10,7 @@ import typer
 
 from dsi import show
 from dsi.cli_options import Dtype, Json, Profile
+from dsi.means import check_apart
 
 if TYPE_CHECKING:
     from dsi.measure.plan import Change, Evidence, Offer
@@ -152,6 +153,8 @@ def gathered(
 
 
 def here(target: str, drafters: list[str], cores: int, dtype: str) -> Evidence:
+    for name in drafters:
+        check_apart(target, name, dtype, None)  # before anything that takes seconds
     with show.working(f"loading {target} and {', '.join(drafters)}"):
         from dsi.evidence import measured, steps_of_measuring
     with show.progress("measurements", steps_of_measuring(cores, len(drafters))) as advance:

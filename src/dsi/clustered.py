@@ -41,7 +41,6 @@ from dsi.models.text import Text
 from dsi.models.vocabulary import Vocabulary
 from dsi.translation import translated
 
-RAY = "ray"
 MEASURED = 6  # times that each kind of forward is
 SAMPLE = tuple(range(1, 18))  # a text to measure by
 
@@ -103,7 +102,7 @@ def load_on_ray(
     target: str,
     drafters: Sequence[str],
     sp: int,
-    fleet: str,
+    address: str | None,
     dtype: str = "float32",
     threads: int | None = None,
     vocab: str = AUTO,
@@ -113,6 +112,7 @@ def load_on_ray(
     hang_seconds: float = HANG_SECONDS,
     start_seconds: float = START_SECONDS,
 ) -> Loaded:
+    """What is asked for has been checked (`means.check_asked`). `address` None: on a cluster of its own."""
     asked = needs_in_parts(needs or {}, mp)
     quiet()
     big = outline(target, TARGET)
@@ -132,7 +132,7 @@ def load_on_ray(
     servers += [Server(name, name, each.model) for name, each in zip(names, guessers)]
     crew = ActorFleet(
         servers,
-        address=address_of(fleet),
+        address=address,
         needs=asked,
         hang_seconds=hang_seconds,
         start_seconds=start_seconds,
@@ -146,14 +146,6 @@ def load_on_ray(
     bounds = [big.context, *(each.context for each in guessers)]
     context = min((bound for bound in bounds if bound), default=0)
     return Loaded(crew, big.text, context, sp, pace, names)
-
-
-def address_of(fleet: str) -> str | None:
-    """`ray` starts a cluster here, `ray=ADDRESS` joins one."""
-    kind, _, address = fleet.partition("=")
-    if kind != RAY or (address == "" and "=" in fleet):
-        raise ValueError(f"fleet {fleet!r}: must be ray, or ray=ADDRESS")
-    return address or None
 
 
 def needs_in_parts(needs: Mapping[str, Needs], mp: int) -> dict[str, Needs]:

@@ -202,7 +202,8 @@ def load_pair(
     keeps in its caches: as many as there are requests at once, or they are read again and again.
 
     `vocab` is how guesses reach the target: `same` tokens, by token (`tli`) or by text (`slem`) from a
-    drafter with another vocabulary, or `auto`. `mp` is how many processes each target is split over.
+    drafter with another vocabulary, or `auto`. `mp` is how many processes each target is split over. All
+    this has been checked (`means.check_asked`).
     """
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork

@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 
 BUILTIN, NGRAM = "builtin", "ngram"
+RAY = "ray"
 DTYPES = ("float32", "bfloat16")
 SAME, BY_TOKEN, BY_TEXT, AUTO = "same", "tli", "slem", "auto"  # how guesses reach the target
 WAYS = (SAME, BY_TOKEN, BY_TEXT, AUTO)
@@ -71,6 +72,14 @@ def check_size(mp: int) -> None:
         raise ValueError(f"target mp {mp}: must be at least 1")
 
 
-def check_there(folder: str | Path) -> None:
-    if not Path(folder).is_dir() and not HUB_NAME.fullmatch(str(folder)):
-        raise ValueError(f"{folder}: there is no such model folder")
+def check_there(name: str | Path) -> None:
+    if not Path(name).is_dir() and not HUB_NAME.fullmatch(str(name)):
+        raise ValueError(f"{name}: there is no such model folder")
+
+
+def address_of(fleet: str) -> str | None:
+    """`ray` starts a cluster here, `ray=ADDRESS` joins one."""
+    kind, _, address = fleet.partition("=")
+    if kind != RAY or (address == "" and "=" in fleet):
+        raise ValueError(f"fleet {fleet!r}: must be ray, or ray=ADDRESS")
+    return address or None

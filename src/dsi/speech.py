@@ -14,7 +14,7 @@ from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
 from dsi.core.policies import AUTO, check_algorithm, check_named, considerate, named
 from dsi.engine import Loop
-from dsi.means import NGRAM, SAME, check_asked
+from dsi.means import NGRAM, SAME, address_of, check_apart, check_asked
 from dsi.models.text import Detokenizer, Stops
 from dsi.placement import placement
 from dsi.request import Completion, Request
@@ -136,10 +136,11 @@ class Engine(Loop, AbstractContextManager["Engine"]):
         if fleet is not None:
             if target_devices is not None or drafter_device is not None:
                 raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
+            address = address_of(fleet)
             from dsi.clustered import load_on_ray
 
             means = dtype, threads, vocab, texts, needs, target_mp
-            return cls(load_on_ray(target, drafters, degree, fleet, *means, **limits), algorithm, *numbers)
+            return cls(load_on_ray(target, drafters, degree, address, *means, **limits), algorithm, *numbers)
         for name, seconds in limits.items():
             raise ValueError(f"{name.replace('_', ' ')} {seconds:g}: is for servers on Ray; say --fleet ray")
         if target_devices is None:
@@ -175,6 +176,7 @@ class Engine(Loop, AbstractContextManager["Engine"]):
             raise ValueError(f"plan {plan!r}: must be {AUTO}")
         if not isinstance(drafter, str) or any(each is not None for each in said):
             raise ValueError(f"plan {plan!r}: finds its own arrangement of one drafter; leave the rest out")
+        check_apart(target, drafter, dtype, None)
         from dsi.evidence import arranged
         from dsi.loading import load_pair
 
