@@ -10,22 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from command import document, dsi
 from dsi.cli import app
 from dsi.speech import Engine
-
-
-def dsi(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dsi", *arguments], capture_output=True, text=True, check=False
-    )
-
-
-def document(*arguments: str) -> dict[str, Any]:
-    done = dsi(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
 
 QUICK = ("--tokens", "20", "--repeats", "2")
 

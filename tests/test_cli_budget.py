@@ -1,15 +1,13 @@
 """`dsi compare --budget` as a user meets it: the same processors for every algorithm."""
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command import document, dsi
 from dsi.cli_budget import check_options
 from dsi.measure.profile import Profile
 
@@ -21,18 +19,6 @@ LATENCY = {
 ACCEPTANCE = {"rate": 0.8}
 HERE = len(os.sched_getaffinity(0))
 QUICK = ("--repeats", "1", "--max-new-tokens", "8", "--si-lookaheads", "3")
-
-
-def dsi(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsi", "compare", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def document(*arguments: object) -> dict[str, Any]:
-    done = dsi("--budget", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.fixture
@@ -47,7 +33,9 @@ def test_the_same_cores_measured_with_a_picture(tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("Once upon a time\n")
     picture = tmp_path / "a.svg"
     cores = min(2, HERE)
-    found = document("--prompts", tmp_path / "tales.txt", "--cores", cores, "--out", picture, *QUICK)
+    found = document(
+        "compare", "--budget", "--prompts", tmp_path / "tales.txt", "--cores", cores, "--out", picture, *QUICK
+    )
     assert (found["label"], found["cores"], found["equal"]) == ("measured", cores, True)
     [tales] = found["classes"]
     assert tales["class"] == "tales"
@@ -75,7 +63,7 @@ def test_more_cores_than_there_are_are_simulated_from_what_is_here(tmp_path: Pat
         "--prompts",
         tmp_path / "tales.txt",
     )
-    found = document(*asked, *QUICK)
+    found = document("compare", "--budget", *asked, *QUICK)
     assert (found["label"], found["cores"], found["scales"]) == ("simulated", HERE + 1, 0.5)
     [tales] = found["classes"]
     assert 0 < tales["acceptance"] <= 1
@@ -88,7 +76,7 @@ def test_more_cores_than_there_are_are_simulated_from_what_is_here(tmp_path: Pat
 
 def test_gpus_are_simulated_from_a_profile(profile: Path, tmp_path: Path) -> None:
     asked = ("--budget", "--gpus", 4, "--profile", profile, "--repeats", 1, "--max-new-tokens", 40)
-    done = dsi(*asked, "--out", tmp_path / "a.png")
+    done = dsi("compare", *asked, "--out", tmp_path / "a.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("essays, acceptance 0.80 (simulated)\n")
     for words in ("non-SI, all 4 GPUs", "DSI, 3 targets of 1 GPU", "auto, 1 target of 3 GPUs", "\nwinner: "):
@@ -128,7 +116,7 @@ ARRANGES = "not with --budget, which arranges the processors for each algorithm"
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_status_2(command: str, sentence: str) -> None:
-    done = dsi(*command.split())
+    done = dsi("compare", *command.split())
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dsi: {sentence}\n")
 
 
@@ -159,5 +147,5 @@ def test_what_goes_together_is_taken() -> None:
 
 
 def test_one_gpu_is_too_few(profile: Path) -> None:
-    done = dsi("--budget", "--gpus", 1, "--profile", profile)
+    done = dsi("compare", "--budget", "--gpus", 1, "--profile", profile)
     assert done.stderr == "dsi: gpus 1: must be between 2 and 1000\n"

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from command import document, dsi
 from dsi.means import folder
 from dsi.measure.profile import Profile
 
@@ -21,19 +18,6 @@ LATENCY = {
     "per_token_ms": 0.5,
 }
 PROFILE = Profile("big", "small", "stories").with_part("latency", LATENCY)
-
-
-def dsi(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsi", *map(str, arguments)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-
-def document(*arguments: object) -> dict[str, Any]:
-    done = dsi(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def refused(*arguments: object) -> str:

@@ -1,14 +1,13 @@
 """The engine on devices, which here are the CPU's: the same text as ever."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from command import dsi
 from dsi.models.backend import Ask
 from dsi.placed import random_graphed
 from dsi.speech import Engine
@@ -62,11 +61,6 @@ def test_a_short_context_is_no_hindrance(tmp_path: Path) -> None:
         with Engine.load(str(tmp_path), str(tmp_path), target_devices=devices) as engine:
             texts.append(engine.generate(PROMPT, max_new_tokens=100).tokens)
     assert texts[0] == texts[1]
-
-
-def dsi(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsi", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_the_command_says_what_auto_has_chosen() -> None:

@@ -1,19 +1,13 @@
 """Everything at once, and nothing half-written."""
 
 import json
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from command import dsi
 from dsi.paper.laboratory import check_folder, write
-
-
-def paper(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dsi", "paper", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 class Page(HTMLParser):
@@ -29,7 +23,7 @@ class Page(HTMLParser):
 
 
 def test_all_of_it(tmp_path: Path) -> None:
-    done = paper("all", "--out", str(tmp_path / "lab"), "--repeats", "2", "--json")
+    done = dsi("paper", "all", "--out", str(tmp_path / "lab"), "--repeats", "2", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert [len(said[table]) for table in ("table1", "table2", "table3", "theory")] == [24, 10, 20, 6]
@@ -53,7 +47,7 @@ def test_all_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("figure", ["figure1", "figure2", "figure3"])
 def test_one_figure(figure: str, tmp_path: Path) -> None:
-    done = paper(figure, "--out", str(tmp_path), "--json")
+    done = dsi("paper", figure, "--out", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
     files = json.loads(done.stdout.splitlines()[-1])["files"]
     assert {Path(name).name for name in files} == {path.name for path in tmp_path.iterdir()}
@@ -62,7 +56,7 @@ def test_one_figure(figure: str, tmp_path: Path) -> None:
 
 
 def test_theory_is_printed() -> None:
-    done = paper("theory")
+    done = dsi("paper", "theory")
     assert done.returncode == 0
     assert done.stdout.count("holds") == 5
     assert "violated in 793" in done.stdout
@@ -73,22 +67,22 @@ def test_table_3_has_what_was_measured(tmp_path: Path) -> None:
     times = {"ttft_ms": {"mean": 6.0}, "tpot_ms": {"mean": 4.0}}
     parts = {"latency": {"target": times, "drafter": times}}
     profile.write_text(json.dumps({"target": "a", "drafter": "b", "dataset": "c", **parts}))
-    done = paper("table3", "--profile", str(profile), "--json")
+    done = dsi("paper", "table3", "--profile", str(profile), "--json")
     rows = json.loads(done.stdout)["rows"]
     assert (rows[0]["ratio"], rows[4]["ratio"]) == (1.35, None)
     assert rows[-1] == {"model": "b (drafter)", "dataset": "c", "ratio": 1.5, "label": "measured"}
     profile.write_text("{}")
-    done = paper("table3", "--profile", str(profile))
+    done = dsi("paper", "table3", "--profile", str(profile))
     assert (done.returncode, done.stdout) == (2, "")
     assert "has no field target" in done.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = paper("all", "--out", str(tmp_path / "file"))
+    done = dsi("paper", "all", "--out", str(tmp_path / "file"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"dsi: {tmp_path / 'file'}: is not a folder\n"
-    done = paper("figure2", "--out", "/proc/nowhere")
+    done = dsi("paper", "figure2", "--out", "/proc/nowhere")
     assert done.returncode == 2
     assert done.stderr.startswith("dsi: /proc/nowhere: cannot be written")
 
