@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from command import dsi
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MAKE = ROOT / "Makefile"
@@ -31,16 +33,11 @@ def sessions() -> Iterator[list[tuple[str, list[str]]]]:
 
 @pytest.mark.parametrize("session", list(sessions()), ids=lambda session: session[0][0])
 def test_the_commands_of_a_block_print_what_is_shown(
-    tmp_path: Path, session: list[tuple[str, list[str]]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: list[tuple[str, list[str]]]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     for command, shown in session:
-        done = subprocess.run(
-            [sys.executable, "-m", *shlex.split(command)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-        )
+        done = dsi(*shlex.split(command)[1:])
         assert done.returncode == 0, done.stderr
         printed = [line.rstrip() for line in done.stdout.splitlines()]
         for line in (line.rstrip() for line in shown if line.strip() != "..."):
