@@ -112,9 +112,9 @@ def is_there(pid: int) -> bool:
         return False
 
 
-def writing(url: str) -> int:
-    """How many texts a server says it is writing."""
+def writing(url: str, state: str = "running") -> int:
+    """How many texts a server says it is writing, or has `waiting`."""
     text = ask(url, head("GET /metrics", "Connection: close")).body.decode()
-    found = re.search(r"^dsi:num_requests_running (\S+)", text, re.MULTILINE)
+    found = re.search(rf"^dsi:num_requests_{state} (\S+)", text, re.MULTILINE)
     assert found
     return int(float(found[1]))

@@ -490,7 +490,7 @@ def test_told_to_end_a_server_cuts_its_streams_cleanly_and_leaves_nobody_behind(
 
     with ThreadPoolExecutor(4) as pool:
         followers = [pool.submit(follow) for _ in range(4)]
-        assert until(lambda: writing(server.url) == 8)
+        assert until(lambda: writing(server.url) == 8 and writing(server.url, "waiting") > 4)  # all have come
         assert server.stop() == 0
         ends = [follower.result() for follower in followers]
     assert all(events[-1] == "[DONE]" for events in ends)
