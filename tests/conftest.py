@@ -6,8 +6,8 @@ from hypothesis import settings
 
 from live_server import Live, Serving, start
 
-# Two tests at once on two cores, each with threads for all of them, mostly wait for one another. Who needs more
-# threads says so; this is read when torch is imported.
+# Two tests at once on two cores, each with threads for all of them, mostly wait for one another. Who needs
+# more threads says so; this is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("dsi", deadline=None, print_blob=True)
 settings.load_profile("dsi")
