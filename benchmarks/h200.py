@@ -168,7 +168,6 @@ def compared(
         "dsi_over_si": sum(times[best]) / sum(times["dsi"]),
         "spread": [min(over_si), max(over_si)],
         "dsi_over_nonsi": median(times["nonsi"]) / median(times["dsi"]),
-        "dsi_over_nonsi_in_total": fmean(times["nonsi"]) / fmean(times["dsi"]),
         "measured_over_virtual": sum(times["dsi"]) / sum(virtual),
         "beyond_virtual_us_per_token": 1000 * (sum(times["dsi"]) - sum(virtual)) / tokens / len(virtual),
     }
