@@ -19,23 +19,23 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from dsi.measure.compare import CLASSES
-from dsi.measure.forecast import adaptive, best_way, block, guide, outlook
-from dsi.measure.settings import Setting
-from dsi.speech import Engine
+from dsi.engine.engine import Engine
+from dsi.experiments.compare import CLASSES
+from dsi.planning.forecast import adaptive, best_way, block, guide, outlook
+from dsi.planning.simulation import SimulationConfig
 
 TOKENS = 200
 SEEDS = range(16)
 
 
-def random_setting(number: int, waited: bool = False) -> Setting:
+def random_setting(number: int, waited: bool = False) -> SimulationConfig:
     """A drafter takes between a thirtieth of the target's time and 1.4 times as long."""
     dice = Random(number)
     target, sp, acceptance = 20.0, dice.randint(1, 8), dice.random()
     drafter = round(target * 10 ** dice.uniform(-1.5, 0.15), 3)
     jitter, contention = dice.choice([0, dice.uniform(0, 0.3)]), dice.choice([0, dice.uniform(0, 0.2)])
     later = (TOKENS // 2, dice.random()) if dice.random() < 1 / 3 else None
-    return Setting(
+    return SimulationConfig(
         target,
         drafter,
         acceptance,
@@ -55,7 +55,7 @@ class Row:
     """Milliseconds of a text, on average."""
 
     number: int
-    setting: Setting
+    setting: SimulationConfig
     nonsi: float
     si: float
     auto: float
@@ -70,26 +70,22 @@ class Row:
         return self.auto / min(self.nonsi, self.si) - 1
 
 
-def rates(setting: Setting) -> list[float]:
+def rates(setting: SimulationConfig) -> list[float]:
     return [setting.acceptance] if setting.later is None else [setting.acceptance, setting.later[1]]
 
 
-def si_blocks(setting: Setting) -> list[int]:
+def si_blocks(setting: SimulationConfig) -> list[int]:
     """Those that may be SI's best, knowing the acceptance rates."""
     known = rates(setting)
     return sorted(
-        {
-            max(1, round(block(setting, rate) * share))
-            for rate in [*known, fmean(known)]
-            for share in (0.6, 1, 1.4)
-        }
+        {max(1, round(block(setting, rate) * share)) for rate in [*known, fmean(known)] for share in (0.6, 1, 1.4)}
     )
 
 
 def simulated(number: int) -> Row:
     setting = random_setting(number)
 
-    def mean(algorithm: Any, each: Setting = setting) -> float:
+    def mean(algorithm: Any, each: SimulationConfig = setting) -> float:
         return fmean(each.run(algorithm, seed).ms for seed in SEEDS)
 
     si = min(mean("si", replace(setting, lookahead=length)) for length in si_blocks(setting))
@@ -158,7 +154,7 @@ def virtual(count: int) -> dict[str, Any]:
     return found | {"rows": [asdict(row) | {"over": row.over} for row in rows]}
 
 
-def brief(setting: Setting) -> str:
+def brief(setting: SimulationConfig) -> str:
     return (
         f"drafter {setting.drafter_ms / setting.target_ms:.2f} of the target, acceptance "
         f"{' then '.join(f'{rate:.2f}' for rate in rates(setting))}, SP {setting.sp}, contention "
@@ -176,9 +172,7 @@ def real_time(count: int) -> dict[str, Any]:
     print(f"waited, {count} settings: auto over the better of non-SI and SI: worst {max(over):+.1%}")
     print(f"  within 2%: {sum(each <= 0.02 for each in over)} of {count}; mean {fmean(over):+.1%}")
     print(f"  a rehearsal with the same luck is off by {median(off):.1%} (median), {max(off):.1%} at most")
-    print(
-        f"  the forecast, which knows no luck, by {median(lucky):.1%} and {max(lucky):.1%} over three texts"
-    )
+    print(f"  the forecast, which knows no luck, by {median(lucky):.1%} and {max(lucky):.1%} over three texts")
     print(f"  its choice over the best of all ways, each tried (simulated): {max(worse):+.1%} at most")
     return {
         "label": "waited",
@@ -216,9 +210,7 @@ def pair(repeats: int, tokens: int) -> dict[str, Any]:
     print(f"measured: speed of auto over non-SI with all {cores} cores, and with one; all texts equal")
     found: dict[str, Any] = {"label": "measured"}
     for name in CLASSES:
-        both = [
-            (median(each), *sorted(each)[:: max(1, len(each) - 1)]) for each in (ratios[name], alone[name])
-        ]
+        both = [(median(each), *sorted(each)[:: max(1, len(each) - 1)]) for each in (ratios[name], alone[name])]
         found[name] = {"all_cores": both[0][0], "one_core": both[1][0], "texts": len(ratios[name])}
         print(f"  {name:13} {both[0][0]:.2f} ({both[0][1]:.2f} to {both[0][-1]:.2f})   {both[1][0]:.2f}")
     return found
@@ -228,13 +220,10 @@ def seconds() -> dict[str, Any]:
     """Eight targets, a drafter of a tenth of their time: with second guesses and without, simulated."""
     found: dict[str, Any] = {"label": "simulated"}
     for rate in (0.4, 0.63, 0.8):
-        setting = Setting(20.0, 2.0, rate, 8, TOKENS, second_hit=0.5, sure=0.5, pieces=8, eager=False)
+        setting = SimulationConfig(20.0, 2.0, rate, 8, TOKENS, second_hit=0.5, sure=0.5, pieces=8, eager=False)
         known, without = outlook(setting), outlook(setting)
         without.sparing.clear()
-        times = [
-            fmean(setting.run(adaptive(each, setting), seed).ms for seed in SEEDS)
-            for each in (known, without)
-        ]
+        times = [fmean(setting.run(adaptive(each, setting), seed).ms for seed in SEEDS) for each in (known, without)]
         found[str(rate)] = times[0] / times[1]
         print(f"second guesses, half of them right, acceptance {rate}: {times[0] / times[1]:.2f} of the time")
     return found

@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from dsi import prompts as shelf
-from dsi.core.context import Tokens
 from dsi.core.messages import Sampling
 from dsi.core.policies import DOUBT
-from dsi.loading import Apart, load_apart
-from dsi.measure.acceptance import interval
-from dsi.measure.settings import Setting
-from dsi.models.backend import NEVER, Ask
+from dsi.core.sequence import Tokens
+from dsi.engine.build import ModelPair, load_apart
+from dsi.experiments import datasets as shelf
+from dsi.experiments.acceptance import interval
+from dsi.models.protocol import NEVER, ForwardRequest
 from dsi.paper.claims import bound
-from dsi.planner import exact, servers_needed
-from dsi.sampling.probs import ranked
+from dsi.planning.equation_1 import exact, servers_needed
+from dsi.planning.simulation import SimulationConfig
+from dsi.sampling.logits import ranked
 
 TARGET_MS, DRAFTER_MS, TOKENS = 37.7, 2.5, 200
 ACCEPTANCES = (0.63, 0.8, 0.93)
@@ -41,7 +41,7 @@ class Cell:
 
 
 def mean_ms(acceptance: float, hit: float, spare: int, options: argparse.Namespace) -> float:
-    setting = Setting(
+    setting = SimulationConfig(
         TARGET_MS,
         DRAFTER_MS,
         acceptance,
@@ -82,8 +82,7 @@ def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
     chosen = shelf.choose(shelf.read("builtin", None, None), pair.text, prompts, 0, tokens, pair.context)
     for temperature in (0.0, 1.0):
         texts = [
-            judged(pair, prompt, tokens, Sampling(temperature, seed=seed))
-            for seed, prompt in enumerate(chosen.prompts)
+            judged(pair, prompt, tokens, Sampling(temperature, seed=seed)) for seed, prompt in enumerate(chosen.prompts)
         ]
         hits = [[hit for first, hit, _ in text if not first] for text in texts]
         rate = sum(map(sum, hits)) / sum(map(len, hits))
@@ -102,11 +101,11 @@ def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
         }
 
 
-def judged(pair: Apart, prompt: Tokens, tokens: int, sampling: Sampling) -> list[tuple[bool, bool, bool]]:
+def judged(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling) -> list[tuple[bool, bool, bool]]:
     """Of each place: whether the first guess is right, whether the second is, and whether it came close."""
     model, text = pair.target.fresh(), list(prompt)
     while len(text) < len(prompt) + tokens and (len(text) == len(prompt) or text[-1] not in pair.text.ends):
-        text += model.answer(Ask(text, len(text), sampling=sampling))
+        text += model.answer(ForwardRequest(text, len(text), sampling=sampling))
     rows = pair.drafter.fresh().backend.forward(text[:-1], len(prompt), NEVER)
     found = []
     for position, (row, truth) in enumerate(zip(rows, text[len(prompt) :]), len(prompt)):

@@ -14,13 +14,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dsi import show, theory
-from dsi.measure import budget
-from dsi.measure.budget import Table
-from dsi.measure.compare import CLASSES
-from dsi.planner import shared_out
-from dsi.speech import Engine
-from dsi.theory import Latencies
+from dsi.cli import output as show
+from dsi.engine.engine import Engine
+from dsi.experiments import budget
+from dsi.experiments.budget import Table
+from dsi.experiments.compare import CLASSES
+from dsi.planning import theory
+from dsi.planning.equation_1 import shared_out
+from dsi.planning.theory import Latencies
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 200

@@ -24,8 +24,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsi.fleets.simulated import Outage
-from dsi.measure.settings import Setting
-from dsi.planner import minimal_lookahead, servers_needed
+from dsi.planning.equation_1 import minimal_lookahead, servers_needed
+from dsi.planning.simulation import SimulationConfig
 
 RESULTS = Path(__file__).parent / "results"
 PAPER = "paper"  # Vicuna-13B and 68M as published
@@ -49,29 +49,29 @@ Row = dict[str, Any]
 
 
 @cache
-def pairs() -> dict[str, Setting]:
+def pairs() -> dict[str, SimulationConfig]:
     """Of each pair, a setting with its latencies; a forward that is cancelled ends within an eighth."""
     found = {}
     for path in sorted(RESULTS.glob("h200-2026-11-15-*.json")):
         for target in json.loads(path.read_text())["targets"]:
             if target["shape"] in COLOURS and "whole_gpu" in target:
                 found[target["shape"]] = measured(target["whole_gpu"]["costs"])
-    basis = Setting(37.7, 2.5, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False)
+    basis = SimulationConfig(37.7, 2.5, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False)
     return {**{name: found[name] for name in COLOURS if name in found}, PAPER: basis}
 
 
-def measured(costs: Row) -> Setting:
+def measured(costs: Row) -> SimulationConfig:
     steps = tuple((int(width), round(ms, 2)) for width, ms in costs["by_width"].items())
     drafter = round(costs["drafter_ms"], 3)
-    return Setting(steps[0][1], drafter, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False, steps_ms=steps)
+    return SimulationConfig(steps[0][1], drafter, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False, steps_ms=steps)
 
 
-def ms_per_token(setting: Setting, algorithm: str, seeds: Iterable[int] = range(SEEDS)) -> float:
+def ms_per_token(setting: SimulationConfig, algorithm: str, seeds: Iterable[int] = range(SEEDS)) -> float:
     return fmean(setting.run(algorithm, seed).ms for seed in seeds) / setting.tokens
 
 
 @cache
-def alone(setting: Setting, algorithm: str) -> float:
+def alone(setting: SimulationConfig, algorithm: str) -> float:
     """Milliseconds a token of SI at its best block, or of non-SI: on one GPU, without a network."""
     here = replace(setting, sp=1, nodes=None, network_ms=0)
     blocks = SI_BLOCKS if algorithm == "si" else (None,)
@@ -79,7 +79,7 @@ def alone(setting: Setting, algorithm: str) -> float:
 
 
 @cache
-def rehearsed(setting: Setting) -> Setting:
+def rehearsed(setting: SimulationConfig) -> SimulationConfig:
     """With what is fastest for DSI on a few texts. A target is away for a forward and two messages."""
     away = setting.target_ms + 2 * setting.network_ms
     block = minimal_lookahead(away, setting.drafter_ms, setting.sp)
@@ -90,11 +90,11 @@ def rehearsed(setting: Setting) -> Setting:
     return min(tried, key=lambda choice: ms_per_token(choice, "dsi", range(TRIES)))
 
 
-def dsi(setting: Setting) -> float:
+def dsi(setting: SimulationConfig) -> float:
     return ms_per_token(rehearsed(setting), "dsi")
 
 
-def apart(setting: Setting, delay: float) -> Setting:
+def apart(setting: SimulationConfig, delay: float) -> SimulationConfig:
     """A machine for each server."""
     return replace(setting, nodes=setting.count, network_ms=delay)
 
@@ -171,7 +171,7 @@ def by_streams() -> list[Row]:
     return [streams_row(pair, processors, streams) for processors, streams in product(PROCESSORS, STREAMS)]
 
 
-def streams_row(pair: Setting, processors: int, streams: int) -> Row:
+def streams_row(pair: SimulationConfig, processors: int, streams: int) -> Row:
     groups = min(processors // 8, streams)
     found = {name: by_itself(pair, name, processors, streams) for name in ("nonsi", "si")}
     found["dsi"] = together(pair, processors, streams)
@@ -186,20 +186,20 @@ def streams_row(pair: Setting, processors: int, streams: int) -> Row:
     }
 
 
-def by_itself(pair: Setting, algorithm: str, processors: int, streams: int) -> tuple[float, float]:
+def by_itself(pair: SimulationConfig, algorithm: str, processors: int, streams: int) -> tuple[float, float]:
     """Each GPU has streams of its own, which take turns."""
     ms = alone(pair, algorithm)
     return ms * max(1, streams / processors), 1000 * min(streams, processors) / ms
 
 
 @cache
-def together(pair: Setting, processors: int, streams: int) -> tuple[float, float]:
+def together(pair: SimulationConfig, processors: int, streams: int) -> tuple[float, float]:
     """One pool, with the better of a drafter for every eight processors and one for every four."""
     ms = min(pooled(pair, processors, min(processors // share, streams), streams) for share in (8, 4))
     return ms, 1000 * streams / ms  # as if a new text took the place of each that ends
 
 
-def pooled(pair: Setting, processors: int, drafters: int, streams: int) -> float:
+def pooled(pair: SimulationConfig, processors: int, drafters: int, streams: int) -> float:
     pool = replace(
         pair,
         sp=processors - drafters,
@@ -222,7 +222,7 @@ def by_failures() -> list[Row]:
     ]
 
 
-def failures_row(setting: Setting, algorithm: str) -> Row:
+def failures_row(setting: SimulationConfig, algorithm: str) -> Row:
     """Tokens per second: put together from parts, and, where failures are frequent, one long run."""
     return {
         "algorithm": algorithm,
@@ -233,7 +233,7 @@ def failures_row(setting: Setting, algorithm: str) -> Row:
     }
 
 
-def by_parts(setting: Setting, algorithm: str, rate: float) -> float:
+def by_parts(setting: SimulationConfig, algorithm: str, rate: float) -> float:
     """The speed with so many targets and with or without a drafter, by how often that is so.
 
     Without a drafter it is non-SI's. What the change from one to the other costs is left out.
@@ -251,19 +251,19 @@ def by_parts(setting: Setting, algorithm: str, rate: float) -> float:
 
 
 @cache
-def speed(setting: Setting, algorithm: str, targets: int) -> float:
+def speed(setting: SimulationConfig, algorithm: str, targets: int) -> float:
     """Tokens per second; only DSI has a use for more than one target."""
     sp = targets if algorithm == "dsi" else 1
     return 1000 / ms_per_token(replace(setting, sp=sp, drafter_copies=1), algorithm)
 
 
-def in_one_run(setting: Setting, algorithm: str, rate: float) -> float:
+def in_one_run(setting: SimulationConfig, algorithm: str, rate: float) -> float:
     frail = replace(setting, tokens=LONG, failures_per_hour=rate, repair_s=REPAIR_S)
     return 1000 * LONG / fmean(frail.run(algorithm, seed).ms for seed in range(TRIES))
 
 
 @dataclass(frozen=True)
-class OneFailure(Setting):
+class OneFailure(SimulationConfig):
     """One server fails once, and is not back before the text is done."""
 
     victim: str = ""
@@ -282,7 +282,7 @@ def by_notice() -> list[Row]:
     ]
 
 
-def one_failure(pair: Setting, notice: float) -> float:
+def one_failure(pair: SimulationConfig, notice: float) -> float:
     """Each target in turn, in the middle of a text."""
     plan = rehearsed(pair)
     costs = []

@@ -13,9 +13,9 @@ from statistics import median
 from time import process_time
 
 from dsi.core.messages import Event, Step
-from dsi.engine import Loop
-from dsi.measure.settings import PROMPT, Setting
-from dsi.request import Request
+from dsi.core.request import Request
+from dsi.fleets.loop import EngineLoop
+from dsi.planning.simulation import PROMPT, SimulationConfig
 
 LENGTHS = (50, 500, 5000)
 MOST_MICROSECONDS, MOST_GROWTH = 25.0, 1.25
@@ -23,8 +23,8 @@ MOST_MICROSECONDS, MOST_GROWTH = 25.0, 1.25
 
 def run(tokens: int, seed: int) -> tuple[float, float]:
     """Microseconds per event, of the loop and of the core."""
-    setting = Setting(20.0, 2.0, 0.8, sp=7, tokens=tokens)
-    engine = Loop(setting.simulated(seed))
+    setting = SimulationConfig(20.0, 2.0, 0.8, sp=7, tokens=tokens)
+    engine = EngineLoop(setting.simulated(seed))
     began = process_time()
     live = engine.submit(Request(PROMPT, tokens, setting.policy("dsi")))
     events = 0
@@ -34,9 +34,9 @@ def run(tokens: int, seed: int) -> tuple[float, float]:
     return (process_time() - began) / events * 1e6, core(setting, seed)
 
 
-def core(setting: Setting, seed: int) -> float:
+def core(setting: SimulationConfig, seed: int) -> float:
     """The same run again, with a stopwatch around the state machine."""
-    engine = Loop(setting.simulated(seed))
+    engine = EngineLoop(setting.simulated(seed))
     live = engine.submit(Request(PROMPT, setting.tokens, setting.policy("dsi")))
     handle, spent, events = live.generation.handle, 0.0, 0
 
@@ -60,9 +60,7 @@ def measure(repeats: int) -> dict[int, tuple[float, float]]:
     for seed in range(repeats):
         for tokens in LENGTHS:
             times[tokens].append(run(tokens, seed))
-    return {
-        tokens: (median(a for a, _ in runs), median(b for _, b in runs)) for tokens, runs in times.items()
-    }
+    return {tokens: (median(a for a, _ in runs), median(b for _, b in runs)) for tokens, runs in times.items()}
 
 
 def main() -> None:
@@ -81,9 +79,7 @@ def main() -> None:
     print("tokens   loop us/event   core us/event   (measured)")
     for tokens, (loop, alone) in found.items():
         print(f"{tokens:6}   {loop:13.1f}   {alone:13.1f}")
-    print(
-        f"growth {growth:.2f}; under {MOST_MICROSECONDS:g} us and flat within 25%: {'yes' if met else 'NO'}"
-    )
+    print(f"growth {growth:.2f}; under {MOST_MICROSECONDS:g} us and flat within 25%: {'yes' if met else 'NO'}")
 
 
 if __name__ == "__main__":

@@ -29,20 +29,20 @@ import transformers
 
 from dsi.core.messages import DRAFTER, GREEDY, TARGET, Sampling
 from dsi.core.policies import named
-from dsi.engine import Loop
-from dsi.fleets.polling import PollingFleet
-from dsi.fleets.work import Memory, Server
-from dsi.loading import quiet
-from dsi.measure.choose import Choice, as_chosen, as_measured, choose
-from dsi.measure.concurrent import Costs, costs, in_order
-from dsi.measure.divergence import divergences
-from dsi.models.graphs import Graphed
+from dsi.core.request import Completion, Request
+from dsi.engine.build import quiet
+from dsi.engine.profile_cuda import Costs, costs, in_order
+from dsi.experiments.divergence import divergences
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.worker import PrefixTable, Server
+from dsi.models.cuda.graphs import CudaGraphModel
+from dsi.models.cuda.green_contexts import streams
 from dsi.models.oracle import Oracle
 from dsi.models.shapes import random_model
-from dsi.models.slices import streams
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.paper.table2 import PAIRS
-from dsi.request import Completion, Request
+from dsi.planning.choose import Choice, as_chosen, as_measured, choose
 
 TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
 DRAFTER_SHAPE = "vicuna-68m"
@@ -56,19 +56,19 @@ SHARES = (0.6, 0.8, 1, 1.2, 1.5)  # of the best block of SI's rehearsal: those i
 class Bench:
     """A target's replicas and a drafter, each on its slice."""
 
-    targets: list[Graphed]
-    drafter: Graphed
+    targets: list[CudaGraphModel]
+    drafter: CudaGraphModel
     costs: Costs
     plain_ms: dict[int, list[float]] = field(default_factory=dict)  # non-SI, by tokens
 
-    def fleet(self, sp: int, acceptance: float, seed: int) -> PollingFleet:
+    def fleet(self, sp: int, acceptance: float, seed: int) -> CudaFleet:
         mind = ToyTarget(seed)
         guess = ToyDrafter(mind, acceptance, seed * 1013)
         servers = [
-            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind), Memory(common=True))
+            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind), PrefixTable(common=True))
             for i, t in enumerate(self.targets[:sp], 1)
         ]
-        return PollingFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])
+        return CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])
 
 
 @cache
@@ -94,10 +94,10 @@ def prepared(target: str, drafter: str, pieces: int | None, share: int, slices: 
 
 def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None) -> Bench:
     began = perf_counter()
-    drafter = Graphed(small, ROOM, lane, guesses=True)
-    targets: list[Graphed] = []
+    drafter = CudaGraphModel(small, ROOM, lane, guesses=True)
+    targets: list[CudaGraphModel] = []
     for each in lanes:
-        targets.append(Graphed(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
+        targets.append(CudaGraphModel(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
     say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
     targets = in_order(targets, PROMPT)
     return Bench(targets, drafter, costs(targets, drafter, PROMPT, targets[0].stops, one_cache=True))
@@ -107,7 +107,7 @@ def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: in
     fleet = bench.fleet(choice.sp, acceptance, seed)
     policy = named(choice.algorithm, choice.lookahead, patience=choice.patience, horizon=choice.horizon)
     try:
-        [done] = Loop(fleet).run(Request((1,) * PROMPT, tokens, policy))
+        [done] = EngineLoop(fleet).run(Request((1,) * PROMPT, tokens, policy))
         return done
     finally:
         fleet.close()
@@ -177,7 +177,7 @@ def virtual_ms(bench: Bench, choice: Choice, acceptance: float, tokens: int, see
     """The same text with the same luck, in virtual time with the measured latencies."""
     setting = as_chosen(as_measured(bench.costs, acceptance, tokens, choice.sp), choice)
     policy = setting.policy(choice.algorithm)
-    [done] = Loop(setting.simulated(seed)).run(Request((1,) * PROMPT, tokens, policy))
+    [done] = EngineLoop(setting.simulated(seed)).run(Request((1,) * PROMPT, tokens, policy))
     return float(done.elapsed)
 
 
@@ -290,9 +290,7 @@ def parts(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--only", default=",".join(("text", *TARGETS, "table2")), help="parts, separated by commas"
-    )
+    parser.add_argument("--only", default=",".join(("text", *TARGETS, "table2")), help="parts, separated by commas")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)

@@ -16,16 +16,16 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsi.core.messages import DRAFTER, TARGET
-from dsi.engine import Loop
-from dsi.fleets.polling import PollingFleet
-from dsi.fleets.work import Memory, Server
-from dsi.measure.choose import Choice, as_chosen, as_measured
-from dsi.measure.concurrent import Costs
-from dsi.models.backend import Flag
-from dsi.models.graphs import Graphed
+from dsi.core.request import Request
+from dsi.engine.profile_cuda import Costs
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.worker import PrefixTable, Server
+from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.oracle import Oracle
+from dsi.models.protocol import CancelFlag
 from dsi.models.toy import ToyDrafter, ToyTarget
-from dsi.request import Request
+from dsi.planning.choose import Choice, as_chosen, as_measured
 
 ROOM, PROMPT, PIECES = 512, 128, 11
 # As measured for a target of 1.1B and a drafter of 68M on slices of 8 multiprocessors of an H200.
@@ -63,26 +63,30 @@ class Timed:
     def __init__(self, ms: float, pieces: int, clock: Clock) -> None:
         self.pieces, self._seconds, self._clock = pieces, ms / 1000 / pieces, clock
 
-    def launch(self, piece: int, after: Any, cancelled: Flag) -> Due:  # noqa: ARG002
+    def launch(self, piece: int, after: Any, cancelled: CancelFlag) -> Due:  # noqa: ARG002
         ready = max(time.perf_counter(), self._clock.free, after.end if after else 0.0)
         self._clock.free = ready + self._seconds
         return Due(self._clock.free)
 
 
 def timed(
-    model: Any, by_width: dict[int, float], pieces: int, beside: Graphed | None = None, guesses: bool = False
-) -> Graphed:
-    server = Graphed(model, ROOM, pieces=1, sizes=tuple(by_width), beside=beside, guesses=guesses)
+    model: Any,
+    by_width: dict[int, float],
+    pieces: int,
+    beside: CudaGraphModel | None = None,
+    guesses: bool = False,
+) -> CudaGraphModel:
+    server = CudaGraphModel(model, ROOM, pieces=1, sizes=tuple(by_width), beside=beside, guesses=guesses)
     clock = Clock()
     server._forwards = {size: Timed(ms, pieces, clock) for size, ms in by_width.items()}  # type: ignore[misc]
     server._followers = [Timed(by_width[1], pieces, clock) for _ in range(2 * guesses)]
     return server
 
 
-def crew(sp: int) -> tuple[list[Graphed], Graphed]:
+def crew(sp: int) -> tuple[list[CudaGraphModel], CudaGraphModel]:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64, max_position_embeddings=ROOM))
-    targets: list[Graphed] = []
+    targets: list[CudaGraphModel] = []
     for _ in range(sp):
         targets.append(timed(model, COSTS.by_width, PIECES, targets[0] if targets else None))
     return targets, timed(model, dict.fromkeys(COSTS.by_width, COSTS.drafter_ms), 2, guesses=True)
@@ -94,17 +98,17 @@ def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float,
     targets, drafter = crew(choice.sp)
     mind = ToyTarget(seed)
     servers = [
-        Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind), Memory(common=True))
+        Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind), PrefixTable(common=True))
         for i, each in enumerate(targets, 1)
     ]
     guess = ToyDrafter(mind, acceptance, seed * 1013)
     setting = as_chosen(as_measured(COSTS, acceptance, tokens, choice.sp), choice)
     request = Request((1,) * PROMPT, tokens, setting.policy(name))
-    fleet = PollingFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(drafter, guess))])
+    fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(drafter, guess))])
     for each in (*targets, drafter):
         each.held[:] = request.prompt  # it is in the caches
-    [done] = Loop(fleet).run(request)
-    [virtual] = Loop(setting.simulated(seed)).run(request)
+    [done] = EngineLoop(fleet).run(request)
+    [virtual] = EngineLoop(setting.simulated(seed)).run(request)
     assert done.tokens == virtual.tokens
     return 1000 * float(done.elapsed), float(virtual.elapsed)
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dsi.loading import quiet
-from dsi.means import folder
-from dsi.measure.compare import PROMPTS
-from dsi.speech import Engine
+from dsi.engine.build import quiet
+from dsi.engine.engine import Engine
+from dsi.experiments.compare import PROMPTS
+from dsi.models.names import folder
 
 Write = Callable[[str], tuple[tuple[int, ...], float]]  # a prompt to its tokens and seconds
 
@@ -44,9 +44,7 @@ def ours(engine: Engine, algorithm: str, lookahead: int | None, tokens: int) -> 
 
 def theirs(tokens: int, threads: int, assisted: bool) -> Write:
     """transformers' generate, in this process, with all cores."""
-    target, drafter = (
-        AutoModelForCausalLM.from_pretrained(folder("builtin", role)) for role in ("target", "drafter")
-    )
+    target, drafter = (AutoModelForCausalLM.from_pretrained(folder("builtin", role)) for role in ("target", "drafter"))
     tokenizer = AutoTokenizer.from_pretrained(folder("builtin", "target"))
     target, drafter = target.float().eval(), drafter.float().eval()
     options: dict[str, Any] = {"assistant_model": drafter} if assisted else {}

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import transformers as hf
 
+from dsi.engine.build import backend, forward_ms, quiet
 from dsi.fleets.processes import FORK
-from dsi.loading import backend, forward_ms, quiet
-from dsi.means import folder
 from dsi.models.hf import load
-from dsi.models.parallel import Parallel
+from dsi.models.names import folder
+from dsi.models.tensor_parallel import TensorParallel
 
 NEW = (1, 8)  # new tokens of a forward
 SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_hidden_layers": 8}
@@ -42,7 +42,7 @@ def whole(threads: int) -> Callable[[Any], Any]:
 WAYS: dict[str, Callable[[Any], Any]] = {
     "whole, 1 thread": whole(1),
     "whole, 2 threads": whole(2),
-    "2 parts, 1 thread each": lambda model: Parallel(model, 2),
+    "2 parts, 1 thread each": lambda model: TensorParallel(model, 2),
 }
 
 

@@ -18,20 +18,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dsi.core.context import Context
 from dsi.core.messages import Verify
 from dsi.core.policies import autoregressive, distributed, named
-from dsi.engine import Loop
-from dsi.fleets.actors import ActorFleet, Mischief, Needs, hush, ray
+from dsi.core.request import Request
+from dsi.core.sequence import TokenSequence
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.work import Server
-from dsi.measure.settings import SECOND, Setting
+from dsi.fleets.ray_actors import FaultInjector, RayFleet, ResourceRequest, hush, ray
+from dsi.fleets.worker import Server
 from dsi.models.toy import ToyTarget
-from dsi.request import Request
+from dsi.planning.simulation import SECOND, SimulationConfig
 
-LITTLE = {"target": Needs(cpus=0.01), "drafter": Needs(cpus=0.01)}
-PAPER = Setting(37.7, 2.5, 0.8, sp=7, tokens=100)
-QUICK = Setting(4.0, 1.0, 0.7, sp=2, tokens=60)
+LITTLE = {"target": ResourceRequest(cpus=0.01), "drafter": ResourceRequest(cpus=0.01)}
+PAPER = SimulationConfig(37.7, 2.5, 0.8, sp=7, tokens=100)
+QUICK = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=60)
 FAULTS = [  # what, how, every how many of them, how often
     ("answer", "twice", 3, 150),
     ("cancel", "lose", 1, 100),
@@ -46,7 +46,7 @@ FAULTS = [  # what, how, every how many of them, how often
     ("verify", "hang", 14, 15),
     ("answer", "hang", 25, 10),
 ]
-TEXT = Context.of((1, 2, 3))
+TEXT = TokenSequence.of((1, 2, 3))
 
 
 def say(*words: object) -> None:
@@ -56,7 +56,7 @@ def say(*words: object) -> None:
 def latency(jobs: int) -> dict[str, Any]:
     """A job that takes no time, on a process and on an actor, in turn."""
     crew = [Server("target-1", "target", ToyTarget(3))]
-    actors, processes = ActorFleet(crew, needs=LITTLE), ProcessFleet(crew)
+    actors, processes = RayFleet(crew, needs=LITTLE), ProcessFleet(crew)
     actors.wait_until_ready()
     times: dict[str, list[float]] = {"actor": [], "process": []}
     for id in range(jobs):
@@ -82,13 +82,13 @@ def speed(repeats: int) -> dict[str, Any]:
     virtual: dict[str, list[float]] = {"si": [], "dsi": []}
     blocks = {"si": 5, "dsi": 3}
     for seed in range(repeats):
-        fleet = ActorFleet(PAPER.servers(seed, SECOND), needs=LITTLE)
+        fleet = RayFleet(PAPER.servers(seed, SECOND), needs=LITTLE)
         fleet.wait_until_ready()
-        loop = Loop(fleet)
+        loop = EngineLoop(fleet)
         for name in ("si", "dsi", "si", "dsi"):  # the first of each warms up
             policy = named(name, blocks[name])
             [done] = loop.run(Request((1, 2, 3), PAPER.tokens, policy))
-            [free] = Loop(PAPER.simulated(seed)).run(Request((1, 2, 3), PAPER.tokens, policy))
+            [free] = EngineLoop(PAPER.simulated(seed)).run(Request((1, 2, 3), PAPER.tokens, policy))
             if done.tokens != free.tokens:
                 raise SystemExit("ray: different texts")
             times[name].append(1000 * float(done.elapsed))
@@ -106,9 +106,9 @@ def speed(repeats: int) -> dict[str, Any]:
 
 
 def ordinary(requests: int = 10) -> float:
-    fleet = ActorFleet(QUICK.servers(3, SECOND), needs=LITTLE)
+    fleet = RayFleet(QUICK.servers(3, SECOND), needs=LITTLE)
     fleet.wait_until_ready()
-    loop = Loop(fleet)
+    loop = EngineLoop(fleet)
     found = [float(loop.run(request())[0].elapsed) for _ in range(requests)]
     fleet.close()
     return median(found)
@@ -120,7 +120,7 @@ def request() -> Request:
 
 def faults(share: float) -> dict[str, Any]:
     """Every kind of fault at every kind of message, until each has happened often enough."""
-    [plain] = Loop(QUICK.simulated(3)).run(Request((1, 2, 3), QUICK.tokens, autoregressive()))
+    [plain] = EngineLoop(QUICK.simulated(3)).run(Request((1, 2, 3), QUICK.tokens, autoregressive()))
     usual, rows = ordinary(), []
     for kind, fate, every, often in FAULTS:
         row = fault(kind, fate, every, max(1, round(often * share)), plain.tokens)
@@ -137,14 +137,14 @@ def faults(share: float) -> dict[str, Any]:
 
 def fault(kind: str, fate: str, every: int, often: int, plain: tuple[int, ...]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile() as book:
-        fleet = ActorFleet(
+        fleet = RayFleet(
             QUICK.servers(3, SECOND),
             needs=LITTLE,
             hang_seconds=1.0,
-            fault=lambda _: Mischief(kind, fate, every, book.name),
+            fault=lambda _: FaultInjector(kind, fate, every, book.name),
         )
         fleet.wait_until_ready()
-        loop, texts, equal, seconds, seen = Loop(fleet), 0, 0, 0.0, 0
+        loop, texts, equal, seconds, seen = EngineLoop(fleet), 0, 0, 0.0, 0
         while seen < often:
             [done] = loop.run(request())
             texts, equal, seconds = texts + 1, equal + (done.tokens == plain), seconds + float(done.elapsed)

@@ -24,21 +24,21 @@ import numpy as np
 
 from dsi.core.generation import Policy
 from dsi.core.messages import RULES, Sampling
-from dsi.loading import load_apart, quiet
-from dsi.measure.by_rule import Accepted, Figure, Trial, summary, trials
-from dsi.measure.compare import PROMPTS
-from dsi.prompts import choose, read
-from dsi.request import Completion, Request
+from dsi.core.request import Completion, Request
+from dsi.engine.build import load_apart, quiet
+from dsi.engine.engine import Engine
+from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, summary, trials
+from dsi.experiments.compare import PROMPTS
+from dsi.experiments.datasets import choose, read
+from dsi.sampling.acceptance_rules import block, reject, several
+from dsi.sampling.logits import probabilities, race
 from dsi.sampling.noise import exponential, key
-from dsi.sampling.probs import probabilities, race
-from dsi.sampling.rules import block, reject, several
-from dsi.speech import Engine
 
 VOCABULARY = 128_000
 LOOKAHEAD = 5
 ALLOWED_MS = 1.0
 WARM = 1.0  # temperature
-Found = dict[tuple[float, str], list[Trial]]
+Found = dict[tuple[float, str], list[RuleTrial]]
 
 
 @dataclass
@@ -145,8 +145,7 @@ def costs(repeats: int) -> dict[str, float]:
     return {
         "match": best(lambda: race(p, noise), repeats),
         "reject": best(lambda: reject(p, *guess, 1.0, noise), repeats),
-        "block": best(lambda: block([p] * LOOKAHEAD, [guess] * LOOKAHEAD, falls, lambda _: noise), repeats)
-        / LOOKAHEAD,
+        "block": best(lambda: block([p] * LOOKAHEAD, [guess] * LOOKAHEAD, falls, lambda _: noise), repeats) / LOOKAHEAD,
         "specinfer": best(lambda: several(p, [guess] * 2, [1.0, 1.0], noise), repeats),
         "probabilities": best(lambda: probabilities(scores, Sampling(WARM)), repeats),
         "probabilities, top-k 50": best(lambda: probabilities(scores, Sampling(WARM, top_k=50)), repeats),
@@ -183,9 +182,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     quiet()
-    tokens, repeats, count = (
-        (32, 1, 4) if options.quick else (options.tokens, options.repeats, options.prompts)
-    )
+    tokens, repeats, count = (32, 1, 4) if options.quick else (options.tokens, options.repeats, options.prompts)
     cost = costs(20 * repeats)
     rows = speed(PROMPTS[:2] if options.quick else PROMPTS, tokens, repeats, options.lookahead)
     found = acceptance(count, tokens)

@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from dsi.speech import Engine
+from dsi.engine.engine import Engine
 
 LOOKAHEAD, PATIENCE = 8, 4  # the same for the engine and the server: each would measure its own
 WORDS = [
@@ -188,9 +188,7 @@ async def one(client: httpx.AsyncClient, case: Case, algorithm: str, score: Scor
     score.tokens += NEW_TOKENS
 
 
-async def load(
-    url: str, known: list[Case], algorithm: str, streams: int, seconds: float, leave: float = 0.0
-) -> Score:
+async def load(url: str, known: list[Case], algorithm: str, streams: int, seconds: float, leave: float = 0.0) -> Score:
     """So many clients, each with one request after the other, until the time is up."""
     score, end = Score(), time.perf_counter() + seconds
 
@@ -259,9 +257,7 @@ async def abuse(pid: int, end: float, every: float) -> tuple[int, list[float]]:
 def soak(url: str, pid: int, known: list[Case], streams: int, seconds: float) -> dict[str, Any]:
     async def both() -> tuple[Score, tuple[int, list[float]]]:
         end = time.perf_counter() + seconds
-        return await asyncio.gather(
-            load(url, known, "dsi", streams, seconds, leave=0.25), abuse(pid, end, every=4.0)
-        )
+        return await asyncio.gather(load(url, known, "dsi", streams, seconds, leave=0.25), abuse(pid, end, every=4.0))
 
     score, (kills, memory) = asyncio.run(both())
     third = len(memory) // 3
@@ -289,9 +285,7 @@ def soak(url: str, pid: int, known: list[Case], streams: int, seconds: float) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="of the abuse; load takes a third, 4 times"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="of the abuse; load takes a third, 4 times")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=12, help="of one stream beside the engine")
     parser.add_argument("--seed", type=int, default=0)

@@ -16,8 +16,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from dsi.measure.settings import Setting
-from dsi.measure.simulate import best
+from dsi.experiments.simulate import best
+from dsi.planning.simulation import SimulationConfig
 
 REPEATS = 30
 SPS = (1, 2, 3, 4, 7)
@@ -36,12 +36,12 @@ Cell = tuple[float, int, tuple[int, bool], bool]  # acceptance, SP, how forwards
 
 def dsi_ms(cell: Cell) -> float:
     acceptance, sp, (pieces, eager), patient = cell
-    setting = Setting(27.0, 1.0, acceptance, sp, tokens=100, pieces=pieces, eager=eager)
+    setting = SimulationConfig(27.0, 1.0, acceptance, sp, tokens=100, pieces=pieces, eager=eager)
     return best(setting, "dsi", LOOKAHEADS, PATIENCES[patient], repeats=REPEATS).mean_ms
 
 
 def si_ms(acceptance: float) -> float:
-    setting = Setting(27.0, 1.0, acceptance, sp=1, tokens=100)
+    setting = SimulationConfig(27.0, 1.0, acceptance, sp=1, tokens=100)
     return best(setting, "si", (3, 5, 8, 12, 16), (0,), repeats=REPEATS).mean_ms
 
 

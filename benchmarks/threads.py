@@ -12,7 +12,7 @@ import json
 import sys
 from statistics import median, quantiles
 
-from dsi.measure.settings import TITLES, Setting
+from dsi.planning.simulation import TITLES, SimulationConfig
 
 SETTINGS = {(20.0, 2.0): 1.05, (37.7, 2.5): 1.08}
 ALGORITHMS = ("nonsi", "si", "dsi")
@@ -24,7 +24,7 @@ def measure(repeats: int, acceptance: float) -> dict[Key, list[float]]:
     ratios: dict[Key, list[float]] = {(*pair, name): [] for pair in SETTINGS for name in ALGORITHMS}
     for seed in range(repeats):
         for target, drafter, algorithm in ratios:
-            setting = Setting(target, drafter, acceptance, sp=7, tokens=50)
+            setting = SimulationConfig(target, drafter, acceptance, sp=7, tokens=50)
             virtual, waited = (setting.run(algorithm, seed, waited=kind).ms for kind in (False, True))
             ratios[target, drafter, algorithm].append(waited / virtual)
         print(f"\r{seed + 1} of {repeats} repeats", end="", file=sys.stderr, flush=True)

@@ -13,11 +13,12 @@ import json
 import sys
 from typing import Any
 
-from dsi import show
+from dsi.cli import output as show
 from dsi.core.messages import RULES
-from dsi.loading import load_apart
-from dsi.measure.unbiased import Remembered, chi_square
-from dsi.sampling import judge, rules
+from dsi.engine.build import load_apart
+from dsi.experiments.unbiased import Remembered, chi_square
+from dsi.sampling import acceptance_rules as rules
+from dsi.sampling import verify as judge
 
 PROMPT = "Once upon a time"
 ALLOWED = 4.0

@@ -13,20 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from dsi.core.messages import Sampling
-from dsi.loading import backend, quiet, tokenizer
-from dsi.means import folder
-from dsi.measure.compare import PROMPTS
-from dsi.models.backend import Ask, Flag, Model, Speaker
+from dsi.engine.build import backend, quiet, tokenizer
+from dsi.experiments.compare import PROMPTS
 from dsi.models.hf import load
-from dsi.models.slem import SLEM
-from dsi.models.text import Text
-from dsi.models.tli import TLI
-from dsi.models.vocabulary import Vocabulary
-from dsi.translation import share
+from dsi.models.names import folder
+from dsi.models.protocol import CancelFlag, ForwardRequest, Model, SamplingModel
+from dsi.models.tokenizer import Tokenizer
+from dsi.models.vocab.slem import SLEM
+from dsi.models.vocab.tli import TLI
+from dsi.models.vocab.translate import share
+from dsi.models.vocab.vocabulary import Vocabulary
 
 ORDER = 5  # tokens of the longest run that is counted
 TRUST = 0.8  # in a run over one that is shorter by a token
@@ -46,7 +47,7 @@ class Counts:
                 for start in range(max(0, end + 1 - ORDER), end + 1):
                     self._runs[tuple(text[start:end])][text[end]] += 1
 
-    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag) -> Any:  # noqa: ARG002
+    def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Any:  # noqa: ARG002
         return np.array([self._row(tokens[:i]) for i in range(start, len(tokens) + 1)])
 
     def _row(self, tokens: Sequence[int]) -> Any:
@@ -60,7 +61,7 @@ class Counts:
 
 
 def byte_level(texts: list[str], size: int) -> Any:
-    raw = Tokenizer(models.BPE())
+    raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
@@ -71,17 +72,15 @@ def byte_level(texts: list[str], size: int) -> Any:
 
 
 def unigram(texts: list[str], size: int) -> Any:
-    raw = Tokenizer(models.Unigram())
+    raw = RawTokenizer(models.Unigram())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<unk>", "</s>"]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=size, special_tokens=special, unk_token="<unk>", show_progress=False)
     raw.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>", unk_token="<unk>")
 
 
-def written(model: Any, text: Text, count: int, length: int) -> list[str]:
+def written(model: Any, text: Tokenizer, count: int, length: int) -> list[str]:
     """Stories that the target has sampled, to learn from."""
     torch.manual_seed(0)
     found: list[str] = []
@@ -99,21 +98,21 @@ def written(model: Any, text: Text, count: int, length: int) -> list[str]:
     return found
 
 
-def truths(target: Model, text: Text, sampling: Sampling, length: int) -> list[tuple[list[int], int]]:
+def truths(target: Model, text: Tokenizer, sampling: Sampling, length: int) -> list[tuple[list[int], int]]:
     """The target's own continuation of each prompt, and where it begins."""
     found = []
     for prompt in PROMPTS:
         tokens = list(text.encode(prompt))
         start = len(tokens)
         while len(tokens) < start + length and tokens[-1] not in text.ends:
-            tokens += target.answer(Ask(tokens, len(tokens), sampling=sampling))
+            tokens += target.answer(ForwardRequest(tokens, len(tokens), sampling=sampling))
         found.append((tokens, start))
     return found
 
 
 def acceptance(drafter: Model, texts: list[tuple[list[int], int]], sampling: Sampling) -> float:
     right = [
-        drafter.answer(Ask(tokens[:i], i, sampling=sampling)) == (tokens[i],)
+        drafter.answer(ForwardRequest(tokens[:i], i, sampling=sampling)) == (tokens[i],)
         for tokens, start in texts
         for i in range(start, len(tokens))
     ]
@@ -133,15 +132,15 @@ def main() -> None:
     tongues = {"the target's": text.tokenizer}
     tongues |= {f"byte-level {size}": byte_level(stories, size) for size in (500, 1000, 2000)}
     tongues |= {f"unigram {size}": unigram(stories, size) for size in (500, 1000)}
-    target = Speaker(backend(model))
+    target = SamplingModel(backend(model))
     texts = [(truths(target, text, sampling, asked.tokens), sampling) for sampling in SAMPLINGS]
     print(("{:16}{:>8}{:>8}{:>8}" + 4 * "{:>9}").format(*HEADS))
     for name, tongue in tongues.items():
-        known = Text(tongue)
+        known = Tokenizer(tongue)
         drafter = Vocabulary(known, len(tongue))
         counts = Counts([[*known.encode(story), tongue.eos_token_id] for story in stories], len(tongue))
         by_token, by_text = TLI(counts, drafter, own), SLEM(counts, drafter, own)
-        figures = [acceptance(way, *each) for each in texts for way in (Speaker(by_token), by_text)]
+        figures = [acceptance(way, *each) for each in texts for way in (SamplingModel(by_token), by_text)]
         print(f"{name:16}{len(tongue):8}{len(by_token.shared):8}{share(by_token, own):8.2f}", end="")
         print("".join(f"{figure:9.3f}" for figure in figures))
     print(f"measured: {sum(len(tokens) - start for tokens, start in texts[0][0])} places of greedy texts")

@@ -3,7 +3,7 @@
 This one is SI that drafts twice as much after a block that was accepted whole.
 """
 
-from dsi import Latency, Loop, Request, Server, SimulatedFleet, ToyDrafter, ToyTarget, Wait, speculative
+from dsi import EngineLoop, Latency, Request, Server, SimulatedFleet, ToyDrafter, ToyTarget, Wait, speculative
 from dsi.core.generation import Generation, Policy
 
 
@@ -27,5 +27,5 @@ target = ToyTarget(seed=1)
 for name, policy in (("SI", speculative(4)), ("its eager sister", eager(4))):
     servers = [Server("target", "target", Wait(target, Latency(20.0)))]
     servers.append(Server("drafter", "drafter", Wait(ToyDrafter(target, acceptance=0.95), Latency(2.0))))
-    [done] = Loop(SimulatedFleet(servers)).run(Request((1, 2, 3), 50, policy))
+    [done] = EngineLoop(SimulatedFleet(servers)).run(Request((1, 2, 3), 50, policy))
     print(f"{name}: {done.elapsed:.0f} ms (simulated), text {hash(done.tokens) % 1000}")

@@ -5,9 +5,7 @@ import dsi
 with dsi.Engine.load(sp=2) as engine:
     texts = []
     for algorithm in ("nonsi", "dsi"):
-        writing = engine.stream(
-            "The old clock", max_new_tokens=40, temperature=0.8, seed=5, algorithm=algorithm
-        )
+        writing = engine.stream("The old clock", max_new_tokens=40, temperature=0.8, seed=5, algorithm=algorithm)
         print(f"{algorithm:>6}:", end="")
         for piece in writing:
             print(piece, end="", flush=True)

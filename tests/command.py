@@ -18,7 +18,13 @@ from subprocess import CompletedProcess
 from tempfile import TemporaryDirectory
 from typing import Any
 
-PRELOADED = ["dsi.cli", "dsi.evidence", "dsi.placed", "dsi.measure.acceptance", "dsi.measure.latency"]
+PRELOADED = [
+    "dsi.cli.main",
+    "dsi.engine.profile_cpu",
+    "dsi.engine.build_cuda",
+    "dsi.experiments.acceptance",
+    "dsi.experiments.latency",
+]
 
 
 @cache
@@ -30,7 +36,7 @@ def server() -> ForkServerContext:
 
 
 def run(arguments: list[str], folder: str, *files: Path) -> None:
-    from dsi.cli import main
+    from dsi.cli.main import main
 
     os.chdir(folder)
     for number, path in enumerate(files, 1):

@@ -6,13 +6,13 @@ from statistics import fmean
 
 import pytest
 
-from dsi.core.dispatch import Dispatch
 from dsi.core.generation import Generation
 from dsi.core.messages import DRAFTER, Draft, Drafted, Failed, Job, Sampling, Verified, Verify
 from dsi.core.policies import distributed
-from dsi.measure.settings import Setting
+from dsi.core.scheduler import Scheduler
 from dsi.paper.claims import bound
-from dsi.planner import servers_needed
+from dsi.planning.equation_1 import servers_needed
+from dsi.planning.simulation import SimulationConfig
 
 TARGET_MS, DRAFTER_MS, TOKENS = Fraction(10), Fraction(1), 60
 
@@ -90,7 +90,7 @@ def test_nothing_follows_a_stop_token() -> None:
 
 def test_a_look_aside_waits_for_all_others_until_it_becomes_the_watch_on_the_root() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare=9))
-    dispatch = Dispatch({"t": "target"})
+    dispatch = Scheduler({"t": "target"})
     for step in (g.start(), g.handle(Drafted(open_draft(g), 1, others=(2,)))):
         for job in step.start:
             dispatch.offer(job)
@@ -103,10 +103,10 @@ def test_a_look_aside_waits_for_all_others_until_it_becomes_the_watch_on_the_roo
     assert order == [(7,), (7, 1), (7, 1, 3), (7, 2)]
 
 
-def setting(acceptance: float, spare: int, second_hit: float, lookahead: int, branches: int = 2) -> Setting:
+def setting(acceptance: float, spare: int, second_hit: float, lookahead: int, branches: int = 2) -> SimulationConfig:
     """As many targets as one chain can ever want, and some to spare."""
     needed = servers_needed(TARGET_MS, DRAFTER_MS, lookahead) + 1
-    return Setting(
+    return SimulationConfig(
         TARGET_MS,
         DRAFTER_MS,
         acceptance,
@@ -119,7 +119,7 @@ def setting(acceptance: float, spare: int, second_hit: float, lookahead: int, br
     )
 
 
-def times(what: Setting, seeds: int = 20) -> list[float]:
+def times(what: SimulationConfig, seeds: int = 20) -> list[float]:
     return [what.run("dsi", seed).ms for seed in range(seeds)]
 
 
@@ -133,9 +133,7 @@ def test_second_guesses_that_are_never_right_cost_no_time(acceptance: float, loo
 
 @pytest.mark.parametrize("lookahead", [1, 3])
 @pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
-def test_second_guesses_that_are_right_save_time_and_the_more_the_more_spare(
-    acceptance: float, lookahead: int
-) -> None:
+def test_second_guesses_that_are_right_save_time_and_the_more_the_more_spare(acceptance: float, lookahead: int) -> None:
     chain = times(setting(acceptance, 0, 0.0, lookahead, branches=1))
     few, many = (times(setting(acceptance, spare, 1.0, lookahead)) for spare in (1, 11))
     assert all(mine <= theirs for mine, theirs in zip(many, chain))  # on every path, not only on average
@@ -152,7 +150,7 @@ def test_one_chain_is_bound_by_proposition_1_and_second_guesses_are_not() -> Non
 
 def test_looks_aside_never_delay_a_watch_that_waits_for_a_target() -> None:
     """Blocks queue for two targets all the time: what is to be looked at aside comes after them."""
-    scarce = Setting(TARGET_MS, DRAFTER_MS, 1.0, 2, TOKENS, 1, branches=2, spare=1)
+    scarce = SimulationConfig(TARGET_MS, DRAFTER_MS, 1.0, 2, TOKENS, 1, branches=2, spare=1)
     assert times(scarce, 3) == times(replace(scarce, branches=1), 3)
 
 
@@ -168,7 +166,7 @@ def test_impossible_numbers_are_refused() -> None:
     for branches, spare in ((0, 1), (2, -1)):
         with pytest.raises(ValueError, match="must be at least"):
             distributed(1, branches=branches, spare=spare)
-    possible = Setting(10, 1, 0.5, 3, 9, branches=2, spare=2, second_hit=0.5)
+    possible = SimulationConfig(10, 1, 0.5, 3, 9, branches=2, spare=2, second_hit=0.5)
     for wrong in ({"spare": 3}, {"second_hit": 1.5}, {"sure": -0.1}, {"branches": 0}):
         with pytest.raises(ValueError, match="must be"):
             replace(possible, **wrong)

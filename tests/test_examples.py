@@ -8,9 +8,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 def printed(path: Path) -> list[str]:
-    return subprocess.run(
-        [sys.executable, str(path)], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

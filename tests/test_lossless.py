@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsi.core.context import Tokens
 from dsi.core.generation import Policy
-from dsi.core.messages import DRAFTER, TARGET, Event, Failed, Job, Sampling, Warmed
+from dsi.core.messages import DRAFTER, TARGET, Event, Failed, Job, Prefilled, Sampling
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Loop
+from dsi.core.request import Request
+from dsi.core.sequence import Tokens
+from dsi.core.stats import ServerUsage
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.work import Server, work
-from dsi.models.backend import Ask
+from dsi.fleets.worker import Server, work
+from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
-from dsi.overlap import Toll
-from dsi.request import Request
 
 NAMES = (DRAFTER, "second", "third")
 
@@ -59,7 +59,7 @@ def alone(target: ToyTarget, request: Request) -> Tokens:
     """The target by itself, token by token, in four lines that share nothing with the core."""
     tokens = list(request.prompt)
     while len(tokens) < len(request.prompt) + request.max_new_tokens:
-        tokens += target.answer(Ask(tokens, len(tokens), sampling=request.sampling))
+        tokens += target.answer(ForwardRequest(tokens, len(tokens), sampling=request.sampling))
         if tokens[-1] in request.stop:
             break
     return tuple(tokens[len(request.prompt) :])
@@ -93,7 +93,7 @@ class ShuffledFleet:
     def now(self) -> int:
         return len(self.said)
 
-    def tolls(self) -> dict[str, Toll]:
+    def tolls(self) -> dict[str, ServerUsage]:
         return {}
 
     def next_event(self) -> Event:
@@ -106,8 +106,8 @@ class ShuffledFleet:
         event = next(self.streams[id][-1], None)
         if event is None:
             del self.streams[id]
-            return Warmed(id)
-        if type(event) is not Warmed:
+            return Prefilled(id)
+        if type(event) is not Prefilled:
             self.said = [*self.said[-50:], event]
         return event
 
@@ -129,7 +129,7 @@ def test_any_order_of_answers_and_any_failures(
         for i, (name, rate) in enumerate(zip(NAMES, rates))
     }
     fleet = ShuffledFleet(models, Random(seed), failures)
-    done = Loop(fleet).run(*asked)
+    done = EngineLoop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
 
 
@@ -174,7 +174,7 @@ def test_any_latencies_and_any_number_of_servers(
         eager=eager,
         fails=lambda job: dice.random() < 0.05,  # noqa: ARG005
     )
-    done = Loop(fleet).run(*asked)
+    done = EngineLoop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
     assert {server.role for server in servers if fleet.busy[server.name]} <= {TARGET, *NAMES}
 
@@ -196,7 +196,7 @@ def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float)
     for policy in policies:
         servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(targets)]
         servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.7, second=0.5), Latency(1.0))))
-        [done] = Loop(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
+        [done] = EngineLoop(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
         texts.add(done.tokens)
     assert texts == {alone(target, Request((1, 2), 40, autoregressive(), sampling))}
 
@@ -208,5 +208,5 @@ def test_a_wrong_truth_would_be_noticed() -> None:
     servers.append(Server("bad", TARGET, Wait(ToyDrafter(target, 0.9), Latency(7.0))))
     servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.9, 4), Latency(1.0))))
     request = Request((1, 2), 60, distributed(2))
-    [done] = Loop(SimulatedFleet(servers)).run(request)
+    [done] = EngineLoop(SimulatedFleet(servers)).run(request)
     assert done.tokens != alone(target, request)

@@ -65,9 +65,7 @@ def test_every_file_that_is_linked_or_named_is_there() -> None:
 def test_every_make_target_that_is_named_is_there() -> None:
     targets = set(re.findall(r"^(\w+):", MAKE.read_text(), re.MULTILINE))
     named = {
-        name
-        for page in PAGES
-        for name in re.findall(r"\bmake (setup|demo|test|bench|\w+)\b[`) ]", page.read_text())
+        name for page in PAGES for name in re.findall(r"\bmake (setup|demo|test|bench|\w+)\b[`) ]", page.read_text())
     }
     assert {"setup", "demo", "test", "bench"} <= targets
     assert named <= targets
@@ -88,9 +86,7 @@ def test_the_tables_of_the_gpu_page_are_what_was_measured() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "h200.py"), "--show", str(LAST)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     shown = (ROOT / "docs" / "gpu.md").read_text().splitlines()
-    rows = [
-        line.split(" | ") for line in printed.splitlines() if line.startswith("|") and "whole" not in line
-    ]
+    rows = [line.split(" | ") for line in printed.splitlines() if line.startswith("|") and "whole" not in line]
     assert len(rows) == 9 + 10
     for first, *cells in rows:
         name = first.removeprefix("| ")

@@ -11,21 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsi.core.context import Tokens
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, RULES, TARGET, Job, Sampling, Verify
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Loop
+from dsi.core.request import Request
+from dsi.core.sequence import Tokens
+from dsi.engine.build import load_apart
+from dsi.experiments.unbiased import Remembered, chi_square
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.work import Server
-from dsi.loading import load_apart
-from dsi.measure.unbiased import Remembered, chi_square
-from dsi.models import backend
-from dsi.models.backend import Ask, Flag, Speaker
+from dsi.fleets.worker import Server
+from dsi.models import protocol
+from dsi.models.protocol import CancelFlag, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait
-from dsi.request import Request
-from dsi.sampling import judge, rules
-from dsi.sampling.probs import probabilities
+from dsi.sampling import acceptance_rules as rules
+from dsi.sampling import verify as judge
+from dsi.sampling.logits import probabilities
 from fate import Fate, law
 
 WORDS = 3
@@ -43,22 +44,22 @@ class Rows:
         weights = rng.dirichlet([0.7] * WORDS) * (np.arange(WORDS) != rng.integers(5))
         return np.asarray(weights / weights.sum())
 
-    def forward(self, tokens: Any, start: int, cancelled: Flag) -> np.ndarray:  # noqa: ARG002
+    def forward(self, tokens: Any, start: int, cancelled: CancelFlag) -> np.ndarray:  # noqa: ARG002
         with np.errstate(divide="ignore"):
             return np.log([self.probs(tuple(tokens[:i])) for i in range(start, len(tokens) + 1)])
 
 
-class Moody(Speaker):
+class Moody(SamplingModel):
     """How long it takes depends on what it reads: whoever chose by arrival would be found out."""
 
-    def _wait(self, ask: Ask) -> None:
+    def _wait(self, ask: ForwardRequest) -> None:
         ask.cancelled.wait(1 + 7 * (hash(tuple(ask.tokens)) % 5))
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         self._wait(ask)
         return super().answer(ask)
 
-    def draw(self, ask: Ask, start: int) -> Any:
+    def draw(self, ask: ForwardRequest, start: int) -> Any:
         self._wait(ask)
         return super().draw(ask, start)
 
@@ -113,7 +114,7 @@ def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, fate: Fa
     monkeypatch.setattr(judge, "choose", lambda row, s, at: keyed.token(at, probabilities(row, s)))
     servers = [Server(f"{TARGET}-{i}", TARGET, Moody(P)) for i in range(3)]
     fleet = SimulatedFleet([*servers, Server(DRAFTER, DRAFTER, Moody(Q))])
-    [done] = Loop(fleet).run(Request((), LENGTH, policy, Sampling(1.0, rule=rule)))
+    [done] = EngineLoop(fleet).run(Request((), LENGTH, policy, Sampling(1.0, rule=rule)))
     return done.tokens
 
 
@@ -157,7 +158,7 @@ def with_old_coins(row: Any, sampling: Sampling, position: int, _: int = 0) -> A
 
 guessed = judge.guessed
 FAULTS = {
-    "guesses beyond a cut block are drawn again alike": ("block, DSI", backend, "guessed", with_old_coins),
+    "guesses beyond a cut block are drawn again alike": ("block, DSI", protocol, "guessed", with_old_coins),
     "the target's favourite comes first": ("specinfer, DSI", judge, "several", best_first),
     "a correction may be anything": ("reject, DSI", rules, "residual", lambda p, *_: p),
 }
@@ -179,9 +180,7 @@ def test_a_fault_inside_the_core_is_caught(
     rule=st.sampled_from(["reject", "block", "specinfer"]),
     lookahead=st.integers(1, 4),
     seed=st.integers(0, 2**40),
-    worlds=st.lists(
-        st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=3
-    ),
+    worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=3),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_seed_gives_one_text_whatever_the_servers_the_timing_and_the_failures(
@@ -194,14 +193,14 @@ def test_a_seed_gives_one_text_whatever_the_servers_the_timing_and_the_failures(
         sampling = Sampling(1.0, seed=seed, rule=rule)
         dice = Random(f"{seed} {worlds}")
         latencies = [Latency(1 + dice.random() * 9, jitter=dice.random() * 0.9) for _ in range(sp + 1)]
-        servers = [Server(f"{TARGET}-{i}", TARGET, Wait(Speaker(P), latencies[i], i)) for i in range(sp)]
-        servers.append(Server(DRAFTER, DRAFTER, Wait(Speaker(Q), latencies[-1], sp)))
+        servers = [Server(f"{TARGET}-{i}", TARGET, Wait(SamplingModel(P), latencies[i], i)) for i in range(sp)]
+        servers.append(Server(DRAFTER, DRAFTER, Wait(SamplingModel(Q), latencies[-1], sp)))
 
         def fails(job: Job, rate: int = failures, dice: Random = dice) -> bool:
             return isinstance(job, Verify) and dice.random() < rate / 20
 
         fleet = SimulatedFleet(servers, fails=fails)
-        [done] = Loop(fleet).run(Request((1, 2), 12, policy, sampling))
+        [done] = EngineLoop(fleet).run(Request((1, 2), 12, policy, sampling))
         texts.add(done.tokens)
     assert len(texts) == 1
 
@@ -210,27 +209,27 @@ def test_without_chance_every_rule_writes_the_greedy_text() -> None:
     texts = set()
     for rule in RULES:
         for policy in (autoregressive(), speculative(3), pearl(2), distributed(2)):
-            servers = [Server(f"{TARGET}-{i}", TARGET, Wait(Speaker(P), Latency(3))) for i in range(3)]
-            servers.append(Server(DRAFTER, DRAFTER, Wait(Speaker(Q), Latency(1))))
-            [done] = Loop(SimulatedFleet(servers)).run(Request((1,), 9, policy, Sampling(rule=rule)))
+            servers = [Server(f"{TARGET}-{i}", TARGET, Wait(SamplingModel(P), Latency(3))) for i in range(3)]
+            servers.append(Server(DRAFTER, DRAFTER, Wait(SamplingModel(Q), Latency(1))))
+            [done] = EngineLoop(SimulatedFleet(servers)).run(Request((1,), 9, policy, Sampling(rule=rule)))
             texts.add(done.tokens)
     assert len(texts) == 1
 
 
 def test_a_lost_drafter_leaves_the_target_to_draw_freely() -> None:
-    servers = [Server(TARGET, TARGET, Wait(Speaker(P), Latency(3)))]
+    servers = [Server(TARGET, TARGET, Wait(SamplingModel(P), Latency(3)))]
     for rule in ("reject", "block", "specinfer"):
         sampling = Sampling(1.0, seed=5, rule=rule)
-        [done] = Loop(SimulatedFleet(servers)).run(Request((1,), 9, distributed(2), sampling))
-        [plain] = Loop(SimulatedFleet(servers)).run(Request((1,), 9, autoregressive(), sampling))
+        [done] = EngineLoop(SimulatedFleet(servers)).run(Request((1,), 9, distributed(2), sampling))
+        [plain] = EngineLoop(SimulatedFleet(servers)).run(Request((1,), 9, autoregressive(), sampling))
         assert done.tokens == plain.tokens
 
 
 def test_several_drafters_are_refused_where_arrival_would_choose() -> None:
-    servers = [Server(TARGET, TARGET, Wait(Speaker(P), Latency(3)))]
+    servers = [Server(TARGET, TARGET, Wait(SamplingModel(P), Latency(3)))]
     policy = distributed(2, (DRAFTER, "second"))
     with pytest.raises(ValueError, match="rule reject with 2 drafters: whose guess is judged would depend"):
-        Loop(SimulatedFleet(servers)).run(Request((1,), 9, policy, Sampling(1.0, rule="reject")))
+        EngineLoop(SimulatedFleet(servers)).run(Request((1,), 9, policy, Sampling(1.0, rule="reject")))
 
 
 @pytest.fixture(scope="module")

@@ -5,11 +5,12 @@ from functools import cache
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from dsi.models.text import Text
-from dsi.models.vocabulary import Vocabulary
+from dsi.models.tokenizer import Tokenizer
+from dsi.models.vocab.vocabulary import Vocabulary
 
 SENTENCES = [
     "Once upon a time there was a little girl who lived by the sea, and she was happy.",
@@ -22,7 +23,7 @@ SENTENCES = [
 
 def byte_level() -> Any:
     """As GPT-2 and most later ones: BPE over bytes. Characters of three bytes and more are split."""
-    raw = Tokenizer(models.BPE())
+    raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -36,7 +37,7 @@ def byte_level() -> Any:
 
 def metaspace() -> Any:
     """As T5 and ALBERT: pieces of words, a ▁ for a space, and a token for what it does not know."""
-    raw = Tokenizer(models.Unigram())
+    raw = RawTokenizer(models.Unigram())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
         vocab_size=200,
@@ -46,14 +47,12 @@ def metaspace() -> Any:
     )
     raw.train_from_iterator(SENTENCES, trainer)
     raw.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<begin>", eos_token="<end>", unk_token="<unk>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<begin>", eos_token="<end>", unk_token="<unk>")
 
 
 def bytes_as_a_last_resort() -> Any:
     """As Llama 2: BPE over characters, a space before every text, <0xE9> for a byte of an unknown one."""
-    raw = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    raw = RawTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     raw.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -67,13 +66,13 @@ def bytes_as_a_last_resort() -> Any:
     said = json.loads(raw.to_str())
     said["added_tokens"] = said["added_tokens"][: len(special)]  # bytes are tokens like others
     said["pre_tokenizer"] = None  # words were taken apart while it learned, and only then
-    raw = Tokenizer.from_str(json.dumps(said))
+    raw = RawTokenizer.from_str(json.dumps(said))
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def whole_words() -> Any:
     """Words it has seen; everything else, and all white space, is lost on it."""
-    raw = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    raw = RawTokenizer(models.WordLevel(unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.train_from_iterator(
         SENTENCES, trainers.WordLevelTrainer(special_tokens=["[UNK]", "[END]"], show_progress=False)
@@ -84,14 +83,12 @@ def whole_words() -> Any:
 def characters() -> Any:
     """One token for each character, and no special ones but the one for what it does not know."""
     letters = sorted(set("".join(SENTENCES[:4])))
-    raw = Tokenizer(models.WordLevel({"?": 0} | {c: i for i, c in enumerate(letters, 1)}, unk_token="?"))
+    raw = RawTokenizer(models.WordLevel({"?": 0} | {c: i for i, c in enumerate(letters, 1)}, unk_token="?"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?")
 
 
-MAKERS = {
-    make.__name__: make for make in (byte_level, metaspace, bytes_as_a_last_resort, whole_words, characters)
-}
+MAKERS = {make.__name__: make for make in (byte_level, metaspace, bytes_as_a_last_resort, whole_words, characters)}
 SPARE = 3  # rows that a model has beyond its tokenizer's tokens, as many have
 
 
@@ -102,7 +99,7 @@ def tongue(name: str) -> Any:
 
 @cache
 def vocabulary(name: str) -> Vocabulary:
-    return Vocabulary(Text(tongue(name)), len(tongue(name)) + SPARE)
+    return Vocabulary(Tokenizer(tongue(name)), len(tongue(name)) + SPARE)
 
 
 @cache
@@ -110,7 +107,5 @@ def llama(name: str, seed: int = 0, context: int = 256) -> Any:
     """A model with random weights that speaks it, after a fashion."""
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(
-        **shape, vocab_size=len(tongue(name)) + SPARE, max_position_embeddings=context, pad_token_id=0
-    )
+    config = LlamaConfig(**shape, vocab_size=len(tongue(name)) + SPARE, max_position_embeddings=context, pad_token_id=0)
     return LlamaForCausalLM(config).float().eval()

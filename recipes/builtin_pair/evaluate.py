@@ -14,9 +14,9 @@ import torch
 from prompts import PROMPTS
 from transformers import AutoTokenizer
 
-from dsi.loading import forward_ms
-from dsi.means import folder
+from dsi.engine.build import forward_ms
 from dsi.models.hf import Transformer, load
+from dsi.models.names import folder
 
 TOKENS = 100
 
@@ -43,9 +43,7 @@ def main() -> None:
     rate = right / drawn
     print(f"greedy acceptance {rate:.3f} ± {1.96 * sqrt(rate * (1 - rate) / drawn):.3f} over {drawn} tokens")
     paces = [forward_ms(model, repeats=50) for model in (target, drafter)]
-    print(
-        f"one core: target {paces[0]:.2f} ms, drafter {paces[1]:.2f} ms per token ({paces[1] / paces[0]:.1%})"
-    )
+    print(f"one core: target {paces[0]:.2f} ms, drafter {paces[1]:.2f} ms per token ({paces[1] / paces[0]:.1%})")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ case "$1" in
 corpus) python3 corpus.py $build/teacher.pt $build --seconds "${SECONDS_OF_WRITING:-220}" ;;
 train | redraft)
   rm -rf $build/pair && mkdir -p $build/pair
-  [ "$1" = redraft ] && target=(--target ../../src/dsi/pair/target) || target=()
+  [ "$1" = redraft ] && target=(--target ../../src/dsi/assets/builtin_pair/target) || target=()
   python3 train.py $build $build/pair "${target[@]}" --target-seconds "${TARGET_SECONDS:-230}" \
     --writing-seconds "${WRITING_SECONDS:-75}" --drafter-seconds "${DRAFTER_SECONDS:-260}"
   # Few files, so that they travel: the weights, and everything else in one archive.

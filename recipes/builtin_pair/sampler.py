@@ -31,9 +31,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Sampler:
-    def __init__(
-        self, weights: dict[str, Tensor], heads: int, interleaved: bool, batch: int, length: int
-    ) -> None:
+    def __init__(self, weights: dict[str, Tensor], heads: int, interleaved: bool, batch: int, length: int) -> None:
         self.w, self.heads, self.interleaved = weights, heads, interleaved
         e = weights["embedding"]
         self.layers, self.size = len(weights["q"]), e.shape[1] // heads
@@ -74,8 +72,6 @@ class Sampler:
 def sampled(logits: Tensor, temperature: float, min_p: float = 0.02) -> Tensor:
     """A draw from each row, without what is far less likely than the likeliest."""
     logits = logits.float() / temperature
-    logits = logits.masked_fill(
-        logits < logits.amax(-1, keepdim=True) + torch.log(torch.tensor(min_p)), -torch.inf
-    )
+    logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + torch.log(torch.tensor(min_p)), -torch.inf)
     noise = torch.empty_like(logits).exponential_().log_()
     return (logits - noise).argmax(-1)

@@ -21,9 +21,7 @@ HEADER = struct.Struct("7i")  # width, hidden width, layers, heads, key heads, v
 
 def unpack(data: bytes) -> dict[str, Any]:
     width, hidden, layers, heads, _, vocabulary, context = HEADER.unpack_from(data)
-    numbers = np.frombuffer(
-        data, dtype="<f4", offset=HEADER.size, count=_count(width, hidden, layers, vocabulary)
-    )
+    numbers = np.frombuffer(data, dtype="<f4", offset=HEADER.size, count=_count(width, hidden, layers, vocabulary))
     shapes = {
         "embedding": (vocabulary, width),
         "norm1": (layers, width),

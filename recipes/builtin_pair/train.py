@@ -64,9 +64,7 @@ def build(name: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(DEVICE)
 
 
-def optimise(
-    model: LlamaForCausalLM, loss: Callable[[], Tensor], seconds: float, rate: float, title: str
-) -> float:
+def optimise(model: LlamaForCausalLM, loss: Callable[[], Tensor], seconds: float, rate: float, title: str) -> float:
     """Steps for this long: the rate warms up, then falls to a fiftieth along a cosine."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim == 1]
@@ -162,9 +160,7 @@ def chosen_at(temperature: float) -> Choose:
     return lambda logits, _: sampled(logits, temperature, 0.0001)
 
 
-def distil(
-    name: str, target: LlamaForCausalLM, texts: Tensor, seconds: float, batch: int
-) -> LlamaForCausalLM:
+def distil(name: str, target: LlamaForCausalLM, texts: Tensor, seconds: float, batch: int) -> LlamaForCausalLM:
     """Half the target's distribution, half its first choice: one serves sampling, the other greedy text."""
     model = build(name)
     fast, judge = torch.compile(model), torch.compile(target)
@@ -185,9 +181,7 @@ def distil(
 
 
 @torch.inference_mode()
-def acceptance(
-    target: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> float:
+def acceptance(target: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> float:
     """The share of the target's greedy tokens that the drafter would have guessed, after odd beginnings."""
     right = drawn = 0
     for prompt in PROMPTS:

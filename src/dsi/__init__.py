@@ -17,51 +17,53 @@ if TYPE_CHECKING:
     from dsi.core.policies import (
         speculative as speculative,
     )
-    from dsi.dropin import REPO as REPO
-    from dsi.dropin import custom_generate as custom_generate
-    from dsi.engine import FleetError as FleetError
-    from dsi.engine import Loop as Loop
+    from dsi.core.request import Completion as Completion
+    from dsi.core.request import Request as Request
+    from dsi.engine.engine import Engine as Engine
+    from dsi.engine.hf_generate import REPO as REPO
+    from dsi.engine.hf_generate import custom_generate as custom_generate
+    from dsi.fleets.loop import EngineLoop as EngineLoop
+    from dsi.fleets.loop import FleetError as FleetError
     from dsi.fleets.simulated import SimulatedFleet as SimulatedFleet
     from dsi.fleets.threads import ThreadFleet as ThreadFleet
-    from dsi.fleets.work import Server as Server
+    from dsi.fleets.worker import Server as Server
     from dsi.models.toy import ToyDrafter as ToyDrafter
     from dsi.models.toy import ToyTarget as ToyTarget
     from dsi.models.wait import Latency as Latency
     from dsi.models.wait import Wait as Wait
-    from dsi.planner import plan as plan
-    from dsi.request import Completion as Completion
-    from dsi.request import Request as Request
-    from dsi.speech import Engine as Engine
+    from dsi.planning.equation_1 import plan as plan
 
 __version__ = "0.1.0"
 
 # Loaded when first asked for: `import dsi.core` needs none of the rest, and `dsi --help` none at all.
 _HOMES = {
-    "Completion": "dsi.request",
-    "Engine": "dsi.speech",
-    "FleetError": "dsi.engine",
+    "Completion": "dsi.core.request",
+    "Engine": "dsi.engine.engine",
+    "EngineLoop": "dsi.fleets.loop",
+    "FleetError": "dsi.fleets.loop",
     "Latency": "dsi.models.wait",
-    "Loop": "dsi.engine",
-    "REPO": "dsi.dropin",
-    "Request": "dsi.request",
+    "REPO": "dsi.engine.hf_generate",
+    "Request": "dsi.core.request",
     "Sampling": "dsi.core.messages",
-    "Server": "dsi.fleets.work",
+    "Server": "dsi.fleets.worker",
     "SimulatedFleet": "dsi.fleets.simulated",
     "ThreadFleet": "dsi.fleets.threads",
     "ToyDrafter": "dsi.models.toy",
     "ToyTarget": "dsi.models.toy",
     "Wait": "dsi.models.wait",
     "autoregressive": "dsi.core.policies",
-    "custom_generate": "dsi.dropin",
+    "custom_generate": "dsi.engine.hf_generate",
     "distributed": "dsi.core.policies",
     "pearl": "dsi.core.policies",
-    "plan": "dsi.planner",
+    "plan": "dsi.planning.equation_1",
     "speculative": "dsi.core.policies",
 }
+_OLD_NAMES = {"Loop": "EngineLoop"}  # kept for one release
 __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> object:
+    name = _OLD_NAMES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'dsi' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,3 +1,3 @@
-from dsi.cli import main
+from dsi.cli.main import main
 
 main()

@@ -4,32 +4,32 @@ from dataclasses import replace
 
 import pytest
 
-from dsi.core.adaptive import Luck, Mind, Pulse
+from dsi.core.adaptive import AcceptanceEMA, AdaptiveController, LatencyMonitor
+from dsi.core.latency_table import LatencyTable, SpecConfig
 from dsi.core.messages import Sampling
-from dsi.core.outlook import Outlook, Way
 from dsi.core.policies import autoregressive
-from dsi.engine import Loop
+from dsi.core.request import Completion, Request
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
-from dsi.measure.forecast import outlook
-from dsi.measure.settings import Setting
-from dsi.request import Completion, Request
+from dsi.planning.forecast import outlook
+from dsi.planning.simulation import SimulationConfig
 
 STEPS = ((1, 20.0), (64, 30.0))
-SETTING = Setting(20.0, 2.0, 0.8, 3, 200, contention=0.2, pieces=8, eager=False, steps_ms=STEPS)
+SETTING = SimulationConfig(20.0, 2.0, 0.8, 3, 200, contention=0.2, pieces=8, eager=False, steps_ms=STEPS)
 OUTLOOK = outlook(SETTING)
 
 
-def written(setting: Setting, seed: int = 0, sampling: Sampling | None = None) -> Completion:
+def written(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None = None) -> Completion:
     fleet = setting.simulated(seed)
-    loop = Loop(fleet)
-    loop.pulse = Pulse(OUTLOOK)
-    mind = Mind(OUTLOOK, setting.drafter_names, 0.7, loop.pulse)
+    loop = EngineLoop(fleet)
+    loop.pulse = LatencyMonitor(OUTLOOK)
+    mind = AdaptiveController(OUTLOOK, setting.drafter_names, 0.7, loop.pulse)
     [done] = loop.run(Request((1, 2, 3), setting.tokens, mind, sampling or setting.sampling))
     return done
 
 
-def ways(done: Completion) -> list[Way]:
+def ways(done: Completion) -> list[SpecConfig]:
     return [decision.way for _, decision in done.decisions]
 
 
@@ -59,7 +59,7 @@ def test_guesses_that_are_right_are_relied_on() -> None:
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_the_text_is_the_targets_own(acceptance: float) -> None:
     setting = replace(SETTING, acceptance=acceptance, later=(90, 1 - acceptance))
-    [plain] = Loop(setting.simulated(5)).run(Request((1, 2, 3), 200, autoregressive()))
+    [plain] = EngineLoop(setting.simulated(5)).run(Request((1, 2, 3), 200, autoregressive()))
     assert written(setting, 5).tokens == plain.tokens
 
 
@@ -67,8 +67,8 @@ def test_a_rule_that_needs_the_guess_gives_one_text_whatever_was_learned() -> No
     rule = Sampling(1.0, rule="reject", seed=3)
     setting = replace(SETTING, acceptance=0.3, tokens=60, rule="reject")
     fleet = setting.simulated(0)
-    loop = Loop(fleet)
-    mind = Mind(OUTLOOK, setting.drafter_names, 0.7)
+    loop = EngineLoop(fleet)
+    mind = AdaptiveController(OUTLOOK, setting.drafter_names, 0.7)
     [first] = loop.run(Request((1, 2, 3), 60, mind, rule))
     before = mind.luck[("drafter",)].rate
     loop.run(*(Request((9, i), 60, mind) for i in range(3)))
@@ -86,19 +86,19 @@ def test_of_two_drafters_the_better_one_is_used() -> None:
     servers = setting.servers(0)
     bad = replace(setting, acceptance=0.0).servers(0)[-2]
     assert bad.name == "drafter"
-    loop = Loop(SimulatedFleet([bad if each.name == "drafter" else each for each in servers]))
-    mind = Mind(OUTLOOK, ("drafter", "drafter-2"), 0.7)
+    loop = EngineLoop(SimulatedFleet([bad if each.name == "drafter" else each for each in servers]))
+    mind = AdaptiveController(OUTLOOK, ("drafter", "drafter-2"), 0.7)
     [done] = loop.run(Request((1, 2, 3), 100, mind))
     assert done.decisions[-1][1].drafters != ("drafter",)
     assert mind.luck[("drafter",)].rate < 0.2 < 0.8 < mind.luck[("drafter-2",)].rate
 
 
 def test_no_more_targets_work_than_a_way_has() -> None:
-    known = Outlook((Way(2, 1, 0),), (1.0,), (((1.0, 1.0),),))
+    known = LatencyTable((SpecConfig(2, 1, 0),), (1.0,), (((1.0, 1.0),),))
     log: list[Span] = []
     setting = replace(SETTING, sp=6, acceptance=1.0, drafter_ms=1.0, tokens=40)
     fleet = setting.simulated(0, log)
-    Loop(fleet).run(Request((1, 2, 3), 40, Mind(known, ("drafter",), 0.5)))
+    EngineLoop(fleet).run(Request((1, 2, 3), 40, AdaptiveController(known, ("drafter",), 0.5)))
     spans = [span for span in log if span.kind == "verify"]
     for span in spans:
         assert sum(other.start <= span.start < other.end for other in spans) <= 2
@@ -113,15 +113,15 @@ def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -
     without.sparing.clear()
     times = []
     for each in (known, without):
-        loop = Loop(setting.simulated(1))
-        [done] = loop.run(Request((1, 2, 3), 200, Mind(each, ("drafter",), 0.7)))
+        loop = EngineLoop(setting.simulated(1))
+        [done] = loop.run(Request((1, 2, 3), 200, AdaptiveController(each, ("drafter",), 0.7)))
         times.append(done.elapsed)
         assert (done.decisions[0][1].way.spare > 0) == (each is known)
     assert times[0] < most * times[1]
 
 
 def test_luck_forgets() -> None:
-    luck = Luck(0.7)
+    luck = AcceptanceEMA(0.7)
     for _ in range(300):
         luck.add(True)
     assert luck.rate > 0.98
@@ -131,7 +131,7 @@ def test_luck_forgets() -> None:
 
 
 def test_an_outlook_knows_the_best_way_for_each_rate() -> None:
-    known = Outlook((Way(), Way(1, 4, 2)), (1.0,), (((10.0, 10.0, 10.0), (15.0, 9.0, 3.0)),))
+    known = LatencyTable((SpecConfig(), SpecConfig(1, 4, 2)), (1.0,), (((10.0, 10.0, 10.0), (15.0, 9.0, 3.0)),))
     assert known.best == ((0, 1, 1),)
     assert [known.part(rate) for rate in (0.0, 0.2, 0.3, 1.0)] == [0, 0, 1, 2]
     assert str(known.ways[0]) == "no speculation"

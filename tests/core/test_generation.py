@@ -10,12 +10,12 @@ from dsi.core.messages import (
     Event,
     Failed,
     Job,
+    Prefill,
+    Prefilled,
     Sampling,
     Step,
     Verified,
     Verify,
-    Warm,
-    Warmed,
 )
 from dsi.core.policies import autoregressive, distributed, speculative
 
@@ -24,7 +24,7 @@ Brief = tuple[str, tuple[int, ...], int]
 
 def brief(step: Step) -> list[Brief]:
     """The jobs of a step as (kind, text, count or width), without those that only warm."""
-    return [summary(job) for job in step.start if not isinstance(job, Warm)]
+    return [summary(job) for job in step.start if not isinstance(job, Prefill)]
 
 
 def summary(job: Job) -> Brief:
@@ -42,9 +42,7 @@ class Story:
         self.begun = brief(self.g.start())
 
     def id(self, *wanted: object) -> int:
-        [found] = [
-            job.id for job in self.g.open.values() if not isinstance(job, Warm) and summary(job) == wanted
-        ]
+        [found] = [job.id for job in self.g.open.values() if not isinstance(job, Prefill) and summary(job) == wanted]
         return found
 
     def drafting(self, model: str = DRAFTER) -> int:
@@ -219,21 +217,21 @@ def test_stopping_cancels_every_job() -> None:
 
 def test_idle_servers_are_reminded_of_the_sure_text() -> None:
     g = Generation((7,), 100, distributed(1))
-    [first] = [job for job in g.start().start if isinstance(job, Warm)]
+    [first] = [job for job in g.start().start if isinstance(job, Prefill)]
     assert tuple(first.context) == (7,)
-    assert g.handle(Warmed(first.id)) == Step()
+    assert g.handle(Prefilled(first.id)) == Step()
     reminders = []
     for token in range(WARM_EVERY):
         [watch] = [job for job in g.open.values() if isinstance(job, Verify)]
         step = g.handle(Verified(watch.id, (token,)))
-        reminders += [job for job in step.start if isinstance(job, Warm)]
+        reminders += [job for job in step.start if isinstance(job, Prefill)]
     assert [(job.id, len(job.context)) for job in reminders] == [(first.id, 1 + WARM_EVERY)]
 
 
 def test_jobs_carry_the_sampling_of_their_request() -> None:
     sampling = Sampling(temperature=0.7, seed=3)
     g = Generation((7,), 9, distributed(1), sampling=sampling)
-    assert {job.sampling for job in g.start().start if not isinstance(job, Warm)} == {sampling}
+    assert {job.sampling for job in g.start().start if not isinstance(job, Prefill)} == {sampling}
 
 
 def test_a_request_for_nothing_is_refused() -> None:

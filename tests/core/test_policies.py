@@ -4,7 +4,7 @@ import pytest
 
 from dsi.core.generation import Generation
 from dsi.core.messages import DRAFTER, Draft, Drafted, Job, Sampling, Verified, Verify
-from dsi.core.policies import Crowd, considerate, distributed, pearl, speculative
+from dsi.core.policies import Load, considerate, distributed, pearl, speculative
 
 
 def verifications(jobs: tuple[Job, ...]) -> list[tuple[tuple[int, ...], int]]:
@@ -126,7 +126,7 @@ def test_impossible_numbers_are_refused(refused: object) -> None:
 
 
 def among(targets: int, requests: int, verifying: int) -> Generation:
-    crowd = Crowd(targets, requests, verifying)
+    crowd = Load(targets, requests, verifying)
     return Generation((7,), 50, considerate(distributed(5, horizon=20), 3, [DRAFTER], crowd))
 
 
@@ -155,7 +155,7 @@ def test_with_several_targets_for_each_it_goes_as_far_as_its_share() -> None:
 
 
 def test_a_rule_whose_text_depends_on_its_blocks_keeps_to_them_in_a_crowd() -> None:
-    crowd = Crowd(1, 9, 1)
+    crowd = Load(1, 9, 1)
     policy = considerate(distributed(5, horizon=20), 3, [DRAFTER], crowd)
     g = Generation((7,), 50, policy, sampling=Sampling(temperature=1.0, rule="reject"))
     assert drafts(g.start().start) == [(DRAFTER, (7,), 20)]

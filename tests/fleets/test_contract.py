@@ -8,8 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from dsi.core.context import Context, Tokens
-from dsi.core.dispatch import Dispatch
 from dsi.core.generation import Policy
 from dsi.core.messages import (
     WOKEN,
@@ -18,40 +16,40 @@ from dsi.core.messages import (
     Event,
     Failed,
     Job,
-    Note,
+    Prefill,
+    Prefilled,
     Sampling,
+    TopLogprobs,
     Verified,
     Verify,
-    Warm,
-    Warmed,
 )
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Fleet, FleetError, Loop
-from dsi.fleets.actors import ActorFleet, Needs
-from dsi.fleets.polling import PollingFleet
+from dsi.core.request import Request
+from dsi.core.scheduler import Scheduler
+from dsi.core.sequence import Tokens, TokenSequence
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.loop import EngineLoop, Fleet, FleetError
 from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.ray_actors import RayFleet, ResourceRequest
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
-from dsi.fleets.work import Server
-from dsi.models.backend import Ask, Cancelled
+from dsi.fleets.worker import Server
+from dsi.models.protocol import Cancelled, ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
-from dsi.request import Request
 
 TARGET = ToyTarget(3)
-TEXT = Context.of((1, 2, 3))
-LITTLE = Needs(cpus=0.01)
+TEXT = TokenSequence.of((1, 2, 3))
+LITTLE = ResourceRequest(cpus=0.01)
 
 
-def truths(text: Context, width: int) -> Tokens:
+def truths(text: TokenSequence, width: int) -> Tokens:
     tokens = list(text)
-    return TARGET.answer(Ask(tokens, len(tokens) + 1 - width))
+    return TARGET.answer(ForwardRequest(tokens, len(tokens) + 1 - width))
 
 
-def servers(
-    targets: int = 2, acceptance: float = 0.7, slow: float = 0.004, quick: float = 0.001
-) -> list[Server]:
+def servers(targets: int = 2, acceptance: float = 0.7, slow: float = 0.004, quick: float = 0.001) -> list[Server]:
     drafter = ToyDrafter(TARGET, acceptance)
     return [
         *(Server(f"target-{i}", "target", Wait(TARGET, Latency(slow))) for i in range(1, targets + 1)),
@@ -62,22 +60,22 @@ def servers(
 class Broken:
     """A model that fails at every forward."""
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         raise MemoryError(f"no room for {len(ask.tokens)} tokens")
 
 
 class Noting:
     """A model that says five, and is half sure."""
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         return (5,) * ask.places
 
-    def score(self, ask: Ask) -> tuple[Tokens, tuple[Note, ...]]:
+    def score(self, ask: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
         return self.answer(ask), (((5, -0.5),),) * ask.places
 
 
 class KillableFleet(Fleet):
-    _dispatch: Dispatch
+    _dispatch: Scheduler
 
     def kill(self, name: str) -> None: ...
 
@@ -97,10 +95,10 @@ class Afar:
 
     near: Wait
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         return self.near.answer(ask)
 
-    def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
+    def answering(self, ask: ForwardRequest) -> Generator[None, None, Tokens]:
         end = time.perf_counter() + self.near.latency.forward(ask)
         while time.perf_counter() < end:
             if ask.cancelled.is_set():
@@ -108,25 +106,25 @@ class Afar:
             yield None
         return self.near.model.answer(ask) if ask.places else ()
 
-    def guessing(self, ask: Ask, count: int) -> Iterator[int | None]:
+    def guessing(self, ask: ForwardRequest, count: int) -> Iterator[int | None]:
         text = list(ask.tokens)
         for _ in range(count):
-            found = yield from self.answering(Ask(text, len(text), ask.kept, ask.sampling, ask.cancelled))
+            found = yield from self.answering(ForwardRequest(text, len(text), ask.kept, ask.sampling, ask.cancelled))
             yield from found
             text += found
 
 
-def polling(crew: list[Server], **options: object) -> PollingFleet:
+def polling(crew: list[Server], **options: object) -> CudaFleet:
     options.pop("pieces", None), options.pop("eager", None)
     models = [Afar(server.model) if isinstance(server.model, Wait) else server.model for server in crew]
     afar = [Server(server.name, server.role, model) for server, model in zip(crew, models)]
-    return PollingFleet(afar, **options)  # type: ignore[arg-type]
+    return CudaFleet(afar, **options)  # type: ignore[arg-type]
 
 
-def on_ray(crew: list[Server], **options: object) -> ActorFleet:
+def on_ray(crew: list[Server], **options: object) -> RayFleet:
     """Actors that stay dead when they die, all of them there."""
     options.pop("pieces", None), options.pop("eager", None)
-    fleet = ActorFleet(crew, restart=False, needs={server.name: LITTLE for server in crew}, **options)  # type: ignore[arg-type]
+    fleet = RayFleet(crew, restart=False, needs={server.name: LITTLE for server in crew}, **options)  # type: ignore[arg-type]
     fleet.wait_until_ready()
     return fleet
 
@@ -177,8 +175,8 @@ def test_a_verification_answers_every_place(make: Make) -> None:
 
 def test_every_idle_target_is_warmed(make: Make) -> None:
     fleet = make(servers(targets=3))
-    fleet.start(Warm(1, TEXT))
-    assert events(fleet, 3) == [Warmed(1)] * 3
+    fleet.start(Prefill(1, TEXT))
+    assert events(fleet, 3) == [Prefilled(1)] * 3
 
 
 def test_more_jobs_than_servers_are_all_answered(make: Make) -> None:
@@ -309,7 +307,7 @@ def test_a_new_root_is_answered_before_what_waited_for_the_same_server(make: Mak
 
 def test_the_log_has_one_forward_at_a_time_on_each_server(make: Make) -> None:
     log: list[Span] = []
-    Loop(make(servers(targets=3), log=log)).run(Request((1, 2, 3), 30, distributed(2)))
+    EngineLoop(make(servers(targets=3), log=log)).run(Request((1, 2, 3), 30, distributed(2)))
     assert {span.kind for span in log} == {"draft", "verify", "warm"}
     for name in {span.server for span in log}:
         mine = sorted((span.start, span.end) for span in log if span.server == name)
@@ -324,7 +322,7 @@ def test_the_text_is_the_targets_own(
     make: Make, policy: Policy, sampling: Sampling, options: dict[str, object]
 ) -> None:
     fleet = make(servers(targets=3), **options)
-    [done] = Loop(fleet).run(Request((1, 2, 3), 25, policy, sampling))
+    [done] = EngineLoop(fleet).run(Request((1, 2, 3), 25, policy, sampling))
     assert done.tokens == alone(25, sampling)
 
 
@@ -333,7 +331,7 @@ def test_the_text_survives_the_loss_of_all_but_one_target(make: Make, policy: Po
     fleet = make(servers(targets=3))
     text: list[int] = []
     deaths = {"target-1": 10, "drafter": 20, "target-2": 30}
-    for tokens in Loop(fleet).tokens(Request((1, 2, 3), 40, policy)):
+    for tokens in EngineLoop(fleet).tokens(Request((1, 2, 3), 40, policy)):
         text += tokens
         for name in [name for name, at in deaths.items() if len(text) >= at]:
             del deaths[name]
@@ -344,7 +342,7 @@ def test_the_text_survives_the_loss_of_all_but_one_target(make: Make, policy: Po
 
 def test_losing_the_last_target_is_a_clear_error(make: Make) -> None:
     fleet = make(servers(targets=1))
-    stream = Loop(fleet).tokens(Request((1, 2, 3), 40, distributed(2)))
+    stream = EngineLoop(fleet).tokens(Request((1, 2, 3), 40, distributed(2)))
     next(stream)
     fleet.kill("target-1")
     with pytest.raises(FleetError, match="no target server is left"):
@@ -354,7 +352,7 @@ def test_losing_the_last_target_is_a_clear_error(make: Make) -> None:
 def alone(count: int, sampling: Sampling = Sampling()) -> Tokens:  # noqa: B008
     tokens = [1, 2, 3]
     for _ in range(count):
-        tokens += TARGET.answer(Ask(tokens, len(tokens), sampling=sampling))
+        tokens += TARGET.answer(ForwardRequest(tokens, len(tokens), sampling=sampling))
     return tuple(tokens[3:])
 
 

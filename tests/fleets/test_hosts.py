@@ -33,10 +33,10 @@ QUIET = "--include-dashboard=false --disable-usage-stats"
 DRIVER = """
     import json, subprocess
     from dsi.core.policies import autoregressive, distributed
-    from dsi.engine import Loop
-    from dsi.fleets.actors import ActorFleet, Needs
-    from dsi.measure.settings import SECOND, Setting
-    from dsi.request import Request
+    from dsi.fleets.loop import Loop
+    from dsi.fleets.ray_actors import ActorFleet, Needs
+    from dsi.planning.simulation import SECOND, Setting
+    from dsi.core.request import Request
 
     SETTING = Setting(4.0, 1.0, 0.7, sp=2, tokens=300)
     [plain] = Loop(SETTING.simulated(3)).run(Request((1, 2, 3), 300, autoregressive()))
@@ -102,9 +102,7 @@ def hosts() -> Iterator[Hosts]:
         for line in (f"ip addr add {THERE}/24 dev {far}", f"ip link set {far} up", "ip link set lo up"):
             sh(f"{inside} {line}")
         nodes.append(node(f"{RAY} start --head --block --node-ip-address={HERE} --port={PORT} {QUIET}", HERE))
-        nodes.append(
-            node(f"{inside} {RAY} start --block --address={HERE}:{PORT} --node-ip-address={THERE}", THERE)
-        )
+        nodes.append(node(f"{inside} {RAY} start --block --address={HERE}:{PORT} --node-ip-address={THERE}", THERE))
         yield made
     finally:
         for each in nodes:

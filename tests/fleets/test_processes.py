@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from dsi.core.context import Context
 from dsi.core.messages import Failed, Verified, Verify
 from dsi.core.policies import autoregressive, distributed
-from dsi.engine import Loop
+from dsi.core.request import Request
+from dsi.core.sequence import TokenSequence
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.wired import RESTARTS
-from dsi.fleets.work import Server
-from dsi.measure.settings import Setting
-from dsi.models.backend import Ask
+from dsi.fleets.remote import RESTARTS
+from dsi.fleets.worker import Server
+from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
-from dsi.request import Request
+from dsi.planning.simulation import SimulationConfig
 
-SETTING = Setting(4.0, 1.0, 0.7, sp=2, tokens=40)
+SETTING = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=40)
 REQUEST = Request((1, 2, 3), 40, distributed(2))
 
 
@@ -32,7 +32,7 @@ def fleet() -> ProcessFleet:
 
 
 def alone() -> tuple[int, ...]:
-    [done] = Loop(SETTING.simulated(3)).run(Request((1, 2, 3), 40, autoregressive()))
+    [done] = EngineLoop(SETTING.simulated(3)).run(Request((1, 2, 3), 40, autoregressive()))
     return done.tokens
 
 
@@ -52,7 +52,7 @@ def test_a_process_that_dies_is_noticed_and_started_again() -> None:
     at = fleet()
     text: list[int] = []
     killed = False
-    for tokens in Loop(at).tokens(REQUEST):
+    for tokens in EngineLoop(at).tokens(REQUEST):
         text += tokens
         if len(text) > 10 and not killed:
             killed = True
@@ -67,11 +67,11 @@ def test_a_process_that_dies_is_noticed_and_started_again() -> None:
 
 def test_a_server_that_keeps_dying_is_given_up() -> None:
     class Deadly:
-        def answer(self, ask: Ask) -> tuple[int, ...]:  # noqa: ARG002
+        def answer(self, ask: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             os._exit(1)
 
     at = ProcessFleet([Server("target-1", "target", Deadly())])
-    text = Context.of((1,))
+    text = TokenSequence.of((1,))
     reasons = []
     for id in range(RESTARTS + 2):
         at.start(Verify(id, text, 1))
@@ -85,7 +85,7 @@ def test_a_server_that_keeps_dying_is_given_up() -> None:
 def test_a_server_that_answers_between_its_deaths_always_comes_back() -> None:
     at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
     for id in range(RESTARTS + 3):
-        at.start(Verify(id, Context.of((1,)), 1))
+        at.start(Verify(id, TokenSequence.of((1,)), 1))
         assert isinstance(at.next_event(), Verified)
         at.kill("target-1")
     assert at.members() == [("target-1", "target", True)]
@@ -96,7 +96,7 @@ def test_a_server_that_answers_between_its_deaths_always_comes_back() -> None:
 def test_a_server_holds_nothing_open_that_was_its_parents() -> None:
     one, other = socket.socketpair()
     at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
-    at.start(Verify(1, Context.of((1,)), 1))
+    at.start(Verify(1, TokenSequence.of((1,)), 1))
     at.next_event()  # it has begun
     one.close()
     other.settimeout(5)
@@ -107,7 +107,7 @@ def test_a_server_holds_nothing_open_that_was_its_parents() -> None:
 
 def test_closing_leaves_no_process_behind() -> None:
     at = fleet()
-    Loop(at).submit(REQUEST)
+    EngineLoop(at).submit(REQUEST)
     running = pids(at)
     at.close()
     assert all(gone(pid) for pid in running)
@@ -118,7 +118,7 @@ SCRIPT = """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not got
     sys.path.insert(0, {here!r})
     from test_processes import REQUEST, fleet, pids
-    from dsi.engine import Loop
+    from dsi.fleets.loop import Loop
     at = fleet()
     Loop(at).submit(REQUEST)
     print(*pids(at), flush=True)
@@ -138,9 +138,7 @@ SCRIPT = """
 def test_no_process_outlives_its_parent(ending: str) -> None:
     """An exit, a crash, a kill and a Ctrl-C."""
     code = textwrap.dedent(SCRIPT).format(here=str(Path(__file__).parent), ending=ending)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     orphans = [int(pid) for pid in done.stdout.split()]
     assert len(orphans) == 3
     deadline = time.monotonic() + 5
@@ -151,11 +149,11 @@ def test_no_process_outlives_its_parent(ending: str) -> None:
 
 def test_a_server_stays_on_its_cores() -> None:
     class Where:
-        def answer(self, ask: Ask) -> tuple[int, ...]:  # noqa: ARG002
+        def answer(self, ask: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             return (min(os.sched_getaffinity(0)) * 100 + len(os.sched_getaffinity(0)),)
 
     core = max(os.sched_getaffinity(0))
     at = ProcessFleet([Server("target-1", "target", Where())], cores={"target-1": [core]})
-    at.start(Verify(1, Context.of((1,)), 1))
+    at.start(Verify(1, TokenSequence.of((1,)), 1))
     assert at.next_event() == Verified(1, (core * 100 + 1,))
     at.close()

@@ -5,19 +5,19 @@ from itertools import count
 
 import pytest
 
-from dsi.core.context import Context
 from dsi.core.generation import Policy
-from dsi.core.messages import Draft, Failed, Job, Verified, Verify
+from dsi.core.messages import Draft, Failed, Job, Time, Verified, Verify
 from dsi.core.policies import autoregressive, distributed, speculative
-from dsi.engine import Loop
+from dsi.core.request import Request
+from dsi.core.sequence import TokenSequence
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import Outage, SimulatedFleet
-from dsi.fleets.work import Server
-from dsi.measure.settings import Setting
+from dsi.fleets.worker import Server
 from dsi.models.toy import ToyDrafter, ToyTarget
-from dsi.models.wait import Latency, Time, Wait
-from dsi.request import Request
+from dsi.models.wait import Latency, Wait
+from dsi.planning.simulation import SimulationConfig
 
-TEXT = Context.of((1, 2, 3))
+TEXT = TokenSequence.of((1, 2, 3))
 TARGET = ToyTarget(1)
 
 
@@ -38,7 +38,7 @@ def answered_at(at: SimulatedFleet, *jobs: Job) -> dict[int, Time]:
     return times
 
 
-def watch(id: int, context: Context = TEXT, width: int = 1) -> Verify:
+def watch(id: int, context: TokenSequence = TEXT, width: int = 1) -> Verify:
     return Verify(id, context, width)
 
 
@@ -103,7 +103,7 @@ def test_a_stream_goes_on_until_it_hears_that_nobody_wants_it() -> None:
 
 def test_catching_up_is_not_fooled_by_work_that_was_given_up() -> None:
     """Every guess is wrong and reading costs: the root's watch must go to a server that has read it."""
-    setting = Setting(20.0, 2.0, 0.0, sp=5, tokens=20, lookahead=2, per_token_ms=1.0, eager=False)
+    setting = SimulationConfig(20.0, 2.0, 0.0, sp=5, tokens=20, lookahead=2, per_token_ms=1.0, eager=False)
     assert setting.run("dsi", seed=0).ms <= setting.run("nonsi", seed=0).ms
 
 
@@ -139,7 +139,7 @@ def test_a_prompt_is_read_once_by_each_server() -> None:
 def test_while_one_target_answers_the_others_read_the_prompt() -> None:
     """The second verification begins while the first still reads, and pays for no prompt of its own."""
     at = fleet(2, Latency(tpot=8, ttft=100))
-    [done] = Loop(at).run(Request((1, 2, 3), 3, distributed(1)))
+    [done] = EngineLoop(at).run(Request((1, 2, 3), 3, distributed(1)))
     # The first answer takes 100. Reading alone took the other server 92, so its answer comes with it.
     assert done.times == (100, 100, 108)
 
@@ -155,7 +155,7 @@ def test_what_other_servers_verified_is_new_to_this_one() -> None:
 
 def test_jitter_is_the_same_for_the_same_seed() -> None:
     def run() -> tuple[Time, ...]:
-        [done] = Loop(fleet(2, Latency(8.0, jitter=0.3))).run(Request((1, 2, 3), 20, distributed(2)))
+        [done] = EngineLoop(fleet(2, Latency(8.0, jitter=0.3))).run(Request((1, 2, 3), 20, distributed(2)))
         return done.times
 
     assert run() == run()
@@ -165,7 +165,7 @@ def test_jitter_is_the_same_for_the_same_seed() -> None:
 def test_forwards_can_be_made_to_fail() -> None:
     doomed = {2, 3}
     at = fleet(1, fails=lambda job: job.id in doomed)
-    [done] = Loop(at).run(Request((1, 2, 3), 4, autoregressive()))
+    [done] = EngineLoop(at).run(Request((1, 2, 3), 4, autoregressive()))
     assert (done.tally.failed, done.elapsed) == (2, 8 * 6)
 
 
@@ -225,7 +225,7 @@ def test_a_job_given_to_a_server_that_is_down_and_not_missed_yet_is_lost_too() -
 
 def test_without_any_target_a_verification_waits_for_one_to_come_back() -> None:
     at = fleet(1, outages={"target-0": [Outage(Fraction(9, 2), Fraction(41, 2))]})
-    [done] = Loop(at).run(Request((1, 2, 3), 2, autoregressive()))
+    [done] = EngineLoop(at).run(Request((1, 2, 3), 2, autoregressive()))
     assert done.times == (Fraction(41, 2) + 8, Fraction(41, 2) + 16)
     assert (done.tally.failed, all(isinstance(time, Fraction) for time in done.times)) == (1, True)
 
@@ -233,13 +233,13 @@ def test_without_any_target_a_verification_waits_for_one_to_come_back() -> None:
 @pytest.mark.parametrize("policy", [speculative(3), distributed(3)])
 def test_without_the_drafter_a_text_goes_on_at_the_pace_of_the_target(policy: Policy) -> None:
     at = fleet(1, outages={"drafter": [Outage(0, 1000)]})
-    [done] = Loop(at).run(Request((1, 2, 3), 10, policy))
+    [done] = EngineLoop(at).run(Request((1, 2, 3), 10, policy))
     assert done.elapsed == 80
 
 
 def test_a_server_that_comes_back_has_forgotten_the_prompt() -> None:
     at = fleet(1, Latency(tpot=8, ttft=100), outages={"target-0": [Outage(105, 110)]})
-    [done] = Loop(at).run(Request((1, 2, 3), 2, autoregressive()))
+    [done] = EngineLoop(at).run(Request((1, 2, 3), 2, autoregressive()))
     assert done.times == (100, 110 + 100)
 
 

@@ -6,37 +6,37 @@ import time
 import pytest
 
 from dsi.core.policies import distributed
-from dsi.engine import Loop
-from dsi.fleets.threads import ThreadFleet, Wish, on_time, timer_lateness
-from dsi.measure.settings import Setting
-from dsi.request import Request
+from dsi.core.request import Request
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.threads import ThreadCancelFlag, ThreadFleet, on_time, timer_lateness
+from dsi.planning.simulation import SimulationConfig
 
 
 def test_closing_leaves_no_thread_behind() -> None:
-    setting = Setting(5.0, 1.0, 0.8, sp=3, tokens=10)
+    setting = SimulationConfig(5.0, 1.0, 0.8, sp=3, tokens=10)
     before = set(threading.enumerate())
     fleet = setting.waited(seed=0)
     assert len(set(threading.enumerate()) - before) == 4
-    Loop(fleet).run(Request((1,), 10, distributed(2)))
+    EngineLoop(fleet).run(Request((1,), 10, distributed(2)))
     fleet.close()
     assert set(threading.enumerate()) - before == set()
 
 
 def test_closing_does_not_wait_for_long_forwards() -> None:
-    fleet = Setting(60_000.0, 60_000.0, 0.8, sp=2, tokens=10).waited(seed=0)
-    Loop(fleet).submit(Request((1,), 10, distributed(1)))
+    fleet = SimulationConfig(60_000.0, 60_000.0, 0.8, sp=2, tokens=10).waited(seed=0)
+    EngineLoop(fleet).submit(Request((1,), 10, distributed(1)))
     began = time.perf_counter()
     fleet.close()
     assert time.perf_counter() - began < 4
 
 
 def test_a_wish_in_pieces_notices_only_between_them() -> None:
-    gone = Wish(pieces=2)
+    gone = ThreadCancelFlag(pieces=2)
     gone.set()
     began = time.perf_counter()
     assert gone.wait(0.1)
     assert 0.03 < time.perf_counter() - began < 0.09
-    assert Wish(pieces=2).wait(0.001) is False
+    assert ThreadCancelFlag(pieces=2).wait(0.001) is False
 
 
 def test_the_timer_is_asked_for_a_little_less_than_is_meant() -> None:
@@ -48,7 +48,7 @@ def test_the_timer_is_asked_for_a_little_less_than_is_meant() -> None:
 
 
 def test_a_waited_run_takes_at_least_its_virtual_time() -> None:
-    setting = Setting(20.0, 2.0, 0.8, sp=4, tokens=20)
+    setting = SimulationConfig(20.0, 2.0, 0.8, sp=4, tokens=20)
     virtual = setting.run("dsi", seed=1)
     waited = setting.run("dsi", seed=1, waited=True)
     assert waited.completion.tokens == virtual.completion.tokens

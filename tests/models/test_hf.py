@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from dsi.core.messages import Sampling
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.engine import Loop
+from dsi.core.request import Request
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.work import Server
-from dsi.models.backend import Ask, Cancelled, Never, Speaker
+from dsi.fleets.worker import Server
 from dsi.models.hf import Transformer, common, load
+from dsi.models.protocol import Cancelled, ForwardRequest, Never, SamplingModel
 from dsi.models.wait import Latency, Wait
-from dsi.request import Request
 
 SMALL = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
 BIG = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0}
@@ -78,9 +78,9 @@ def noisy(model: Any, amount: float) -> Any:
 def fleet(target: Any, drafter: Any, sp: int) -> SimulatedFleet:
     """Real forwards at virtual latencies: the order of answers is certain, the tokens are real."""
     servers = [
-        Server(f"target-{i}", "target", Wait(Speaker(Transformer(target)), Latency(7.0))) for i in range(sp)
+        Server(f"target-{i}", "target", Wait(SamplingModel(Transformer(target)), Latency(7.0))) for i in range(sp)
     ]
-    servers.append(Server("drafter", "drafter", Wait(Speaker(Transformer(drafter)), Latency(1.0))))
+    servers.append(Server("drafter", "drafter", Wait(SamplingModel(Transformer(drafter)), Latency(1.0))))
     return SimulatedFleet(servers)
 
 
@@ -89,7 +89,7 @@ def test_every_algorithm_writes_what_transformers_writes(model: Any, sp: int) ->
     expected = generated(model, 40)
     drafter = noisy(model, 0.1)
     for policy in (autoregressive(), speculative(4), pearl(4), distributed(2), distributed(3, patience=2)):
-        [done] = Loop(fleet(model, drafter, sp)).run(Request(PROMPT, 40, policy))
+        [done] = EngineLoop(fleet(model, drafter, sp)).run(Request(PROMPT, 40, policy))
         assert done.tokens == expected
 
 
@@ -97,7 +97,7 @@ def test_a_seed_gives_one_text_at_any_temperature(model: Any) -> None:
     drafter = noisy(model, 0.1)
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=4)
     texts = {
-        Loop(fleet(model, drafter, sp)).run(Request(PROMPT, 30, policy, sampling))[0].tokens
+        EngineLoop(fleet(model, drafter, sp)).run(Request(PROMPT, 30, policy, sampling))[0].tokens
         for sp in (1, 2, 3)
         for policy in (autoregressive(), speculative(4), pearl(4), distributed(2))
     }
@@ -133,9 +133,7 @@ def test_it_answers_as_if_it_had_no_memory(
 def test_texts_that_begin_alike_keep_a_cache_each(llama: Any) -> None:
     """Or each would read again what the other has cost it, turn by turn."""
     counted: list[int] = []
-    handle = llama.model.embed_tokens.register_forward_hook(
-        lambda _, ids, __: counted.append(ids[0].shape[1])
-    )
+    handle = llama.model.embed_tokens.register_forward_hook(lambda _, ids, __: counted.append(ids[0].shape[1]))
     backend = Transformer(llama)
     backend.spared = 2
     one, other = [*PROMPT, 1, 2, 3, 4], [*PROMPT, 5, 6, 7, 8]
@@ -155,8 +153,8 @@ def test_a_text_that_is_not_used_any_longer_makes_room(llama: Any) -> None:
 def test_a_speaker_notes_what_it_thinks_of_each_place(llama: Any) -> None:
     text = list(PROMPT)
     guesses = (((4, None),), ())
-    found, notes = Speaker(Transformer(llama)).score(
-        Ask(text, len(text) - 1, sampling=Sampling(logprobs=2), guesses=guesses)
+    found, notes = SamplingModel(Transformer(llama)).score(
+        ForwardRequest(text, len(text) - 1, sampling=Sampling(logprobs=2), guesses=guesses)
     )
     logs = llama(torch.tensor([text])).logits[0, -2:].detach().log_softmax(-1)
     assert found == tuple(logs.argmax(-1).tolist())
@@ -168,9 +166,7 @@ def test_a_speaker_notes_what_it_thinks_of_each_place(llama: Any) -> None:
 
 def test_only_what_is_new_is_computed(llama: Any) -> None:
     counted: list[int] = []
-    handle = llama.model.embed_tokens.register_forward_hook(
-        lambda _, ids, __: counted.append(ids[0].shape[1])
-    )
+    handle = llama.model.embed_tokens.register_forward_hook(lambda _, ids, __: counted.append(ids[0].shape[1]))
     backend = Transformer(llama)
     for tokens, start in (
         (PROMPT, 5),
@@ -208,8 +204,8 @@ def test_a_cancelled_forward_stops_between_layers_and_leaves_no_trace(llama: Any
 def test_reading_alone_gives_no_rows(llama: Any) -> None:
     backend = Transformer(llama)
     assert backend.forward(PROMPT, 6).shape[0] == 0
-    assert Speaker(backend).answer(Ask(PROMPT, 6)) == ()
-    assert len(Speaker(backend).answer(Ask(PROMPT, 4))) == 2
+    assert SamplingModel(backend).answer(ForwardRequest(PROMPT, 6)) == ()
+    assert len(SamplingModel(backend).answer(ForwardRequest(PROMPT, 4))) == 2
 
 
 def test_what_it_cannot_do_is_one_sentence(llama: Any, tmp_path: Path) -> None:

@@ -1,20 +1,20 @@
 import pytest
 
 from dsi.core.policies import autoregressive, distributed, speculative
-from dsi.engine import Loop
+from dsi.core.request import Request
+from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.work import Server
-from dsi.models.backend import Ask
+from dsi.fleets.worker import Server
 from dsi.models.ngram import NGram
+from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
-from dsi.request import Request
 
 
 class Parrot:
     """A target that says the same seven words over and over."""
 
-    def answer(self, ask: Ask) -> tuple[int, ...]:
+    def answer(self, ask: ForwardRequest) -> tuple[int, ...]:
         return tuple(10 + i % 7 for i in range(ask.start, len(ask.tokens) + 1))
 
 
@@ -27,13 +27,13 @@ class Parrot:
     ],
 )
 def test_it_says_what_followed_before(tokens: list[int], guess: int) -> None:
-    assert NGram().answer(Ask(tokens, len(tokens))) == (guess,)
+    assert NGram().answer(ForwardRequest(tokens, len(tokens))) == (guess,)
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3], [1, 1]])
 def test_without_a_precedent_it_has_no_guess(tokens: list[int]) -> None:
     with pytest.raises(LookupError):
-        NGram().answer(Ask(tokens, len(tokens)))
+        NGram().answer(ForwardRequest(tokens, len(tokens)))
 
 
 def servers(target: object, *drafters: Server) -> list[Server]:
@@ -44,7 +44,7 @@ def test_alone_it_speeds_up_a_text_that_repeats_itself() -> None:
     times = []
     for policy in (autoregressive(), speculative(4), distributed(2)):
         crew = servers(Parrot(), Server("drafter", "drafter", Wait(NGram(), Latency(0.1))))
-        [done] = Loop(SimulatedFleet(crew)).run(Request((1,), 60, policy))
+        [done] = EngineLoop(SimulatedFleet(crew)).run(Request((1,), 60, policy))
         assert done.tokens == tuple(10 + i % 7 for i in range(1, 61))
         times.append(done.elapsed)
     assert times[2] < times[1] < 0.6 * times[0]
@@ -57,6 +57,6 @@ def test_beside_a_model_it_shares_one_tree_and_changes_no_text() -> None:
         Server("drafter", "drafter", Wait(ToyDrafter(target, 0.6), Latency(1.0))),
         Server("ngram", "ngram", Wait(NGram(), Latency(0.1))),
     )
-    [done] = Loop(SimulatedFleet(crew)).run(Request((1, 2), 60, distributed(2, ("drafter", "ngram"))))
-    [alone] = Loop(SimulatedFleet(servers(target))).run(Request((1, 2), 60, autoregressive()))
+    [done] = EngineLoop(SimulatedFleet(crew)).run(Request((1, 2), 60, distributed(2, ("drafter", "ngram"))))
+    [alone] = EngineLoop(SimulatedFleet(servers(target))).run(Request((1, 2), 60, autoregressive()))
     assert done.tokens == alone.tokens

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from dsi.core.messages import GREEDY, Sampling
-from dsi.models.backend import NEVER, Ask, Speaker
+from dsi.models.protocol import NEVER, ForwardRequest, SamplingModel
 from dsi.models.toy import ToyDrafter, ToyTarget
 
 WARM = Sampling(temperature=1.5, seed=4)
@@ -16,7 +16,7 @@ PLACES = 6000
 def text(target: ToyTarget, length: int, sampling: Sampling = GREEDY) -> list[int]:
     tokens = [1]
     while len(tokens) < length:
-        tokens += target.answer(Ask(tokens, len(tokens), sampling=sampling))
+        tokens += target.answer(ForwardRequest(tokens, len(tokens), sampling=sampling))
     return tokens
 
 
@@ -26,7 +26,7 @@ def test_a_drafter_agrees_at_its_rate(rate: float, sampling: Sampling) -> None:
     places = PLACES if sampling is GREEDY else PLACES // 4
     target = ToyTarget(2)
     tokens = text(target, places, sampling)
-    guesses = ToyDrafter(target, rate, seed=3).answer(Ask(tokens, 1, sampling=sampling))
+    guesses = ToyDrafter(target, rate, seed=3).answer(ForwardRequest(tokens, 1, sampling=sampling))
     agreed = sum(guess == token for guess, token in zip(guesses, tokens[1:])) / (places - 1)
     assert agreed == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / places) + 1e-9)
 
@@ -52,7 +52,7 @@ def test_drafters_err_independently_of_each_other(seed: int) -> None:
 @pytest.mark.parametrize("model", [ToyTarget(6), ToyDrafter(ToyTarget(6), 0.5, seed=1)])
 def test_the_short_cut_for_greedy_answers_is_the_largest_score(model: ToyTarget | ToyDrafter) -> None:
     tokens = text(ToyTarget(6), 300)
-    assert model.answer(Ask(tokens, 0)) == Speaker(model).answer(Ask(tokens, 0))
+    assert model.answer(ForwardRequest(tokens, 0)) == SamplingModel(model).answer(ForwardRequest(tokens, 0))
     rows = model.forward(tokens, 0, NEVER)
     assert len(rows) == 301
 
@@ -61,8 +61,8 @@ def test_the_short_cut_for_greedy_answers_is_the_largest_score(model: ToyTarget 
 def test_answers_do_not_depend_on_what_was_asked_before(sampling: Sampling) -> None:
     tokens = text(ToyTarget(6), 40)
     for model in (ToyTarget(6), ToyDrafter(ToyTarget(6), 0.5)):
-        whole = model.answer(Ask(tokens, 0, sampling=sampling))
-        assert all(model.answer(Ask(tokens[:n], n, sampling=sampling)) == (whole[n],) for n in range(41))
+        whole = model.answer(ForwardRequest(tokens, 0, sampling=sampling))
+        assert all(model.answer(ForwardRequest(tokens[:n], n, sampling=sampling)) == (whole[n],) for n in range(41))
 
 
 def test_an_impossible_rate_is_refused() -> None:
@@ -81,7 +81,7 @@ def test_where_the_first_guess_is_wrong_the_second_is_right_at_its_rate(sampling
     tokens = text(target, 3000, sampling)
     alone, seconds, hits, wrong = 0, 0, 0, 0
     for i in range(1, len(tokens)):
-        ask = Ask(tokens[:i], i, sampling=sampling)
+        ask = ForwardRequest(tokens[:i], i, sampling=sampling)
         first, *others = drafter.rank(ask, 2, 0.1)
         assert (first,) == drafter.answer(ask)
         assert first not in others

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from dsi.fleets.simulated import Meter
-from dsi.models.backend import Ask, Cancelled
+from dsi.models.protocol import Cancelled, ForwardRequest
 from dsi.models.toy import ToyTarget
 from dsi.models.wait import Latency, Wait
 
@@ -24,25 +24,23 @@ LATENCY = Latency(tpot=10, ttft=50, per_token=1)
         (1, 1, 0, 10),  # an empty prompt, read before
     ],
 )
-def test_a_forward_takes_as_long_as_what_is_new(
-    length: int, start: int, kept: int | None, expected: int
-) -> None:
-    assert LATENCY.forward(Ask([0] * length, start, kept)) == expected
+def test_a_forward_takes_as_long_as_what_is_new(length: int, start: int, kept: int | None, expected: int) -> None:
+    assert LATENCY.forward(ForwardRequest([0] * length, start, kept)) == expected
 
 
 def test_without_a_ttft_the_first_forward_is_like_any_other() -> None:
-    assert Latency(tpot=10).forward(Ask([0] * 8, 8)) == 10
-    assert Latency(tpot=10).forward(Ask([0] * 8, 9)) == 0
+    assert Latency(tpot=10).forward(ForwardRequest([0] * 8, 8)) == 10
+    assert Latency(tpot=10).forward(ForwardRequest([0] * 8, 9)) == 0
 
 
 def test_fractions_stay_exact() -> None:
     meter = Meter()
-    Wait(ToyTarget(), Latency(Fraction(1, 7))).answer(Ask([1], 1, cancelled=meter))
+    Wait(ToyTarget(), Latency(Fraction(1, 7))).answer(ForwardRequest([1], 1, cancelled=meter))
     assert meter.read() == Fraction(1, 7)
 
 
 def test_waiting_changes_no_answer() -> None:
-    ask = Ask([1, 2, 3], 1, cancelled=Meter())
+    ask = ForwardRequest([1, 2, 3], 1, cancelled=Meter())
     assert Wait(ToyTarget(3), LATENCY).answer(ask) == ToyTarget(3).answer(ask)
 
 
@@ -50,7 +48,7 @@ def test_jitter_spreads_evenly_to_either_side() -> None:
     meter, model = Meter(), Wait(ToyTarget(), Latency(tpot=10.0, jitter=0.2), seed=1)
     times = []
     for _ in range(500):
-        model.answer(Ask([1], 1, cancelled=meter))
+        model.answer(ForwardRequest([1], 1, cancelled=meter))
         times.append(meter.read())
     assert 8 <= min(times) < 8.2
     assert 11.8 < max(times) <= 12
@@ -63,7 +61,7 @@ def test_an_unwanted_answer_is_not_given() -> None:
             return True
 
     with pytest.raises(Cancelled):
-        Wait(ToyTarget(), LATENCY).answer(Ask([1], 1, cancelled=Gone()))
+        Wait(ToyTarget(), LATENCY).answer(ForwardRequest([1], 1, cancelled=Gone()))
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from dsi import theory
 from dsi.paper.figures import columns, exceptions, figure2, figure3, table
 from dsi.paper.grid import ACCEPTANCES, DRAFTERS, Grid, grid
-from dsi.planner import servers_needed
-from dsi.theory import Latencies
+from dsi.planning import theory
+from dsi.planning.equation_1 import servers_needed
+from dsi.planning.theory import Latencies
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from dsi.paper import accounting
+from dsi.paper import forward_counts
 from dsi.paper.table2 import PAIRS, by_the_paper, line, table2
-from dsi.theory import Latencies
+from dsi.planning.theory import Latencies
 
 # DSI over SI with the reference code's accounting in virtual time, its extra forward left out.
 REFERENCE = (1.52, 1.50, 1.43, 1.41, 1.46, 1.41, 1.06, 1.04, 1.08, 1.04)
@@ -19,7 +19,7 @@ def played(latencies: Latencies, acceptance: float, lookahead: int, dice: Random
     tokens = 0
     while True:
         run = 0
-        while run < accounting.CAP and dice.random() < acceptance:
+        while run < forward_counts.CAP and dice.random() < acceptance:
             run += 1
         while True:
             time += float(lookahead * latencies.drafter + latencies.target)
@@ -37,7 +37,7 @@ def test_the_papers_accounting_is_what_playing_it_gives(acceptance: float, looka
     latencies = Latencies(30, 3, 90, 4)
     dice = Random(1)
     times = [played(latencies, acceptance, lookahead, dice) for _ in range(4000)]
-    exact = accounting.si(50, latencies, acceptance, lookahead)
+    exact = forward_counts.si(50, latencies, acceptance, lookahead)
     assert fmean(times) == pytest.approx(exact, rel=0.01)
 
 

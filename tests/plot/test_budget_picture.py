@@ -6,20 +6,16 @@ import pytest
 from matplotlib.collections import LineCollection
 
 from dsi.core.generation import Tally
-from dsi.measure.budget import SIMULATED, Contender, Layout, Table, entries
+from dsi.core.request import Completion
+from dsi.experiments.budget import SIMULATED, Contender, Layout, Table, entries
 from dsi.plot.budget import figure, save
-from dsi.request import Completion
 
 
 def table(name: str, *speeds: float) -> Table:
     """Texts of one token; times are milliseconds."""
     texts = {
-        Contender("nonsi", Layout(2)): [
-            Completion((7,), "length", (1000 / speed,), Tally()) for speed in speeds
-        ],
-        Contender("dsi", Layout(2, 1)): [
-            Completion((7,), "length", (500 / speed,), Tally()) for speed in speeds
-        ],
+        Contender("nonsi", Layout(2)): [Completion((7,), "length", (1000 / speed,), Tally()) for speed in speeds],
+        Contender("dsi", Layout(2, 1)): [Completion((7,), "length", (500 / speed,), Tally()) for speed in speeds],
     }
     return Table(name, entries(texts, SIMULATED, 1), acceptance=0.75)
 

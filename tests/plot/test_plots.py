@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from dsi.core.adaptive import Mind
-from dsi.engine import Loop
-from dsi.measure.forecast import outlook
-from dsi.measure.records import Record, record, recorded
-from dsi.measure.settings import Setting
+from dsi.core.adaptive import AdaptiveController
+from dsi.core.request import Request
+from dsi.experiments.records import Record, record, recorded
+from dsi.fleets.loop import EngineLoop
+from dsi.planning.forecast import outlook
+from dsi.planning.simulation import SimulationConfig
 from dsi.plot.terminal import draw, legend
 from dsi.plot.timeline import figure, save
 from dsi.plot.trace import read, trace
-from dsi.request import Request
 
-SETTING = Setting(20.0, 2.0, 0.7, sp=4, tokens=20, target_ttft_ms=40.0)
+SETTING = SimulationConfig(20.0, 2.0, 0.7, sp=4, tokens=20, target_ttft_ms=40.0)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +93,9 @@ def test_a_trace_can_be_read_back(records: list[Record]) -> None:
 
 def test_decisions_and_rejections_are_no_tokens_and_come_back_as_they_were() -> None:
     steps = ((1, 20.0), (64, 30.0))  # so that wrong guesses cost time
-    setting = Setting(20.0, 2.0, 0.0, 3, 80, contention=0.2, pieces=8, eager=False, steps_ms=steps)
-    mind = Mind(outlook(setting), ("drafter",), 0.7)
-    [done] = Loop(setting.simulated(1)).run(Request((1, 2), 80, mind))
+    setting = SimulationConfig(20.0, 2.0, 0.0, 3, 80, contention=0.2, pieces=8, eager=False, steps_ms=steps)
+    mind = AdaptiveController(outlook(setting), ("drafter",), 0.7)
+    [done] = EngineLoop(setting.simulated(1)).run(Request((1, 2), 80, mind))
     told = recorded("auto", "simulated", ("target-1", "drafter"), (), done, 1)
     assert {remark.kind for remark in told.remarks} == {"decision", "rejection"}
     assert "no speculation" in [remark.title for remark in told.remarks]
@@ -110,9 +110,7 @@ def test_decisions_and_rejections_are_no_tokens_and_come_back_as_they_were() -> 
     assert back.title == "auto"
 
 
-@pytest.mark.parametrize(
-    "document", [[], {}, {"traceEvents": 3}, {"traceEvents": [{"name": "process_name"}]}]
-)
+@pytest.mark.parametrize("document", [[], {}, {"traceEvents": 3}, {"traceEvents": [{"name": "process_name"}]}])
 def test_what_is_no_trace_is_refused(document: object) -> None:
     with pytest.raises(ValueError, match="is no trace of dsi"):
         read(document)

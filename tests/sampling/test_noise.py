@@ -44,9 +44,7 @@ def test_the_noise_is_exponential() -> None:
 def test_its_logarithm_is_right_to_the_last_bits() -> None:
     from dsi.sampling.noise import _minus_log
 
-    u = np.concatenate(
-        [np.linspace(1e-9, 1 - 1e-9, 100_001), 2.0 ** -np.arange(1, 53), 1 - 2.0 ** -np.arange(1, 53)]
-    )
+    u = np.concatenate([np.linspace(1e-9, 1 - 1e-9, 100_001), 2.0 ** -np.arange(1, 53), 1 - 2.0 ** -np.arange(1, 53)])
     exact = -np.log(u)
     assert np.abs(_minus_log(u) / exact - 1).max() < 1e-14
 
@@ -63,9 +61,7 @@ def test_purposes_and_blocks_are_independent() -> None:
     purposes = (TOKEN, DRAFT, ACCEPT, RESIDUAL)
     keys = {key(1, at, why, block) for at in range(100) for why in purposes for block in range(100)}
     assert len(keys) == 100 * 4 * 100
-    draws = np.array(
-        [[coin(key(1, at, why, block)) for at in range(5_000)] for why in purposes for block in (0, 1)]
-    )
+    draws = np.array([[coin(key(1, at, why, block)) for at in range(5_000)] for why in purposes for block in (0, 1)])
     noise = np.array([[exponential(key(1, at, ACCEPT), IDS[1:2])[0] for at in range(5_000)]])
     correlations = np.corrcoef(np.concatenate([draws, noise])) - np.eye(9)
     assert np.abs(correlations).max() < 5 / math.sqrt(5_000)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dsi.core.generation import Generation, Policy
-from dsi.core.outlook import ASIDES, Decision, Outlook, Way
+from dsi.core.latency_table import ASIDES, Decision, LatencyTable, SpecConfig
 from dsi.core.policies import DOUBT, go_ahead, look_aside
 
 MEMORY = 40  # judged places of a text, or forwards, after which one counts for a third
@@ -24,11 +24,11 @@ LEAST_TIMED = 8  # forwards before their time is believed
 
 
 Names = tuple[str, ...]  # of drafters that share a tree
-Turn = tuple[Names, int, int]  # they, the number of a way, and targets that look past second guesses
+Candidate = tuple[Names, int, int]  # they, the number of a way, and targets that look past second guesses
 
 
 @dataclass
-class Luck:
+class AcceptanceEMA:
     """How often guesses are right; what is long ago counts less and less."""
 
     belief: float
@@ -46,7 +46,7 @@ class Luck:
 
 
 @dataclass
-class Timing:
+class LatencyEMA:
     """How many times as long as planned something takes; what is long ago counts less and less."""
 
     total: float = 0.0
@@ -62,15 +62,15 @@ class Timing:
         return self.total / self.count if self.count >= LEAST_TIMED else 1.0
 
 
-class Pulse:
+class LatencyMonitor:
     """Forwards as they come, by how many times as long as planned they take; `unit` makes ms of the clock."""
 
-    def __init__(self, plan: Outlook, unit: float = 1) -> None:
+    def __init__(self, plan: LatencyTable, unit: float = 1) -> None:
         self._plan, self._unit = plan, unit
-        self._targets, self._drafters = Timing(), dict[str, Timing]()
+        self._targets, self._drafters = LatencyEMA(), dict[str, LatencyEMA]()
 
     def guessed(self, model: str, time: float) -> None:
-        self._drafters.setdefault(model, Timing()).add(time * self._unit / self._plan.drafter_ms)
+        self._drafters.setdefault(model, LatencyEMA()).add(time * self._unit / self._plan.drafter_ms)
 
     def verified(self, width: int, time: float) -> None:
         """By a target that had none beside it when it began."""
@@ -82,17 +82,21 @@ class Pulse:
         return max(known, default=1.0) / self._targets.mean
 
 
-class Mind:
+class AdaptiveController:
     """What an engine has learned of its drafters, alone and together; every request adds to it."""
 
     def __init__(
-        self, outlook: Outlook, drafters: Sequence[str], belief: float, pulse: Pulse | None = None
+        self,
+        outlook: LatencyTable,
+        drafters: Sequence[str],
+        belief: float,
+        pulse: LatencyMonitor | None = None,
     ) -> None:
         self.outlook, self.drafters = outlook, tuple(drafters)
-        self.pulse = pulse or Pulse(outlook)
+        self.pulse = pulse or LatencyMonitor(outlook)
         sets = [(name,) for name in self.drafters]
-        self.luck = {names: Luck(belief, LONG_MEMORY) for names in dict.fromkeys([*sets, self.drafters])}
-        self.second = Luck(SECOND, LONG_MEMORY)
+        self.luck = {names: AcceptanceEMA(belief, LONG_MEMORY) for names in dict.fromkeys([*sets, self.drafters])}
+        self.second = AcceptanceEMA(SECOND, LONG_MEMORY)
         self.scales = dict.fromkeys(self.luck, outlook.scale(1.0))
         self.first = self.best(self.luck, 0.0)[1]  # before anything is learned
 
@@ -106,19 +110,19 @@ class Mind:
                 late |= self.scales[names] != scale
         return late
 
-    def ms(self, turn: Turn, rate: float, second: float) -> float:
+    def ms(self, turn: Candidate, rate: float, second: float) -> float:
         """What a token is expected to take; a second guess that is right saves what a rejection costs."""
         names, way, spare = turn
         plain = self.outlook.ms[self.scales[names]][way][self.outlook.part(rate)]
         saved = (1 - rate) * second * ASIDES[spare] if spare else 0.0
         return plain * (1 - saved) * (1 + self.outlook.contention * spare)
 
-    def best(self, lucks: Mapping[Names, Luck], second: float) -> Turn:
+    def best(self, lucks: Mapping[Names, AcceptanceEMA], second: float) -> Candidate:
         """The drafters, the way and the targets to spare that are expected to be fastest now."""
         rates = {names: luck.rate for names, luck in lucks.items()}
         return min(self._turns(rates), key=lambda turn: self.ms(turn, rates[turn[0]], second))
 
-    def _turns(self, rates: Mapping[Names, float]) -> Iterator[Turn]:
+    def _turns(self, rates: Mapping[Names, float]) -> Iterator[Candidate]:
         known = self.outlook
         for names, rate in rates.items():
             scale, part = self.scales[names], known.part(rate)
@@ -133,7 +137,7 @@ class Mind:
             follow(g, self.outlook.ways[self.first], self.drafters[:1])
             return
         if g.memo is None:
-            g.memo = Course(self, g)
+            g.memo = RequestController(self, g)
         g.memo.go(g)
 
 
@@ -142,18 +146,18 @@ def _near(scale: float, factor: float) -> bool:
     return 0.75 < factor / scale < 1.33
 
 
-class Course:
+class RequestController:
     """Where one request stands: each text has luck of its own, and begins with that of the others."""
 
-    def __init__(self, mind: Mind, g: Generation) -> None:
+    def __init__(self, mind: AdaptiveController, g: Generation) -> None:
         self.mind = mind
-        self.luck = {names: Luck(luck.rate) for names, luck in mind.luck.items()}
-        self.second = Luck(mind.second.rate)
+        self.luck = {names: AcceptanceEMA(luck.rate) for names, luck in mind.luck.items()}
+        self.second = AcceptanceEMA(mind.second.rate)
         self._seen = 0
         self._late = False  # whether a drafter's speed has turned out to be another since the last decision
         self._take(g, mind.best(self.luck, self.second.rate), "start")
 
-    def _take(self, g: Generation, turn: Turn, cause: str) -> None:
+    def _take(self, g: Generation, turn: Candidate, cause: str) -> None:
         self._turn = turn
         self.drafters, way, spare = turn
         self.way = replace(self.mind.outlook.ways[way], spare=spare)
@@ -177,7 +181,7 @@ class Course:
             self._take(g, turn, "latency" if self._late else "acceptance")
             self._late = False
 
-    def _ms(self, turn: Turn) -> float:
+    def _ms(self, turn: Candidate) -> float:
         return self.mind.ms(turn, self.luck[turn[0]].rate, self.second.rate)
 
     def _learn(self, said: dict[str, int], token: int, guesses: Sequence[int]) -> None:
@@ -198,7 +202,7 @@ class Course:
                 g.draft(g.root, 1, name)
 
 
-def follow(g: Generation, way: Way, drafters: Sequence[str]) -> None:
+def follow(g: Generation, way: SpecConfig, drafters: Sequence[str]) -> None:
     g.branches, g.doubt = (2, DOUBT) if way.spare else (1, 0.0)
     if way.speculates:
         go_ahead(g, way.lookahead, drafters, way.patience, way.horizon, way.targets)
@@ -210,6 +214,6 @@ def follow(g: Generation, way: Way, drafters: Sequence[str]) -> None:
         g.verify(g.root, 1)
 
 
-def steady(way: Way, drafters: Sequence[str]) -> Policy:
+def steady(way: SpecConfig, drafters: Sequence[str]) -> Policy:
     """Always this way."""
     return lambda g: follow(g, way, drafters)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from dsi.core.context import Context, Tokens
+from dsi.core.draft_tree import Node
+from dsi.core.latency_table import Decision
 from dsi.core.messages import (
     DRAFTER,
     GREEDY,
@@ -23,16 +24,15 @@ from dsi.core.messages import (
     Event,
     Failed,
     Job,
-    Note,
+    Prefill,
+    Prefilled,
     Sampling,
     Step,
+    TopLogprobs,
     Verified,
     Verify,
-    Warm,
-    Warmed,
 )
-from dsi.core.outlook import Decision
-from dsi.core.tree import Node
+from dsi.core.sequence import Tokens, TokenSequence
 
 Policy = Callable[["Generation"], None]
 
@@ -80,13 +80,13 @@ class Generation:
         self.sampling, self.needs_guess = sampling, sampling.needs_guess
         self.block = 1  # guesses that the rule `block` judges together; the policy says how many
         self.branches, self.doubt = 1, 0.0  # guesses wanted for each place, and how close; likewise
-        self.root = Node(Context.of(prompt), None, 0)  # the last place known to be true
+        self.root = Node(TokenSequence.of(prompt), None, 0)  # the last place known to be true
         self.open: dict[int, Job] = {}  # jobs in flight
         self.busy = 0  # drafts and verifications among them
         self.tally = Tally()
         self.origins: list[str] = []  # how each token of the text came
         self.judged: list[Judged] = []  # what was guessed of each token, and what it was
-        self.notes: list[Note] = []  # what the target thought of each place, where somebody asks
+        self.notes: list[TopLogprobs] = []  # what the target thought of each place, where somebody asks
         self.decisions: list[Decision] = []  # of a policy that changes its mind
         self.memo: Any = None  # what a policy wants to remember
         self._stop = frozenset(stop)
@@ -121,7 +121,7 @@ class Generation:
         return self.look()
 
     def handle(self, event: Event) -> Step:
-        if event.id not in self.open or isinstance(event, Warmed):
+        if event.id not in self.open or isinstance(event, Prefilled):
             return NOTHING  # the last word of a cancelled job, or nothing new
         self._learn(event, self.open[event.id])
         return self._step(self._advance())
@@ -171,7 +171,7 @@ class Generation:
         elif token in self._stop:  # nothing follows a stop token: the rest of the stream is not wanted
             self._abandon([job.id])
 
-    def _learn_truth(self, job: Verify, tokens: Tokens, notes: tuple[Note, ...]) -> None:
+    def _learn_truth(self, job: Verify, tokens: Tokens, notes: tuple[TopLogprobs, ...]) -> None:
         if not job.fits(tokens):
             raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
         self.tally.forwards += 1
@@ -252,7 +252,7 @@ class Generation:
             self._drafting[job.model] -= 1
         if isinstance(job, Verify):
             self._asides.discard(id)
-        self.busy -= not isinstance(job, Warm)
+        self.busy -= not isinstance(job, Prefill)
         return node
 
     def _unwatch(self, id: int, places: list[Node]) -> None:
@@ -267,7 +267,7 @@ class Generation:
         return () if watcher is None or watcher not in self.open else (watcher,)
 
     @property
-    def origin(self) -> Context:
+    def origin(self) -> TokenSequence:
         """Where its text begins, which is no other request's."""
         return self.root.context.origin
 
@@ -374,7 +374,7 @@ class Generation:
         """Let servers that would idle read the prompt, and every so often catch up with the sure text."""
         if self.root.depth >= self._warmed + WARM_EVERY:
             self._warmed = self.root.depth
-            warm = self.open[self._warm_id] = Warm(self._warm_id, self.root.context)
+            warm = self.open[self._warm_id] = Prefill(self._warm_id, self.root.context)
             self._wanted.append(warm)
 
     def _want(self, job: Draft | Verify, node: Node) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dsi.core.context import Context, Tokens
+from dsi.core.sequence import Tokens, TokenSequence
+
+Time = Any  # float seconds, or a Fraction where virtual time is to be exact
 
 TARGET = "target"
 DRAFTER = "drafter"
 RULES = ("match", "reject", "block", "specinfer")
 
-Note = tuple[tuple[int, float], ...]  # tokens and the logarithms of their probabilities, the likeliest first
+TopLogprobs = tuple[tuple[int, float], ...]  # tokens and the logarithms of their probabilities, the likeliest first
 Guess = tuple[int, Any]  # a token, and what a rule must know of how it was drawn: only servers read it
 
 
@@ -64,11 +66,11 @@ GREEDY = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
-class Warm:
+class Prefill:
     """Hold this text in your cache. Started again with the same id, it asks for a longer one."""
 
     id: int
-    context: Context
+    context: TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Draft:
     """
 
     id: int
-    context: Context
+    context: TokenSequence
     count: int
     model: str = DRAFTER
     sampling: Sampling = GREEDY
@@ -98,7 +100,7 @@ class Verify:
     """
 
     id: int
-    context: Context
+    context: TokenSequence
     width: int
     lead: int = 0  # how far its first place lay beyond the sure text; 0 watches the root
     sampling: Sampling = GREEDY
@@ -112,7 +114,7 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
+class Prefilled:
     id: int
 
 
@@ -132,7 +134,7 @@ class Verified:
 
     id: int
     tokens: Tokens
-    notes: tuple[Note, ...] = ()  # on each of them, where somebody asks
+    notes: tuple[TopLogprobs, ...] = ()  # on each of them, where somebody asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +147,8 @@ class Failed:
 
 WOKEN = Failed(-1, "woken")  # a fleet that was woken and has nothing to tell; no job has this number
 
-Job = Warm | Draft | Verify
-Event = Warmed | Drafted | Verified | Failed
+Job = Prefill | Draft | Verify
+Event = Prefilled | Drafted | Verified | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def distributed(
 
 
 @dataclass
-class Crowd:
+class Load:
     """The requests that share a fleet, as they stand now."""
 
     targets: int = 1
@@ -147,7 +147,7 @@ class Crowd:
         return self.verifying < self.targets
 
 
-def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: Crowd) -> Policy:
+def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: Load) -> Policy:
     """DSI among others: what an idle server would be spent on is another request's now.
 
     The fewer targets there are for each request, the less far it goes beyond its root; with less than two it

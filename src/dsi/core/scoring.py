@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dsi.core.context import Context
 from dsi.core.generation import Tally
-from dsi.core.messages import Event, Failed, Job, Note, Sampling, Step, Verified, Verify
-from dsi.core.outlook import Decision
+from dsi.core.latency_table import Decision
+from dsi.core.messages import Event, Failed, Job, Sampling, Step, TopLogprobs, Verified, Verify
+from dsi.core.sequence import TokenSequence
 
 
 class Scoring:
     """A request for no new token: it has notes on those that are there, each but the first."""
 
     def __init__(self, prompt: Iterable[int], sampling: Sampling, ids: Iterator[int]) -> None:
-        self._context, self._sampling, self._ids = Context.of(prompt), sampling, ids
+        self._context, self._sampling, self._ids = TokenSequence.of(prompt), sampling, ids
         if len(self._context) < 1:
             raise ValueError("an empty text: there is no token to score")
         self.open: dict[int, Job] = {}
         self.tally = Tally()
         self.origins: list[str] = []
-        self.notes: list[Note] = []
+        self.notes: list[TopLogprobs] = []
         self.decisions: list[Decision] = []
         self.finish_reason: str | None = None
 
@@ -29,7 +29,7 @@ class Scoring:
         return self.finish_reason is not None
 
     @property
-    def origin(self) -> Context:
+    def origin(self) -> TokenSequence:
         return self._context
 
     @property

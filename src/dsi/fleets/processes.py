@@ -16,11 +16,11 @@ from selectors import SelectorKey
 from typing import Any
 
 from dsi.core.messages import TARGET
+from dsi.fleets.connection import Connection, Receiver
+from dsi.fleets.remote import NOTHING, RemoteFleet, SharedCancelFlag, WorkerHandle, answer
 from dsi.fleets.spans import Span
-from dsi.fleets.wire import Receiver, Wire
-from dsi.fleets.wired import NOTHING, Seat, SharedFlag, WiredFleet, answer
-from dsi.fleets.work import Server
-from dsi.kin import die_with_parent, keep_only
+from dsi.fleets.worker import Server
+from dsi.models.child_process import die_with_parent, keep_only
 
 FORK = multiprocessing.get_context("fork")
 JOIN_SECONDS = 2.0
@@ -28,7 +28,7 @@ AWAKE_SECONDS = 0.05  # that the driver may spin for an answer; in a longer wait
 
 
 def serve(
-    server: Server, wire: Wire, unwanted: Any, cores: Sequence[int], prepare: Callable[[Server], None]
+    server: Server, wire: Connection, unwanted: Any, cores: Sequence[int], prepare: Callable[[Server], None]
 ) -> None:
     """The life of a server process."""
     die_with_parent()
@@ -42,16 +42,16 @@ def serve(
         try:
             for message in wire.receive():
                 job = receiver.unpack(message)
-                answer(job, server, wire, SharedFlag(unwanted, job.id))
+                answer(job, server, wire, SharedCancelFlag(unwanted, job.id))
         except (EOFError, OSError):
             return
 
 
-class Process(Seat):
+class Process(WorkerHandle):
     """A server in its process."""
 
     def __init__(self, server: Server, cores: Sequence[int], prepare: Callable[[Server], None]) -> None:
-        ours, theirs = Wire.pair()
+        ours, theirs = Connection.pair()
         super().__init__(server, ours)
         self.unwanted = FORK.RawValue("q", NOTHING)
         arguments = (server, theirs, self.unwanted, cores, prepare)
@@ -68,7 +68,7 @@ class Process(Seat):
         self.wire.close()
 
 
-class ProcessFleet(WiredFleet):
+class ProcessFleet(RemoteFleet):
     """`cores` pins servers by name; `prepare` runs first in each process (threads, say)."""
 
     def __init__(

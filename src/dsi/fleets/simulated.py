@@ -13,12 +13,11 @@ from itertools import count
 from math import floor
 from random import Random
 
-from dsi.core.context import Context
-from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job
-from dsi.fleets.crew import Crew
+from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job, Time
+from dsi.core.sequence import TokenSequence
+from dsi.fleets.base import BaseFleet
 from dsi.fleets.spans import Span, span
-from dsi.fleets.work import Server, work
-from dsi.models.wait import Time
+from dsi.fleets.worker import Server, work
 
 
 class Meter:
@@ -40,12 +39,12 @@ class Meter:
 
 
 @dataclass
-class Forward:
+class SimulatedForward:
     """What a server is computing now."""
 
     job: Job
     events: Iterator[Event]
-    context: Context
+    context: TokenSequence
     meter: Meter = field(default_factory=Meter)
     event: Event | None = None  # how it will end; None once cancelled
     start: Time = 0
@@ -64,16 +63,14 @@ class Outage:
 
     def __post_init__(self) -> None:
         if self.notice < 0 or self.back < self.down + self.notice:
-            raise ValueError(
-                f"down at {self.down}, noticed {self.notice} later, back at {self.back}: must be in order"
-            )
+            raise ValueError(f"down at {self.down}, noticed {self.notice} later, back at {self.back}: must be in order")
 
 
 Outages = Mapping[str, Iterable[Outage]]  # by server, each in order of time, and without end if you like
 Change = Callable[[str], None]  # what happens to a server that falls or comes back
 
 
-class SimulatedFleet(Crew):
+class SimulatedFleet(BaseFleet):
     """`pieces`: a cancelled forward frees its server at once (0), or when the current one of so many ends;
     `drafter_pieces`, the same for drafters, where those differ.
 
@@ -105,9 +102,7 @@ class SimulatedFleet(Crew):
         super().__init__(servers)
         delays = network if isinstance(network, Mapping) else dict.fromkeys(self._servers, network)
         if pieces < 0 or min(delays.values(), default=0) < 0 or contention < 0:
-            raise ValueError(
-                f"pieces {pieces}, network {network}, contention {contention}: must be at least 0"
-            )
+            raise ValueError(f"pieces {pieces}, network {network}, contention {contention}: must be at least 0")
         if strangers := {*delays, *(outages or {})} - self._servers.keys():
             raise ValueError(f"there is no server {min(strangers)!r}")
         if not 0 <= network_jitter < 1:
@@ -117,8 +112,8 @@ class SimulatedFleet(Crew):
         self._pieces = pieces, pieces if drafter_pieces is None else drafter_pieces
         self._network_jitter, self._dice = network_jitter, Random(seed)
         self._eager, self._fails, self._log = eager, fails, log
-        self._forwards: dict[str, Forward] = {}
-        self._agenda: list[tuple[Time, int, int, str, Forward | Change]] = []
+        self._forwards: dict[str, SimulatedForward] = {}
+        self._agenda: list[tuple[Time, int, int, str, SimulatedForward | Change]] = []
         self._order = count()
         self._now: Time = 0
         self._silent: set[str] = set()  # servers that are down, which nobody has noticed
@@ -161,7 +156,7 @@ class SimulatedFleet(Crew):
             if not self._agenda or not self._dispatch.open:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             when, _, _, name, what = heappop(self._agenda)
-            if not isinstance(what, Forward):
+            if not isinstance(what, SimulatedForward):
                 if name in self._outages:  # else it has been killed for good
                     self._now = when
                     what(name)
@@ -174,13 +169,13 @@ class SimulatedFleet(Crew):
         if name in self._silent:
             return  # it will never be answered, and is asked for again when that is noticed
         meter = Meter()
-        forward = self._forwards[name] = Forward(
+        forward = self._forwards[name] = SimulatedForward(
             job, work(job, self._servers[name], meter), job.context, meter
         )
         start = self.accounts[name].since = self._now + self._delay(name)
         self._compute(name, forward, start)
 
-    def _compute(self, name: str, forward: Forward, start: Time) -> bool:
+    def _compute(self, name: str, forward: SimulatedForward, start: Time) -> bool:
         """Begin the next forward of a job, if it has one."""
         forward.event = next(forward.events, None)
         if forward.event is None:
@@ -192,7 +187,7 @@ class SimulatedFleet(Crew):
         self._crowd()
         return True
 
-    def _due(self, name: str, forward: Forward) -> None:
+    def _due(self, name: str, forward: SimulatedForward) -> None:
         """At equal times guesses come first: a verdict finds a guess that is just in time."""
         late = not isinstance(forward.event, Drafted)
         forward.due = max(forward.end + self._delay(name), self._now)
@@ -221,7 +216,7 @@ class SimulatedFleet(Crew):
                 forward.end, forward.pace = at + (forward.end - at) / forward.pace * pace, pace
                 self._due(name, forward)
 
-    def _finish(self, name: str, forward: Forward) -> None:
+    def _finish(self, name: str, forward: SimulatedForward) -> None:
         event = forward.event
         self._record(name, forward, forward.end)
         if event is not None:
@@ -235,7 +230,7 @@ class SimulatedFleet(Crew):
             if self._eager or event is None:
                 self._begin()
 
-    def _can_stop(self, forward: Forward, heard: Time) -> Time:
+    def _can_stop(self, forward: SimulatedForward, heard: Time) -> Time:
         """When a forward ends that is told at `heard` to stop."""
         if heard >= forward.end:  # the answer is on its way; a stream goes on until it hears
             return heard if isinstance(forward.job, Draft) else forward.end
@@ -276,7 +271,7 @@ class SimulatedFleet(Crew):
         self._foresee(name)
         self._begin()
 
-    def _record(self, name: str, forward: Forward, end: Time) -> None:
+    def _record(self, name: str, forward: SimulatedForward, end: Time) -> None:
         self.accounts[name].end(forward.start, end, forward.event)
         if self._log is not None:
             role = self._servers[name].role

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsi.core.context import Context
-from dsi.core.messages import Draft, Drafted, Event, Job, Verify, Warm
-from dsi.models.wait import Time
+from dsi.core.messages import Draft, Drafted, Event, Job, Prefill, Time, Verify
+from dsi.core.sequence import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +16,7 @@ class Span:
     role: str
     kind: str  # draft, verify or warm
     job: int
-    context: Context  # the text it was asked about
+    context: TokenSequence  # the text it was asked about
     width: int  # how many places of it
     start: Time
     end: Time
@@ -25,12 +24,10 @@ class Span:
     stale: bool = False  # cancelled before it ended
 
 
-KINDS = {Draft: "draft", Verify: "verify", Warm: "warm"}
+KINDS = {Draft: "draft", Verify: "verify", Prefill: "warm"}
 
 
-def span(
-    server: str, role: str, job: Job, context: Context, start: Time, end: Time, event: Event | None
-) -> Span:
+def span(server: str, role: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> Span:
     """The span of a forward that ended in `event`, or was stopped."""
     width = job.width if isinstance(job, Verify) else int(isinstance(job, Draft))
     token = event.token if isinstance(event, Drafted) else None

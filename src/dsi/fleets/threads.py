@@ -9,12 +9,12 @@ from queue import SimpleQueue
 from threading import Event as Signal
 from threading import Thread
 
-from dsi.core.context import Context
 from dsi.core.messages import WOKEN, Drafted, Event, Job
-from dsi.fleets.crew import Crew
+from dsi.core.sequence import TokenSequence
+from dsi.fleets.base import BaseFleet
 from dsi.fleets.spans import Span, span
-from dsi.fleets.work import Server, work
-from dsi.models.backend import Cancelled
+from dsi.fleets.worker import Server, work
+from dsi.models.protocol import Cancelled
 
 JOIN_SECONDS = 5.0
 
@@ -47,7 +47,7 @@ def on_time(seconds: float) -> float:
     return max(0.0, seconds * (1 - share) - late)
 
 
-class Wish(Signal):
+class ThreadCancelFlag(Signal):
     """Set when an answer is no longer wanted. A wait in pieces notices only between two of them."""
 
     def __init__(self, pieces: int) -> None:
@@ -65,18 +65,18 @@ class Wish(Signal):
         return False
 
 
-class Seat:
+class ThreadWorker:
     """A server at work in its own thread."""
 
     def __init__(self, server: Server, fleet: ThreadFleet) -> None:
         self.server = server
         self.fleet = fleet
-        self.inbox: SimpleQueue[tuple[Job, Wish] | None] = SimpleQueue()
-        self.wish = Wish(0)  # of the job at hand
+        self.inbox: SimpleQueue[tuple[Job, ThreadCancelFlag] | None] = SimpleQueue()
+        self.wish = ThreadCancelFlag(0)  # of the job at hand
         self.thread = Thread(target=self.serve, name=server.name, daemon=True)
         self.thread.start()
 
-    def begin(self, job: Job, wish: Wish) -> None:
+    def begin(self, job: Job, wish: ThreadCancelFlag) -> None:
         self.wish = wish
         self.inbox.put((job, wish))
 
@@ -88,7 +88,7 @@ class Seat:
         while (order := self.inbox.get()) is not None:
             self.answer(*order)
 
-    def answer(self, job: Job, wish: Wish) -> None:
+    def answer(self, job: Job, wish: ThreadCancelFlag) -> None:
         """Post each guess as it comes; the last word on the job says that the server is free."""
         last: Event | None = None
         context, began = job.context, self.fleet.now()
@@ -107,14 +107,14 @@ class Seat:
             self.record(job, context, began, self.fleet.now(), None)
         self.fleet.outbox.put((self.server.name, last, True))
 
-    def record(self, job: Job, context: Context, start: float, end: float, event: Event | None) -> None:
+    def record(self, job: Job, context: TokenSequence, start: float, end: float, event: Event | None) -> None:
         self.fleet.accounts[self.server.name].end(start, end, event)
         if self.fleet.log is not None:
             entry = span(self.server.name, self.server.role, job, context, start, end, event)
             self.fleet.log.append(entry)
 
 
-class ThreadFleet(Crew):
+class ThreadFleet(BaseFleet):
     """`pieces`: a cancelled wait ends at once (0), or when the current one of so many ends.
 
     An `eager` server that has answered takes the next waiting job at once, as a thread pool does, and
@@ -137,13 +137,13 @@ class ThreadFleet(Crew):
         self.log = log
         self._pieces, self._eager = pieces, eager
         super().__init__(servers)
-        self._seats = {name: Seat(server, self) for name, server in self._servers.items()}
+        self._seats = {name: ThreadWorker(server, self) for name, server in self._servers.items()}
 
     def now(self) -> float:
         return time.perf_counter() - self._began
 
     def _set_to(self, name: str, job: Job) -> None:
-        self._seats[name].begin(job, Wish(self._pieces))
+        self._seats[name].begin(job, ThreadCancelFlag(self._pieces))
 
     def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
         self._seats[name].wish.set()

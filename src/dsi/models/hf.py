@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
-from dsi.means import check_there
-from dsi.models.backend import NEVER, Cancelled, Flag
+from dsi.models.names import check_there
+from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
 SPARED = 32  # tokens that one text may cost another in a cache: reading so many again is nothing
 SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
 NEAR = 16  # tokens before the end within which two texts of one request usually part
 
 
-class Shelf(DynamicLayer):  # type: ignore[misc]
+class KVLayer(DynamicLayer):  # type: ignore[misc]
     """One layer's keys and values in a buffer with room to spare: cutting it back is a number."""
 
     keys: Tensor
@@ -54,8 +54,8 @@ class Shelf(DynamicLayer):  # type: ignore[misc]
             self.keys[..., : self.length, :] = held[0][..., : self.length, :]
             self.values[..., : self.length, :] = held[1][..., : self.length, :]
 
-    def copy(self, length: int) -> Shelf:
-        other = Shelf()
+    def copy(self, length: int) -> KVLayer:
+        other = KVLayer()
         other.update(self.keys[..., :length, :], self.values[..., :length, :])
         return other
 
@@ -64,16 +64,16 @@ class Shelf(DynamicLayer):  # type: ignore[misc]
 
 
 @dataclass
-class Slot:
+class KVSequence:
     """The cache of one text."""
 
-    cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=Shelf))
+    cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=KVLayer))
     tokens: list[int] = field(default_factory=list)
 
-    def branch(self, length: int) -> Slot:
+    def branch(self, length: int) -> KVSequence:
         """A cache of its own for a text that begins as this one does."""
         shelves = [shelf.copy(length) for shelf in self.cache.layers] if length else []
-        branch = Slot(tokens=self.tokens[:length])
+        branch = KVSequence(tokens=self.tokens[:length])
         branch.cache.layers[:] = shelves
         return branch
 
@@ -89,10 +89,10 @@ class Transformer:
     def __init__(self, model: Any, slots: int = 4) -> None:
         self.model = model.eval()
         self.context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
-        self._slots: list[Slot] = []
+        self._slots: list[KVSequence] = []
         self._capacity = slots
         self.spared = SPARED
-        self._flag: Flag = NEVER
+        self._flag: CancelFlag = NEVER
         self._hooks = [layer.register_forward_pre_hook(self._look) for layer in layers(model)]
 
     def release(self) -> None:
@@ -105,7 +105,7 @@ class Transformer:
         """The next text is read from its beginning."""
         self._slots = []
 
-    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag = NEVER) -> Any:
+    def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
         if start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
         if self.context and len(tokens) > self.context:
@@ -120,7 +120,7 @@ class Transformer:
         slot.tokens += fresh
         return logits
 
-    def _compute(self, slot: Slot, fresh: list[int], places: int) -> Any:
+    def _compute(self, slot: KVSequence, fresh: list[int], places: int) -> Any:
         """One forward over the new tokens; if it is cancelled, what some layers have added is cut off."""
         length = len(slot.tokens)
         ids = torch.tensor([fresh], device=self.model.device)
@@ -137,7 +137,7 @@ class Transformer:
             raise ValueError(f"a {kind} model keeps a state that cannot be cut back to an earlier token")
         return logits[logits.shape[0] - places :].float()
 
-    def _slot(self, tokens: Sequence[int], start: int) -> tuple[Slot, int]:
+    def _slot(self, tokens: Sequence[int], start: int) -> tuple[KVSequence, int]:
         """The cache with most of this text, and how much of it helps: a place asked about is read anew.
 
         A text that would cost another one much of what is held of it branches off into a cache of its own.
@@ -149,9 +149,9 @@ class Transformer:
         self._slots = [*self._slots, slot] if self._capacity > 1 else [slot]
         return slot, min(best, start - 1)
 
-    def _nearest(self, tokens: Sequence[int]) -> tuple[int, Slot]:
+    def _nearest(self, tokens: Sequence[int]) -> tuple[int, KVSequence]:
         """Mostly the last one, which this text goes on from: then the others are not looked at."""
-        best, found = 0, Slot()
+        best, found = 0, KVSequence()
         for slot in reversed(self._slots):
             shared = common(slot.tokens, tokens)
             if shared and shared == len(slot.tokens) and slot is self._slots[-1]:

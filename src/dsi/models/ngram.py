@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsi.core.context import Tokens
-from dsi.models.backend import Ask
+from dsi.core.sequence import Tokens
+from dsi.models.protocol import ForwardRequest
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class NGram:
     longest: int = 4
     shortest: int = 2
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         """A text that never said anything like its end has no guess: the draft fails, and costs nothing."""
         return tuple(self.guess(ask.tokens[:i]) for i in range(ask.start, len(ask.tokens) + 1))
 

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from dsi.core.context import Tokens
-from dsi.models.backend import Ask, Model
-from dsi.models.graphs import Graphed
+from dsi.core.sequence import Tokens
+from dsi.models.cuda.graphs import CudaGraphModel
+from dsi.models.protocol import ForwardRequest, Model
 
 
 @dataclass(frozen=True)
 class Oracle:
-    body: Graphed  # whose forwards are computed, and whose answers nobody hears
+    body: CudaGraphModel  # whose forwards are computed, and whose answers nobody hears
     mind: Model  # whose answers are given
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         self.body.answer(ask)
         return self._said(ask)
 
-    def answering(self, ask: Ask) -> Generator[None, None, Tokens]:
+    def answering(self, ask: ForwardRequest) -> Generator[None, None, Tokens]:
         """The mind is asked while the body computes: a model that speaks for itself has none to wait for."""
         said: Tokens | None = None
         for _ in self.body.answering(ask):
@@ -31,8 +31,8 @@ class Oracle:
             said = self._said(ask) if said is None else said
         return self._said(ask) if said is None else said
 
-    def guessing(self, ask: Ask, count: int) -> Iterator[int | None]:
+    def guessing(self, ask: ForwardRequest, count: int) -> Iterator[int | None]:
         return self.body.guessing(ask, count, self.mind)
 
-    def _said(self, ask: Ask) -> Tokens:
+    def _said(self, ask: ForwardRequest) -> Tokens:
         return self.mind.answer(ask) if ask.places else ()

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsi.core.context import Tokens
-from dsi.models.backend import Ask, Flag
+from dsi.core.sequence import Tokens
+from dsi.models.protocol import CancelFlag, ForwardRequest
+from dsi.sampling.acceptance_rules import match
 from dsi.sampling.noise import WORD, Array, scramble
-from dsi.sampling.rules import match
 
 VOCABULARY = 64
 HALF = VOCABULARY // 2
@@ -33,13 +33,13 @@ def place(about: int, seed: int, tokens: Sequence[int], i: int) -> int:
 class ToyTarget:
     seed: int = 0
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         """Greedy answers come straight from the hash: the same as the largest score, and much faster."""
         if ask.sampling.temperature:
             return match(self.forward(ask.tokens, ask.start, ask.cancelled), ask.sampling, ask.start)
         return tuple(self.truth(ask.tokens, i) for i in range(ask.start, len(ask.tokens) + 1))
 
-    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag) -> Array:  # noqa: ARG002
+    def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:  # noqa: ARG002
         return np.stack([self.scores(tokens, i) for i in range(start, len(tokens) + 1)])
 
     def truth(self, tokens: Sequence[int], i: int) -> int:
@@ -67,12 +67,12 @@ class ToyDrafter:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 1")
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         truths = self.target.answer(ask)
         errs = (self.errs(ask.tokens, i) for i in range(ask.start, len(ask.tokens) + 1))
         return tuple(truth + err for truth, err in zip(truths, errs))
 
-    def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:  # noqa: ARG002
+    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:  # noqa: ARG002
         """A second guess beside the first; further ones are never right, and left out."""
         [truth], [guess] = self.target.answer(ask), self.answer(ask)
         if count < 2 or (guess == truth and self.luck(SURE, ask.tokens, ask.start) < self.sure):
@@ -82,7 +82,7 @@ class ToyDrafter:
         right = self.luck(SECOND, ask.tokens, ask.start) < self.second
         return guess, truth if right else (truth + 3) % VOCABULARY
 
-    def forward(self, tokens: Sequence[int], start: int, cancelled: Flag) -> Array:
+    def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
         rows = self.target.forward(tokens, start, cancelled)
         return np.stack([np.roll(row, self.errs(tokens, start + i)) for i, row in enumerate(rows)])
 

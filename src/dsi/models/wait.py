@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
 
-from dsi.core.context import Tokens
-from dsi.models.backend import Ask, Cancelled, Model, drawn, ranking
-from dsi.sampling.judge import Odds
-
-Time = Any  # float seconds, or a Fraction where virtual time is to be exact
+from dsi.core.messages import Time
+from dsi.core.sequence import Tokens
+from dsi.models.protocol import Cancelled, ForwardRequest, Model, drawn, ranking
+from dsi.sampling.verify import DraftProbs
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,13 @@ class Latency:
         if not 0 < self.tpot < float("inf"):
             raise ValueError(f"latency {self.tpot}: must be above 0")
         if self.ttft is not None and not self.tpot <= self.ttft < float("inf"):
-            raise ValueError(
-                f"time to first token {self.ttft}: must be at least the time per token, {self.tpot}"
-            )
+            raise ValueError(f"time to first token {self.ttft}: must be at least the time per token, {self.tpot}")
         if self.per_token < 0 or not 0 <= self.jitter < 1:
             raise ValueError(
                 f"per token {self.per_token}, jitter {self.jitter}: must be at least 0, and jitter below 1"
             )
 
-    def forward(self, ask: Ask) -> Time:
+    def forward(self, ask: ForwardRequest) -> Time:
         places = ask.places
         answer = self.tpot if places else 0
         if ask.kept is None:
@@ -66,19 +62,19 @@ class Wait:
     def __post_init__(self) -> None:
         self.dice = Random(self.seed)
 
-    def answer(self, ask: Ask) -> Tokens:
+    def answer(self, ask: ForwardRequest) -> Tokens:
         self._wait(ask)
         return self.model.answer(ask) if ask.places else ()
 
-    def rank(self, ask: Ask, count: int, doubt: float) -> Tokens:
+    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:
         self._wait(ask)
         return ranking(self.model, ask, count, doubt)
 
-    def draw(self, ask: Ask, start: int) -> tuple[Sequence[int], Odds | None]:
+    def draw(self, ask: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         self._wait(ask)
         return drawn(self.model, ask, start)
 
-    def _wait(self, ask: Ask) -> None:
+    def _wait(self, ask: ForwardRequest) -> None:
         seconds = self.latency.forward(ask)
         if self.latency.jitter:
             seconds *= 1 + self.latency.jitter * self.dice.uniform(-1, 1)

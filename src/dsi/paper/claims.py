@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from dsi import theory
-from dsi.measure.settings import Setting
-from dsi.planner import plan, servers_needed
-from dsi.theory import Latencies
+from dsi.planning import theory
+from dsi.planning.equation_1 import plan, servers_needed
+from dsi.planning.simulation import SimulationConfig
+from dsi.planning.theory import Latencies
 
 RATES = np.arange(0, 101, 5) / 100
 DRAFTERS = [Fraction(i, 100) for i in (1, 2, 3, 5, 7, 10, 14, 20, 25, 33, 50, 67, 80, 90, 100)]
@@ -119,7 +119,7 @@ def paths() -> Iterator[Ratio]:
     for seed in range(PATHS):
         drafter, lookahead = DRAFTERS[seed % len(DRAFTERS)], LOOKAHEADS[seed % len(LOOKAHEADS)]
         sp, acceptance = 1 + seed % 7, (seed * 37 % 101) / 100
-        setting = Setting(Fraction(1), drafter, acceptance, sp, 30, lookahead)
+        setting = SimulationConfig(Fraction(1), drafter, acceptance, sp, 30, lookahead)
         took = setting.run("dsi", seed).completion.elapsed / 30
         where = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp}, acceptance {acceptance:g}"
         yield f"{where}, seed {seed}", float(took)
@@ -191,7 +191,7 @@ def largest_gains() -> Iterator[Example]:
 
 def forwards_that_count() -> Example:
     """Blocks of two guesses, of which at least one is wrong."""
-    setting = Setting(10, 1, 0.8, 5, 50, lookahead=2)
+    setting = SimulationConfig(10, 1, 0.8, 5, 50, lookahead=2)
     tallies = [setting.run("dsi", seed).completion.tally for seed in range(100)]
     counted, useful = sum(t.exposed for t in tallies), sum(t.useful for t in tallies)
     return Example(

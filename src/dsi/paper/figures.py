@@ -7,20 +7,20 @@ import io
 from fractions import Fraction
 from typing import Any
 
-from dsi.measure.records import Record, record
-from dsi.measure.settings import Setting
+from dsi.experiments.records import Record, record
 from dsi.paper.grid import ACCEPTANCES, DRAFTERS, STATIC, Grid
 from dsi.paper.table1 import DRAFTER_MS, SP, TARGET_MS
+from dsi.planning.simulation import SimulationConfig
 from dsi.plot.heatmap import Panel
 
 CASES = {"worst": 0.0, "best": 1.0}
 
-Loss = tuple[Fraction, float, float]  # drafter latency, acceptance rate, and DSI's speed there
+RejectionCost = tuple[Fraction, float, float]  # drafter latency, acceptance rate, and DSI's speed there
 
 
 def figure1(case: str, tokens: int = 16) -> list[Record]:
     """The timelines of the three algorithms when every guess is wrong, or every one is right."""
-    setting = Setting(TARGET_MS, DRAFTER_MS, CASES[case], SP, tokens if case == "best" else 5, lookahead=1)
+    setting = SimulationConfig(TARGET_MS, DRAFTER_MS, CASES[case], SP, tokens if case == "best" else 5, lookahead=1)
     return [record(setting, algorithm) for algorithm in ("nonsi", "si", "dsi")]
 
 
@@ -77,7 +77,7 @@ def columns(grid: Grid, name: str, static: bool) -> dict[str, Any]:
     return found
 
 
-def exceptions(grid: Grid) -> list[Loss]:
+def exceptions(grid: Grid) -> list[RejectionCost]:
     """Where DSI is slower than the faster of SI and non-SI."""
     ratios = grid.baseline / grid.dsi.times
     return [

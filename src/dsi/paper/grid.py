@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dsi import theory
-from dsi.planner import minimal_lookahead
+from dsi.planning import theory
+from dsi.planning.equation_1 import minimal_lookahead
 
 TOKENS, SP, MOST, STATIC = 100, 7, 200, 5
 DRAFTERS = [Fraction(i, 100) for i in range(1, 101)]  # of the target's latency

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsi import theory
-from dsi.measure.settings import Setting
-from dsi.measure.simulate import Result, simulate
-from dsi.paper import accounting
-from dsi.planner import minimal_lookahead, servers_needed
-from dsi.theory import Latencies
+from dsi.experiments.simulate import Result, simulate
+from dsi.paper import forward_counts
+from dsi.planning import theory
+from dsi.planning.equation_1 import minimal_lookahead, servers_needed
+from dsi.planning.simulation import SimulationConfig
+from dsi.planning.theory import Latencies
 
 TOKENS, SP, PROCESSORS = 50, 7, 8
 LOOKAHEADS = (1, 5, 10)
@@ -51,9 +51,9 @@ class Pair:
         """The lookaheads that Eq. (1) allows DSI."""
         return [k for k in LOOKAHEADS if servers_needed(self.target_ms, self.drafter_ms, k) <= SP]
 
-    def setting(self, lookahead: int, drafters: int = 1, sp: int = SP) -> Setting:
+    def setting(self, lookahead: int, drafters: int = 1, sp: int = SP) -> SimulationConfig:
         target, drafter = self.latencies.first
-        return Setting(
+        return SimulationConfig(
             self.target_ms,
             self.drafter_ms,
             self.acceptance,
@@ -164,8 +164,8 @@ def best_dsi(pair: Pair, latencies: Latencies) -> tuple[float, int]:
 
 
 def by_the_paper(pair: Pair, extra: bool) -> float:
-    si = min(accounting.si(TOKENS, pair.latencies, pair.acceptance, k, extra) for k in LOOKAHEADS)
-    return si / min(accounting.dsi(TOKENS, pair.latencies, pair.acceptance, k) for k in pair.allowed)
+    si = min(forward_counts.si(TOKENS, pair.latencies, pair.acceptance, k, extra) for k in LOOKAHEADS)
+    return si / min(forward_counts.dsi(TOKENS, pair.latencies, pair.acceptance, k) for k in pair.allowed)
 
 
 def with_drafters(pair: Pair, drafters: int, repeats: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsi.measure.profile import Profile
+from dsi.experiments.profile import Profile
 from dsi.paper.table2 import PAIRS
 
 

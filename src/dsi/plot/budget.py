@@ -8,7 +8,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dsi.measure.budget import Table
+from dsi.experiments.budget import Table
 from dsi.plot.timeline import rendered
 
 COLOURS = {"nonsi": "#9aa5b1", "si": "#f2b134", "pearl": "#8fd0cf", "dsi": "#3b6fb6", "auto": "#7a4fa3"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from dsi.measure.settings import TITLES
+from dsi.planning.simulation import TITLES
 
 COLOURS = {"nonsi": "#8a8f98", "si": "#d08700", "pearl": "#7a5cc4", "dsi": "#0b7a75"}
 

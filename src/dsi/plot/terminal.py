@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from dsi.measure.records import Record
+from dsi.experiments.records import Record
 
 # outcome: (glyph, colour, meaning); where several forwards share a cell, the later in this list shows.
 GLYPHS = {

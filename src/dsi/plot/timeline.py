@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from dsi.measure.records import Record
+from dsi.experiments.records import Record
 
 COLOURS = {
     "judged": ("#3b6fb6", "target, judged the text"),
@@ -75,7 +75,5 @@ def _panel(axes: Axes, record: Record) -> None:
     axes.plot(record.times_ms, [-len(names)] * len(record.times_ms), "|", color="black", markersize=9)
     axes.set_yticks([*heights.values(), -len(names)], [*names, "text"], fontsize=8)
     axes.set_ylim(-len(names) - 0.6, 0.6)
-    axes.set_title(
-        f"{record.title}: {len(record.times_ms)} tokens in {record.total_ms:g} ms", fontsize=10, loc="left"
-    )
+    axes.set_title(f"{record.title}: {len(record.times_ms)} tokens in {record.total_ms:g} ms", fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsi.measure.records import Block, Record, Remark
+from dsi.experiments.records import Block, Record, Remark
 
 COLOURS = {
     "judged": "thread_state_running",
@@ -108,6 +108,4 @@ def _block(server: str, event: dict[str, Any]) -> Block:
     if what["outcome"] not in COLOURS:
         raise KeyError(what["outcome"])
     end = start + float(event["dur"]) / 1000
-    return Block(
-        server, what["role"], event["cat"], what["outcome"], start, end, what["place"], what["width"]
-    )
+    return Block(server, what["role"], event["cat"], what["outcome"], start, end, what["place"], what["width"])

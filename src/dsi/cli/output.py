@@ -1,0 +1,347 @@
+"""What the commands print: tables and text on stdout, progress on stderr, or one JSON document."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsi.core.request import Completion
+    from dsi.experiments.budget import Entry, Table, Verdict
+    from dsi.experiments.compare import Row
+    from dsi.experiments.records import Record
+    from dsi.experiments.simulate import Result
+    from dsi.planning.choose import Choice
+
+SERVERS_LISTED = 12
+PICTURES = (".svg", ".png")
+SILENCE_SECONDS = 2.0
+WIDE = 200
+BUDGET_HEADS = [
+    "",
+    "tokens/s",
+    "quartiles",
+    "over non-SI",
+    "ms to 1st",
+    "10th",
+    "last",
+    "target forwards",
+    "given up",
+    "drafter forwards",
+    "wasted",
+]
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """On stderr while the work lasts: a bar on a terminal, elsewhere a line now and then."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_progress(what, total)
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
+
+
+def writable(path: Path, endings: tuple[str, ...] = (*PICTURES, ".json")) -> Path:
+    """Refuse what could not be written before anything has been computed."""
+    if path.suffix not in endings:
+        *others, last = endings
+        known = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{path}: the name must end in {known}")
+    if path.is_dir():
+        raise ValueError(f"{path}: is a folder")
+    if not path.parent.is_dir():
+        raise ValueError(f"{path}: there is no folder {path.parent}")
+    try:
+        TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written ({error.strerror})") from error
+    return path
+
+
+@contextmanager
+def working(on: str) -> Iterator[None]:
+    """What takes a while and cannot be counted: said on a terminal, and gone when it is done."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(on):
+        yield
+
+
+def _plain_progress(what: str, total: int) -> Callable[[], None]:
+    from time import monotonic
+
+    done, told = 0, monotonic()
+
+    def advance() -> None:
+        nonlocal done, told
+        done += 1
+        if monotonic() - told > SILENCE_SECONDS:
+            told = monotonic()
+            print(f"dsi: {done} of {total} {what}", file=sys.stderr)
+
+    return advance
+
+
+def beside(ours: int, published: int) -> str:
+    return f"{ours} ({published})" + ("" if ours == published else "  DIFFERS")
+
+
+def figures(done: Completion) -> dict[str, Any]:
+    return {
+        "label": "measured",
+        "tokens": len(done.tokens),
+        "prompt_tokens": len(done.prompt),
+        "finish_reason": done.finish_reason,
+        "seconds": done.elapsed,
+        "ttft_seconds": done.ttft,
+        "tpot_seconds": done.tpot,
+        "tokens_per_second": len(done.tokens) / done.elapsed,
+        "target_forwards": done.tally.forwards,
+        "drafted": done.tally.drafted,
+        "accepted": done.tally.accepted,
+        **overlapped(done),
+    }
+
+
+def overlapped(done: Completion) -> dict[str, Any]:
+    """What the overlap did, rejection by rejection, and under `auto` what was decided when."""
+    if done.overlap is None:
+        return {}
+    losses = [
+        {"token": each.token, "at_ms": each.at * 1000, "lost_ms": each.lost * 1000} for each in done.overlap.losses
+    ]
+    turns = [{"at_ms": at * 1000, **decision.json()} for at, decision in done.decisions]
+    return {"overlap": {**done.overlap.json(), "losses": losses}} | ({"decisions": turns} if turns else {})
+
+
+def choices(found: Iterable[Choice]) -> str:
+    """What was chosen, and what it was compared with."""
+    first, *others = found
+    beside = ", ".join(f"{each.algorithm} {each.ms:.2f}" for each in others)
+    return (
+        f"auto: {first.algorithm}, SP {first.sp}, lookahead {first.lookahead}, patience {first.patience}: "
+        f"{first.ms:.2f} ms a token in rehearsal with measured latencies ({beside})"
+    )
+
+
+def summary(algorithm: str, done: Completion) -> str:
+    said = figures(done)
+    return (
+        f"{algorithm}: {said['tokens']} tokens in {said['seconds']:.2f} s, "
+        f"{said['tokens_per_second']:.1f} tokens/s, {said['accepted']} of them guessed, "
+        f"{said['target_forwards']} target forwards{fallback(done)} (measured)"
+    )
+
+
+def fallback(done: Completion) -> str:
+    """Of `auto`, where it did without speculation."""
+    if not done.unspeculated:
+        return ""
+    cause = next(decision.cause for _, decision in done.decisions if not decision.way.speculates)
+    return f", {done.unspeculated} tokens without speculation ({cause})"
+
+
+def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
+    if json:
+        document(label="measured", results=[row.json() for row in rows], equal=True)
+        return
+    columns = [
+        {
+            "tokens per second": f"{row.tokens_per_second:.1f}",
+            "  quartiles": f"{row.low:.1f} to {row.high:.1f}",
+            **{f"speed over {other.name}": f"{row.over(other):.2f}" for other in rows[:-1]},
+            "target forwards": f"{row.forwards:.1f}",
+            "drafts wasted": f"{row.wasted:.1f}",
+            **_overlap(row.overlap),
+        }
+        for row in rows
+    ]
+    _print_columns([row.name for row in rows], columns)
+    equal = "all equal" if one_text else "those of one algorithm and prompt equal"
+    print(f"measured: {rows[0].runs} texts each, {equal}; ratios are medians within a prompt and repeat")
+
+
+def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], **known: Any) -> None:
+    """Of each class, its contenders and the winner; `known` goes into the document."""
+    label = tables[0].entries[0].label
+    if json:
+        found = [table.json() for table in tables]
+        document(label=label, **known, classes=found, files=[str(path) for path in files])
+        return
+    for each in tables:
+        rate = "" if each.acceptance is None else f", acceptance {each.acceptance:.2f}"
+        print(f"{each.name}{rate} ({label})")
+        table(BUDGET_HEADS, [_contender(entry, each.entries[0]) for entry in each.entries])
+        print(verdict(each.verdict) if each.verdict else "nobody to compare with", end="\n\n")
+    print("over non-SI: median of ratios within a prompt and repeat; forwards, given up, wasted: per token")
+    print(f"{label}: {about}")
+    for path in files:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _contender(entry: Entry, first: Entry) -> list[str]:
+    times = ("-" if ms is None else f"{ms:.1f}" for ms in entry.times_ms)
+    return [
+        entry.name,
+        f"{entry.tokens_per_second:.1f}",
+        f"{entry.low:.1f} to {entry.high:.1f}",
+        f"{entry.over(first):.2f}",
+        *times,
+        f"{entry.target_forwards:.2f}",
+        f"{entry.given_up:.2f}",
+        f"{entry.drafter_forwards:.2f}",
+        f"{entry.tokens_wasted:.2f}",
+    ]
+
+
+def verdict(found: Verdict) -> str:
+    close = "" if found.clear else ": too close to call"
+    return (
+        f"winner: {found.winner.name}, {found.margin:.2f} times as fast as {found.second.name} "
+        f"(quartiles {found.low:.2f} to {found.high:.2f}){close}"
+    )
+
+
+def _overlap(said: dict[str, Any]) -> dict[str, str]:
+    """What the table says of the overlap under one algorithm."""
+    idle, lost = said["idle_share"] or {}, said["lost_per_rejection_ms"]
+    return {
+        "target forwards hidden": f"{said['hidden_share']:.0%}",
+        "target forwards wasted": f"{said['wasted_forwards']:.1f}",
+        "drafter's lead (tokens)": f"{said['drafter_lead']:.1f}",
+        **{f"idle: {name}": f"{share:.0%}" for name, share in _by_server(idle).items()},
+        "rejections": f"{said['rejections']:.1f}",
+        "  ms lost to each": "-" if lost is None else f"{lost:.1f}",
+        "time over the ideal": "-" if said["time_over_ideal"] is None else f"{said['time_over_ideal']:.2f}",
+    }
+
+
+def simulations(results: list[Result], json: bool) -> None:
+    if json:
+        documents = [result.json() for result in results]
+        if len(results) == 1:
+            document(**documents[0])
+        else:
+            document(label=results[0].label, results=documents, speedups=_speedups(results))
+        return
+    _print_columns([result.title for result in results], [_column(result, results) for result in results])
+    first = results[0]
+    each = f"{first.requests} requests of " * (first.requests > 1)
+    nodes = f", on {first.nodes} machine{'s' * (first.nodes > 1)}" if first.nodes else ""
+    print(
+        f"{first.label}: means of {first.repeats} runs of {each}{first.tokens} tokens, ± 95% confidence; "
+        f"SP {first.sp}, acceptance {first.acceptance:g}{nodes}"
+    )
+
+
+def _column(result: Result, results: list[Result]) -> dict[str, str]:
+    """What the table says of one algorithm, from top to bottom."""
+    speedups = _speedups(results)[result.algorithm]
+    return {
+        _times(result): f"{result.mean_ms:.1f} ± {result.ci95_ms:.1f}",
+        "spread (stdev, ms)": f"{result.stdev_ms:.1f}",
+        f"tokens per second{', in all' * (result.requests > 1)}": f"{result.tokens_per_second:.1f}",
+        **{f"speed over {other.title}": f"{speedups[other.algorithm]:.2f}" for other in results[:-1]},
+        **_failures(result),
+        "lookahead": "-" if result.lookahead is None else str(result.lookahead),
+        "patience": str(result.patience) if result.algorithm == "dsi" else "-",
+        "target forwards": f"{result.target_forwards:.1f}",
+        "  their time hidden": f"{result.hidden:.0%}",
+        "  begun and given up": f"{result.stale_forwards:.1f}",
+        "drafts": f"{result.drafted:.1f}",
+        "  of them wasted": f"{result.wasted_drafts:.1f}",
+        **{f"busy: {name}": f"{share:.0%}" for name, share in _by_server(result.busy).items()},
+    }
+
+
+def _times(result: Result) -> str:
+    return "ms" if result.requests == 1 else f"ms for one of {result.requests}"
+
+
+def _failures(result: Result) -> dict[str, str]:
+    if result.unfailing_ms is None:
+        return {}
+    return {
+        "servers that failed": f"{result.failures:.2f}",
+        "  time over none failing": f"{result.failure_cost:.3f}",
+    }
+
+
+def _by_server(shares: dict[str, float]) -> dict[str, float]:
+    """Each server's share, or the mean of each role's where there are too many to list."""
+    if len(shares) <= SERVERS_LISTED:
+        return shares
+    roles: dict[str, list[float]] = {}
+    for name, share in shares.items():
+        roles.setdefault(name.partition("-")[0], []).append(share)
+    return {f"{role}s (mean of {len(s)})": sum(s) / len(s) for role, s in roles.items()}
+
+
+def _speedups(results: list[Result]) -> dict[str, dict[str, float]]:
+    """speedups[a][b]: how many times as fast as b is a."""
+    return {a.algorithm: {b.algorithm: b.mean_ms / a.mean_ms for b in results} for a in results}
+
+
+def timelines(records: list[Record], paths: list[Path], json: bool) -> None:
+    if json:
+        runs = [
+            {
+                "algorithm": record.algorithm,
+                "label": record.label,
+                "total_ms": record.total_ms,
+                "tokens": len(record.times_ms),
+                "times_ms": record.times_ms,
+                "remarks": [vars(remark) for remark in record.remarks],
+                "overlap": record.overlap,
+                "blocks": [vars(block) for block in record.blocks],
+            }
+            for record in records
+        ]
+        document(label=records[0].label, runs=runs, files=[str(path) for path in paths])
+        return
+    from rich.console import Console
+
+    from dsi.plot.terminal import draw, legend
+
+    console = Console(highlight=False)
+    longest = max(record.total_ms for record in records)
+    for record in records:
+        console.print(f"{record.title}: {len(record.times_ms)} tokens in {record.total_ms:.1f} ms ({record.label})")
+        console.print(draw(record, console.width, longest), crop=False)
+        console.print()
+    console.print(legend())
+    for path in paths:
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def _print_columns(titles: list[str], columns: list[dict[str, str]]) -> None:
+    """One column for each algorithm, what is said of it from top to bottom."""
+    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
+    table(["", *titles], rows)
+
+
+def table(heads: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*heads, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    # A pipe has no width: what reads it should not find words cut in two.
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDE).print(table)
+
+
+def document(**document: Any) -> None:
+    print(jsonlib.dumps(document, allow_nan=False))

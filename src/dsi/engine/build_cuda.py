@@ -1,0 +1,145 @@
+"""A pair of models on devices or slices of them: one copy of the weights for each device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.engine.build import (
+    TYPICAL_ACCEPTANCE,
+    Deployment,
+    Pace,
+    check_vocabulary,
+    quiet,
+    tokenizer,
+)
+from dsi.engine.devices import Place, Placement, check
+from dsi.engine.profile_cuda import costs, in_order
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.worker import PrefixTable, Server
+from dsi.models.cuda.graphs import CudaGraphModel
+from dsi.models.cuda.green_contexts import streams
+from dsi.models.device_map import spread
+from dsi.models.hf import load
+from dsi.models.names import check_means, folder
+from dsi.models.shapes import random_model
+from dsi.planning.choose import DEGREES, choose
+from dsi.planning.curves import rising
+
+ROOM = 4096  # tokens of a text at most: a cache of this length is taken from the start
+PROMPT = 32  # tokens of the texts by which it is measured
+
+
+def load_placed(
+    target: str, drafter: str, chosen: Placement, dtype: str = "float32", sp: int | None = None
+) -> Deployment:
+    """`sp` None: as many targets as are fastest, by rehearsal with what is measured here."""
+    check(chosen)
+    quiet()
+    lanes = slice_streams(chosen)
+    everywhere = {place.device for place in chosen.targets}
+    big = {device: load_on(folder(target, TARGET), dtype, device) for device in sorted(everywhere)}
+    small = load_on(folder(drafter, DRAFTER), dtype, chosen.drafter.device)
+    first = next(iter(big.values()))
+    text = tokenizer(folder(target, TARGET), first)
+    check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), small), target, drafter)
+    room = min(context_of(first), context_of(small), ROOM)
+    judges = placed_targets(chosen, big, room, lanes)
+    guesser = recorded(small, room, chosen.drafter, lanes, guesses=True)
+    prompt = max(1, min(PROMPT, room // 4))
+    one_cache = len(judges) > len(big)
+    if one_cache and sp is None:  # or all of them are taken
+        judges = in_order(judges, prompt)
+    found = costs(judges, guesser, prompt, judges[0].stops, room, one_cache)
+    degrees = DEGREES if sp is None else (sp,)
+    choices = {each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)}
+    degree = choices["dsi"].sp
+    common = one_cache and all(judge.shares(judges[0]) for judge in judges)
+    servers = [
+        Server(f"{TARGET}-{i}", TARGET, judge, PrefixTable(common=common)) for i, judge in enumerate(judges[:degree], 1)
+    ]
+    fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
+    pace = Pace(
+        found.target_ms,
+        found.drafter_beside(degree),
+        found.per_token_ms,
+        rising(found.by_width),
+        found.contention(degree),
+        found.pieces,
+        one_cache,
+        found.drafter_pieces,
+    )
+    return Deployment(fleet, text, room, degree, pace, (DRAFTER,), choices, remarks([*judges, guesser]))
+
+
+def remarks(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
+    """Why forwards on a GPU run as they stand, which takes several times as long; each reason once."""
+    return tuple({model.why_not: None for model in models if model.why_not and model.on_gpu})
+
+
+def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> CudaGraphModel:
+    """A model of a shape, by itself on a device, or made here and spread over several."""
+    check_means(dtype, None)
+    quiet()
+    devices = device.split("+")
+    made = random_model(shape, dtype, device if len(devices) == 1 else "cpu", room)
+    return CudaGraphModel(spread(made, devices), room)
+
+
+def placed_targets(
+    chosen: Placement, models: dict[str, Any], room: int, lanes: dict[Place, Any]
+) -> list[CudaGraphModel]:
+    """Targets on one device fill one cache: none reads what another is reading."""
+    first: dict[str, CudaGraphModel] = {}
+    found = []
+    for place in chosen.targets:
+        found.append(recorded(models[place.device], room, place, lanes, first.get(place.device)))
+        first.setdefault(place.device, found[-1])
+    return found
+
+
+def recorded(
+    model: Any,
+    room: int,
+    place: Place,
+    lanes: dict[Place, Any],
+    beside: CudaGraphModel | None = None,
+    guesses: bool = False,
+) -> CudaGraphModel:
+    try:
+        return CudaGraphModel(model, room, lanes.get(place), beside=beside, guesses=guesses)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(no_room(model.config.model_type, place.device)) from error
+
+
+def load_on(name: str, dtype: str, device: str) -> Any:
+    try:
+        return spread(load(name, dtype), device.split("+"))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(no_room(name, device)) from error
+
+
+def no_room(what: str, device: str) -> str:
+    gpus = [each for each in device.split("+") if each != "cpu"]
+    free = " and ".join(f"{torch.cuda.mem_get_info(gpu)[0] / 2**30:.1f}" for gpu in gpus)
+    return (
+        f"{what}: does not fit on {device}, where {free} GiB are left; take bfloat16, fewer targets or a smaller model"
+    )
+
+
+def slice_streams(chosen: Placement) -> dict[Place, Any]:
+    """A stream for each slice that is used; whole devices need none."""
+    found: dict[Place, Any] = {}
+    cut = [place for place in (*chosen.targets, chosen.drafter) if place.slices]
+    for device, slices in sorted({(place.index, place.slices) for place in cut}):
+        mine = [place for place in cut if (place.index, place.slices) == (device, slices)]
+        lanes = streams(device, slices, [1] * (max(place.number for place in mine) + 1))
+        found |= {place: lanes[place.number] for place in mine}
+    return found
+
+
+def context_of(model: Any) -> int:
+    return int(getattr(model.config, "max_position_embeddings", 0) or ROOM)

@@ -1,0 +1,128 @@
+"""How long the forwards of a model take, alone on one server (the paper's TTFT and TPOT)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import fmean, linear_regression, median, stdev
+from time import perf_counter
+from typing import Any
+
+from dsi.core.sequence import Tokens
+from dsi.experiments.alone import Fresh, write
+from dsi.models.protocol import ForwardRequest, Model
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # new tokens of the forwards that the curve is made of
+ROUNDS = 12  # forwards of each width
+Progress = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Some times, in milliseconds."""
+
+    mean: float
+    stdev: float
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The first token of a text, which waits for the whole prompt, and those after it."""
+
+    ttft_ms: Spread
+    tpot_ms: Spread
+
+    @property
+    def ratio(self) -> float:
+        return self.ttft_ms.mean / self.tpot_ms.mean
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self) | {"ttft_over_tpot": self.ratio}
+
+
+@dataclass(frozen=True)
+class PairLatencies:
+    target: Timing
+    drafter: Timing
+    curve: dict[int, float]  # ms of a target forward by its new tokens
+
+    @property
+    def per_token_ms(self) -> float:
+        """What each token more adds, by least squares: the slope of the curve."""
+        if len(self.curve) < 2:
+            return 0.0
+        return max(0.0, linear_regression(list(self.curve), list(self.curve.values())).slope)
+
+    @property
+    def drafter_share(self) -> float:
+        """Of the target's time per token (the paper's drafter latency in percent)."""
+        return self.drafter.tpot_ms.mean / self.target.tpot_ms.mean
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "target": self.target.json(),
+            "drafter": self.drafter.json(),
+            "drafter_over_target": self.drafter_share,
+            "curve": [{"new_tokens": width, "ms": ms} for width, ms in self.curve.items()],
+            "per_token_ms": self.per_token_ms,
+        }
+
+
+def latencies(
+    target: Fresh,
+    drafter: Fresh,
+    prompts: Sequence[Tokens],
+    tokens: int,
+    context: int = 0,
+    progress: Progress = lambda: None,
+) -> PairLatencies:
+    """One model after the other, as if each were alone: in turns they would empty each other's caches."""
+    if tokens < 2:
+        raise ValueError(f"tokens {tokens}: must be at least 2, for the time between them")
+    slow, fast = (timing(model, prompts, tokens, progress) for model in (target, drafter))
+    return PairLatencies(slow, fast, curve(target(), prompts[0], context))
+
+
+def timing(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progress = lambda: None) -> Timing:
+    """Every text has its full length, whether or not the model would have ended it."""
+    timed(model(), prompts[0], tokens)  # what only the first forwards of a process cost is not counted
+    first, later = [], []
+    for prompt in prompts:
+        times = timed(model(), prompt, tokens)
+        first.append(times[0])
+        later += times[1:]
+        progress()
+    return Timing(spread(first), spread(later))
+
+
+def timed(model: Model, prompt: Tokens, tokens: int) -> list[float]:
+    """Milliseconds for each token of a text."""
+    marks = [perf_counter()]
+    marks += (perf_counter() for _ in write(model, prompt, tokens))
+    return [1000 * (end - begin) for begin, end in pairwise(marks)]
+
+
+def curve(model: Model, prompt: Tokens, context: int = 0) -> dict[int, float]:
+    """Forwards over the target's own words after a prompt, by how many of them are new.
+
+    The widths take turns, and the median forgets what else the machine did.
+    """
+    widths = [width for width in WIDTHS if not context or len(prompt) + width <= context]
+    words = tuple(write(model, prompt, max(widths)))
+    times: dict[int, list[float]] = {width: [] for width in widths}
+    for _ in range(ROUNDS):
+        for width in widths:
+            times[width].append(forward_ms(model, prompt + words[:width], width))
+    return {width: median(found) for width, found in times.items()}
+
+
+def forward_ms(model: Model, text: Tokens, new: int) -> float:
+    """A model reads anew what it is asked about, so the question says how many tokens are new."""
+    began = perf_counter()
+    model.answer(ForwardRequest(text, len(text) + 1 - new))
+    return 1000 * (perf_counter() - began)
+
+
+def spread(times: Sequence[float]) -> Spread:
+    return Spread(fmean(times), stdev(times) if len(times) > 1 else 0.0)

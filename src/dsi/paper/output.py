@@ -1,0 +1,144 @@
+"""Everything at once: each table and figure of the paper, computed first and only then written."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dsi.paper import claims, figures
+from dsi.paper.grid import DRAFTERS, Grid, grid
+from dsi.paper.table1 import Cell, table1
+from dsi.paper.table2 import PAIRS, Line, table2
+from dsi.paper.table3 import Ratio, table3
+from dsi.plot import heatmap, timeline
+
+STEPS = len(DRAFTERS) + len(PAIRS) + claims.CLAIMS  # of progress
+
+Progress = Callable[[], object]
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Findings:
+    cells: list[Cell]
+    lines: list[Line]
+    ratios: list[Ratio]
+    grid: Grid
+    checks: list[claims.Check]
+    examples: list[claims.Example]
+
+    def json(self) -> dict[str, Any]:
+        """Each table's rows; the figures are in the files."""
+        return {
+            "table1": [asdict(cell) for cell in self.cells],
+            "table2": [line.json() for line in self.lines],
+            "table3": [asdict(ratio) for ratio in self.ratios],
+            "figure2": summaries(figures.figure2(self.grid)),
+            "figure3": summaries(figures.figure3(self.grid)),
+            "exceptions": [
+                {"drafter_latency": float(drafter), "acceptance_rate": rate, "speedup": speedup}
+                for drafter, rate, speedup in figures.exceptions(self.grid)
+            ],
+            "largest_with_enough_targets": float((self.grid.dsi_enough.times / self.grid.baseline).max()),
+            "largest_with_any_lookahead": float((self.grid.dsi_any.times / self.grid.baseline).max()),
+            "theory": [check.json() for check in self.checks],
+            "examples": [asdict(example) for example in self.examples],
+        }
+
+
+def summaries(panels: Mapping[str, heatmap.Panel]) -> dict[str, dict[str, float]]:
+    return {
+        name: {
+            "least": float(panel.ratios.min()),
+            "most": float(panel.ratios.max()),
+            "cells": panel.ratios.size,
+            "slower": panel.slower,
+        }
+        for name, panel in panels.items()
+    }
+
+
+def findings(
+    repeats: int = 100, waited: int = 0, profiles: Iterable[Path] = (), progress: Progress = lambda: None
+) -> Findings:
+    return Findings(
+        ratios=table3(profiles),
+        cells=table1(),
+        grid=grid(progress=progress),
+        lines=table2(repeats, waited, progress),
+        checks=claims.checks(progress),
+        examples=claims.examples(),
+    )
+
+
+def figure1_files() -> Files:
+    return {f"figure1_{case}.svg": timeline.picture(figures.figure1(case), "svg") for case in figures.CASES}
+
+
+def figure2_files(found: Grid) -> Files:
+    return _heatmaps("figure2", figures.figure2(found), figures.headings(found)[0], found, static=False)
+
+
+def figure3_files(found: Grid) -> Files:
+    return _heatmaps("figure3", figures.figure3(found), figures.headings(found)[1], found, static=True)
+
+
+def _heatmaps(name: str, panels: Mapping[str, heatmap.Panel], heading: str, found: Grid, static: bool) -> Files:
+    files = {f"{name}.png": heatmap.png(list(panels.values()), heading)}
+    for key, panel in panels.items():
+        columns = figures.columns(found, key, static)
+        files[f"{name}_{key}.csv"] = figures.table(panel, columns).encode()
+    return files
+
+
+def table_files(found: Findings) -> Files:
+    lines = [line.json() for line in found.lines]
+    for line in lines:
+        drafters, waited = line.pop("simulated_drafters"), line.pop("waited") or {}
+        line |= line.pop("pair")
+        line |= {f"simulated_{number}_drafters": speedup for number, speedup in drafters.items()}
+        line |= {f"waited_{name}": value for name, value in waited.items()}
+    return {
+        "table1.csv": _csv(asdict(cell) for cell in found.cells),
+        "table2.csv": _csv(lines),
+        "table3.csv": _csv(asdict(ratio) for ratio in found.ratios),
+        "theory.csv": _csv(check.json() for check in found.checks),
+        "examples.csv": _csv(asdict(example) for example in found.examples),
+    }
+
+
+def _csv(rows: Iterable[dict[str, Any]]) -> bytes:
+    rows = list(rows)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue().encode()
+
+
+def check_folder(folder: Path) -> Path:
+    """Refuse, before anything has been computed, a folder that could not be written."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: is not a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder}: cannot be written ({error.strerror})") from None
+    return folder
+
+
+def write(files: Mapping[str, bytes], folder: Path) -> list[Path]:
+    """Each file is there whole or not at all."""
+    for name, content in files.items():
+        half = folder / f".{name}.part"
+        half.write_bytes(content)
+        os.replace(half, folder / name)
+    return [folder / name for name in files]

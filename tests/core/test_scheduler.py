@@ -1,0 +1,146 @@
+import pytest
+
+from dsi.core.messages import Draft, Failed, Job, Prefill, Verify
+from dsi.core.scheduler import LAG, Assignments, Scheduler
+from dsi.core.sequence import TokenSequence
+
+TEXT = TokenSequence.of((1, 2, 3))
+
+
+def grown(text: TokenSequence, count: int) -> TokenSequence:
+    for token in range(count):
+        text = text.then(token)
+    return text
+
+
+def watch(id: int, lead: int = 0, context: TokenSequence = TEXT) -> Verify:
+    return Verify(id, context, 1, lead)
+
+
+def offered(dispatch: Scheduler, *jobs: Job) -> Assignments:
+    for job in jobs:
+        dispatch.offer(job)
+    return dispatch.assign()
+
+
+def released(dispatch: Scheduler, *servers: str) -> Assignments:
+    for server in servers:
+        dispatch.release(server)
+    return dispatch.assign()
+
+
+def test_jobs_go_to_idle_servers_of_their_role() -> None:
+    dispatch = Scheduler({"t": "target", "d": "drafter"})
+    assert offered(dispatch, watch(1)) == [("t", watch(1))]
+    assert offered(dispatch, Draft(2, TEXT, 4)) == [("d", Draft(2, TEXT, 4))]
+    assert offered(dispatch, watch(3)) == []
+    assert released(dispatch, "t") == [("t", watch(3))]
+
+
+def test_the_watch_on_a_root_goes_before_any_deeper_job() -> None:
+    dispatch = Scheduler({"t": "target"})
+    jobs = [watch(1, lead=5), watch(2, lead=2), watch(3), watch(4)]
+    assert offered(dispatch, *jobs) == [("t", watch(3))]
+    assert [released(dispatch, "t")[0][1].id for _ in range(3)] == [4, 1, 2]
+
+
+def test_a_root_that_comes_with_a_release_goes_before_what_waited() -> None:
+    dispatch = Scheduler({"t": "target"})
+    offered(dispatch, watch(1), watch(2, lead=4))
+    dispatch.release("t")
+    assert offered(dispatch, watch(3)) == [("t", watch(3))]
+
+
+def test_a_deep_job_that_becomes_the_watch_on_a_root_is_promoted() -> None:
+    dispatch = Scheduler({"t": "target"})
+    offered(dispatch, watch(1))
+    offered(dispatch, *(watch(id, lead=id) for id in (2, 3, 4)))
+    dispatch.promote(4)
+    dispatch.promote(99)
+    assert [released(dispatch, "t")[0][1].id for _ in range(3)] == [4, 2, 3]
+
+
+def test_a_withdrawn_job_never_starts() -> None:
+    dispatch = Scheduler({"t": "target"})
+    offered(dispatch, watch(1))
+    offered(dispatch, watch(2))
+    assert dispatch.withdraw(2) == []
+    assert dispatch.withdraw(1) == ["t"]
+    assert dispatch.withdraw(77) == []
+    assert released(dispatch, "t") == []
+
+
+def test_the_server_that_has_read_most_of_the_request_comes_first() -> None:
+    dispatch = Scheduler({"a": "target", "b": "target"})
+    other = TokenSequence.of((9,))
+    assert offered(dispatch, watch(1, context=other), watch(2)) == [
+        ("a", watch(1, context=other)),
+        ("b", watch(2)),
+    ]
+    released(dispatch, "a", "b")
+    assert offered(dispatch, watch(3, context=TEXT.then(4)))[0][0] == "b"
+    released(dispatch, "b")
+    assert offered(dispatch, watch(4, context=other))[0][0] == "a"
+
+
+def test_what_was_withdrawn_has_not_been_read() -> None:
+    dispatch = Scheduler({"a": "target", "b": "target"})
+    offered(dispatch, watch(1), watch(2, lead=3, context=grown(TEXT, 3)))
+    dispatch.withdraw(2)
+    released(dispatch, "a", "b")
+    assert offered(dispatch, watch(3, context=TEXT.then(7)))[0][0] == "a"
+
+
+def test_every_idle_target_reads_the_prompt_and_no_drafter_does() -> None:
+    dispatch = Scheduler({"a": "target", "b": "target", "c": "target", "d": "drafter"})
+    offered(dispatch, watch(1))
+    warm = Prefill(9, TEXT)
+    assert offered(dispatch, warm) == [("b", warm), ("c", warm)]
+    assert released(dispatch, "b") == []  # it has read it now
+
+
+def test_a_busy_target_catches_up_when_it_idles_and_only_if_far_behind() -> None:
+    dispatch = Scheduler({"a": "target"})
+    offered(dispatch, watch(1))
+    near, far = Prefill(9, grown(TEXT, LAG - 1)), Prefill(9, grown(TEXT, LAG))
+    assert offered(dispatch, near) == []
+    assert released(dispatch, "a") == []
+    assert offered(dispatch, far) == [("a", far)]
+    dispatch.withdraw(9)
+    assert released(dispatch, "a") == []
+
+
+def test_a_dying_server_strands_its_job_and_the_last_one_all_of_them() -> None:
+    dispatch = Scheduler({"a": "target", "b": "target"})
+    offered(dispatch, watch(1), watch(2), watch(3))
+    dispatch.remove("a")
+    assert dispatch.stranded() == [Failed(1, "server a died")]
+    dispatch.remove("b")
+    assert dispatch.stranded() == [Failed(2, "server b died"), Failed(3, "no target server is left")]
+    assert offered(dispatch, watch(4)) == []
+    assert dispatch.stranded() == [Failed(4, "no target server is left")]
+    assert dispatch.stranded() == []
+    with pytest.raises(ValueError, match="no server 'b'"):
+        dispatch.remove("b")
+
+
+def test_a_server_that_joins_takes_what_waits() -> None:
+    dispatch = Scheduler({"a": "target"})
+    offered(dispatch, watch(1), watch(2))
+    dispatch.add("b", "target")
+    assert dispatch.assign() == [("b", watch(2))]
+    with pytest.raises(ValueError, match="already there"):
+        dispatch.add("b", "target")
+
+
+def test_a_server_that_will_be_back_strands_its_own_job_alone_and_forgets_what_it_read() -> None:
+    dispatch = Scheduler({"a": "target", "b": "target"})
+    offered(dispatch, watch(1), watch(2))
+    released(dispatch, "a", "b")
+    assert offered(dispatch, watch(3)) == [("a", watch(3))]
+    for server in ("a", "b"):
+        dispatch.remove(server, returns=True)
+    assert dispatch.stranded() == [Failed(3, "server a died")]
+    assert (dispatch.open, offered(dispatch, watch(4)), dispatch.open) == (False, [], True)
+    dispatch.add("b", "target")
+    assert (dispatch.stranded(), dispatch.assign()) == ([], [("b", watch(4))])

@@ -1,0 +1,225 @@
+"""What the overlap did, in numbers that can be checked by hand: target 20, drafter 2, whole virtual time."""
+
+from dataclasses import replace
+
+import pytest
+
+from dsi.core.generation import Policy, Tally
+from dsi.core.messages import Sampling, Time
+from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.core.request import Request
+from dsi.core.stats import Overlap, RejectionCost, ServerTime, ServerUsage, overlap
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.spans import Span
+from dsi.fleets.threads import ThreadFleet
+from dsi.planning.simulation import SimulationConfig
+
+# Every guess is right but those of tokens 5 and 9; there are more targets than DSI can use.
+SETTING = SimulationConfig(20, 2, 1.0, 12, 20, wrong=frozenset({5, 9}))
+
+
+def done(policy: Policy, setting: SimulationConfig = SETTING) -> Overlap:
+    [text] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), setting.tokens, policy))
+    assert text.overlap is not None
+    return text.overlap
+
+
+def busy(found: Overlap) -> dict[str, Time]:
+    return {each.server: each.busy for each in found.servers or ()}
+
+
+def test_plain_decoding_hides_nothing_and_is_its_own_ideal() -> None:
+    found = done(autoregressive(), replace(SETTING, sp=2))
+    assert (found.hidden, found.lead, found.wasted_drafts, found.wasted_forwards) == (0, 0, 0, 0)
+    assert (found.target_time, found.drafter_time, found.elapsed) == (20, None, 400)
+    assert (found.losses, found.lost, found.gap) == ((), 0, 1.0)
+    assert busy(found) == {"target-1": 400, "target-2": 0, "drafter": 0}
+    assert [each.idle_share for each in found.servers or ()] == [0.0, 1.0, 1.0]
+
+
+def test_dsi_loses_to_a_rejection_what_a_forward_exceeds_a_guess_by_and_nothing_else() -> None:
+    """Tokens at 20, 22, ... 30; the sixth is put right, so the next comes at 50; likewise the tenth."""
+    found = done(distributed(1))
+    assert found.losses == (RejectionCost(5, 30, 18), RejectionCost(9, 56, 18))
+    assert (found.target_time, found.drafter_time) == (20, 2)
+    assert (found.elapsed, found.ideal, found.gap) == (94, 17 * 2 + 3 * 20, 1.0)
+    assert found.hidden == 17 / 20  # one forward for each token, and three tokens that nobody had guessed
+
+
+def test_patience_makes_each_rejection_cost_its_guesses() -> None:
+    found = done(distributed(1, patience=3))
+    assert [loss.lost for loss in found.losses] == [18 + 3 * 2] * 2
+    assert found.lost == 48
+
+
+def test_si_hides_nothing_and_waits_for_each_block() -> None:
+    """Blocks of 26: three guesses and a forward; the last has room for one guess."""
+    found = done(speculative(3))
+    assert (found.hidden, found.lead, found.wasted_drafts, found.wasted_forwards) == (0, 0, 2, 0)
+    assert found.losses == (RejectionCost(5, 52, 26 - 2),)  # token 9 is the target's own, after a block
+    assert busy(found)["target-1"] == 6 * 20
+    assert busy(found)["drafter"] == 16 * 2
+    assert (found.elapsed, found.ideal) == (5 * 26 + 22, 14 * 2 + 6 * 20)
+    assert found.gap == 152 / 148
+
+
+def test_pearl_is_in_between() -> None:
+    found = done(pearl(10))
+    assert 0 < found.hidden < done(distributed(1)).hidden
+    assert found.gap == 120 / 94
+    assert found.lost == 2 * 18
+
+
+def test_the_lead_is_how_far_guesses_stand_beyond_the_sure_text() -> None:
+    """All right, and a target ten times as slow: at 20 there are 10 guesses, of which one is sure now."""
+    setting = replace(SETTING, wrong=frozenset(), tokens=12)
+    assert done(distributed(1), setting).lead == (9 + sum(range(10))) / 11  # 9, 9, 8, ... 0
+    assert done(distributed(1, horizon=4), setting).lead < 4
+
+
+@pytest.mark.parametrize("policy", [autoregressive(), speculative(3), pearl(10), distributed(1), distributed(4)])
+@pytest.mark.parametrize("pieces", [0, 4])
+def test_a_server_was_busy_for_as_long_as_its_forwards_lasted_until_the_end(policy: Policy, pieces: int) -> None:
+    log: list[Span] = []
+    fleet = replace(SETTING, pieces=pieces, sp=4).simulated(0, log)
+    [text] = EngineLoop(fleet).run(Request((1, 2, 3), 20, policy))
+    assert text.overlap is not None
+    fleet.close()  # so that what it was at is written down
+    for each in text.overlap.servers or ():
+        assert each.busy + each.idle == text.elapsed
+        mine = [span for span in log if span.server == each.server]
+        assert each.busy == sum(min(span.end, text.elapsed) - span.start for span in mine)
+
+
+def test_what_a_server_still_does_for_the_last_request_is_not_counted_twice() -> None:
+    """Forwards that cannot be stopped go on after the end of the request that wanted them."""
+    fleet = replace(SETTING, pieces=1, sp=4).simulated(0)
+    loop = EngineLoop(fleet)
+    found = [loop.run(Request((1, 2, i), 20, distributed(1)))[0].overlap for i in range(3)]
+    assert all(each is not None and each.servers is not None for each in found)
+    total = {name: sum(busy(each)[name] for each in found if each) for name in fleet.busy}
+    fleet.close()
+    assert total == fleet.busy
+
+
+def test_reading_a_prompt_counts_as_a_forward_only_with_an_answer() -> None:
+    """The first target answers at 50; the second reads the prompt meanwhile, and is never asked."""
+    setting = SimulationConfig(20, 2, 1.0, 2, 4, target_ttft_ms=50, lookahead=5)
+    [text] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), 4, distributed(5)))
+    assert text.overlap is not None
+    assert busy(text.overlap)["target-2"] == 30 + 20
+    assert text.overlap.target_time == (50 + 20) / 2
+
+
+def test_requests_that_share_a_fleet_do_not_say_whose_its_time_was() -> None:
+    loop = EngineLoop(SETTING.simulated(0))
+    together = [each.overlap for each in loop.run(*(Request((1, i), 20, distributed(2)) for i in range(2)))]
+    assert [each and each.servers for each in together] == [None, None]
+    assert [each and each.json(1)["idle_share"] for each in together] == [None, None]
+    [after] = loop.run(Request((1, 5), 20, distributed(2)))
+    assert after.overlap is not None
+    assert after.overlap.servers is not None
+
+
+def test_a_request_for_no_token_has_no_ideal() -> None:
+    [text] = EngineLoop(SETTING.simulated(0)).run(Request((1, 2, 3), 0, autoregressive(), Sampling(logprobs=1)))
+    assert text.overlap is not None
+    assert (text.overlap.ideal, text.overlap.gap, text.overlap.lead) == (None, None, 0)
+
+
+def test_a_cancelled_request_is_accounted_for_until_then() -> None:
+    loop = EngineLoop(SETTING.simulated(0))
+    run = loop.submit(Request((1, 2, 3), 1000, autoregressive()))
+    while len(run.tokens) < 5:
+        loop.step()
+    assert run.overlap.elapsed == 100
+    loop.step()
+    loop.cancel(run)
+    found = run.completion().overlap
+    assert found is not None
+    assert (found.elapsed, busy(found)["target-1"]) == (120, 120)
+
+
+def test_threads_are_timed_as_well() -> None:
+    fleet = ThreadFleet(replace(SETTING, sp=2, tokens=8).servers(0, 1000))
+    try:
+        [text] = EngineLoop(fleet).run(Request((1, 2, 3), 8, speculative(3)))
+    finally:
+        fleet.close()
+    found = text.overlap
+    assert found is not None
+    assert (found.target_time or 0) >= 0.019
+    assert (found.drafter_time or 0) >= 0.0019
+    assert busy(found)["target-2"] == 0
+    assert 0 < busy(found)["target-1"] < text.elapsed
+
+
+def test_the_figures_are_in_milliseconds() -> None:
+    said = done(distributed(1), replace(SETTING, sp=11)).json(1)
+    assert said.pop("idle_share").keys() == {*(f"target-{i}" for i in range(1, 12)), "drafter"}
+    assert said == {
+        "hidden_share": 0.85,
+        "drafter_lead": pytest.approx(5.684, abs=1e-3),
+        "wasted_drafts": 20,
+        "wasted_forwards": 20,
+        "target_ms": 20.0,
+        "drafter_ms": 2.0,
+        "rejections": 2,
+        "lost_to_rejections_ms": 36.0,
+        "lost_per_rejection_ms": 18.0,
+        "ideal_ms": 94.0,
+        "time_over_ideal": 1.0,
+    }
+    assert done(autoregressive()).json()["ideal_ms"] == 400_000
+
+
+def of(
+    times: tuple[Time, ...], origins: tuple[str, ...], took: Time, **tolls: tuple[ServerUsage, ServerUsage]
+) -> Overlap:
+    before = {name: first for name, (first, _) in tolls.items()}
+    after = {name: last for name, (_, last) in tolls.items()}
+    return overlap(times, origins, Tally(), (), before, after, took, alone=True)
+
+
+def test_only_what_was_done_meanwhile_counts() -> None:
+    found = of(
+        (10, 16),
+        ("plain", "accepted"),
+        20,
+        target=(ServerUsage("target", 100, 9, 90), ServerUsage("target", 115, 11, 104)),
+        other=(ServerUsage("drafter", 5, 2, 5), ServerUsage("drafter", 13, 6, 11)),
+    )
+    assert (found.target_time, found.drafter_time) == (7, 1.5)
+    assert found.servers == (ServerTime("target", "target", 15, 5), ServerTime("other", "drafter", 8, 12))
+    assert found.ideal == 8.5
+
+
+def test_a_server_that_came_later_had_done_nothing_before() -> None:
+    found = overlap((), (), Tally(), (), {}, {"new": ServerUsage("target", 4, 1, 4)}, 10, alone=True)
+    assert found.servers == (ServerTime("new", "target", 4, 6),)
+
+
+def test_an_ideal_needs_the_time_of_what_it_counts() -> None:
+    assert of((10,), ("accepted",), 10).ideal is None
+    assert of((10,), ("plain",), 10).ideal is None
+
+
+def test_a_rejection_whose_next_token_is_known_costs_nothing() -> None:
+    drafts = ServerUsage("drafter"), ServerUsage("drafter", 4, 2, 4)
+    found = of((10, 10, 30), ("corrected", "accepted", "corrected"), 30, drafter=drafts)
+    assert [loss.lost for loss in found.losses] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("times", "origins", "took", "sentence"),
+    [
+        ((1, 2), ("plain",), 5, "2 times and 1 origins: each token has one of both"),
+        ((1, 7), ("plain", "plain"), 5, "a last token at 7 of 5: must be within"),
+        ((), (), -1, "a last token at 0 of -1: must be within"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    times: tuple[Time, ...], origins: tuple[str, ...], took: Time, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        of(times, origins, took)

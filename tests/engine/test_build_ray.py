@@ -1,0 +1,199 @@
+"""The built-in pair on a Ray cluster: the same texts as on this machine alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsi import Engine
+from dsi.engine.build_ray import devices, needs_in_parts, translator
+from dsi.fleets.ray_actors import ResourceRequest
+from dsi.models.protocol import SamplingModel
+from dsi.models.vocab.slem import SLEM
+from dsi.models.vocab.tli import TLI
+from tongues import llama, tongue
+
+pytest.importorskip("ray")
+
+HERE = Path(__file__).parent
+PROMPTS = ("Once upon a time", "Tom and his dog")
+LITTLE = {"target": ResourceRequest(cpus=0.1), "drafter": ResourceRequest(cpus=0.1)}
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[dict[tuple[str, float], tuple[int, ...]]]:
+    with Engine.load(algorithm="nonsi") as engine:
+        yield {
+            (prompt, heat): engine.generate(prompt, max_new_tokens=48, temperature=heat, seed=3).tokens
+            for prompt in PROMPTS
+            for heat in (0.0, 0.9)
+        }
+
+
+@pytest.mark.parametrize("sp", [1, 3])
+def test_the_text_is_the_targets_own_whatever_dies(
+    cluster: None,  # noqa: ARG001
+    expected: dict[tuple[str, float], tuple[int, ...]],
+    sp: int,
+) -> None:
+    with Engine.load(sp=sp, fleet="ray", needs=LITTLE) as engine:
+        for (prompt, heat), tokens in expected.items():
+            for algorithm in ("nonsi", "si", "dsi"):
+                options = {"max_new_tokens": 48, "temperature": heat, "seed": 3, "algorithm": algorithm}
+                assert engine.generate(prompt, **options).tokens == tokens
+        prompt, heat = PROMPTS[0], 0.0
+        writing = engine.stream(prompt, max_new_tokens=48)
+        for i, _ in enumerate(writing):
+            if i == 1:
+                engine.loaded.fleet.kill("target-1")
+        assert writing.completion.tokens == expected[prompt, heat]
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A drafter that has another vocabulary than the built-in target."""
+    place = tmp_path_factory.mktemp("characters")
+    llama("characters").save_pretrained(place)
+    tongue("characters").save_pretrained(place)
+    return str(place)
+
+
+def test_a_drafter_may_have_another_vocabulary(
+    cluster: None,  # noqa: ARG001
+    expected: dict[tuple[str, float], tuple[int, ...]],
+    stranger: str,
+) -> None:
+    with Engine.load(drafter=stranger, lookahead=2, fleet="ray", needs=LITTLE) as engine:
+        assert engine.loaded.context == 512  # the target's: the drafter reads the end of a longer text
+        for heat in (0.0, 0.9):
+            done = engine.generate(PROMPTS[0], max_new_tokens=48, temperature=heat, seed=3)
+            assert done.tokens == expected[PROMPTS[0], heat]
+            assert (done.tally.failed, done.tally.drafted > 0) == (0, True)
+
+
+def test_it_goes_the_way_that_is_asked_for(stranger: str) -> None:
+    means = "float32", 1, 4
+    threads = torch.get_num_threads()
+    by_token, by_text = (translator(stranger, "builtin", way, *means) for way in ("tli", "slem"))
+    torch.set_num_threads(threads)
+    assert isinstance(by_token, SamplingModel)
+    assert isinstance(by_token.backend, TLI)
+    assert isinstance(by_text, SLEM)
+    with pytest.raises(ValueError, match=r"has another vocabulary \(49 tokens\) than the target builtin"):
+        Engine.load(drafter=stranger, fleet="ray", vocab="same")
+
+
+@pytest.fixture(scope="module")
+def split(cluster: None) -> Iterator[Engine]:  # noqa: ARG001
+    with Engine.load(target_mp=2, fleet="ray", needs=LITTLE, hang_seconds=4) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("algorithm", ["nonsi", "si", "dsi"])
+def test_a_target_in_parts_writes_the_same(
+    split: Engine, expected: dict[tuple[str, float], tuple[int, ...]], algorithm: str
+) -> None:
+    for heat in (0.0, 0.9):
+        options: dict[str, Any] = {"max_new_tokens": 48, "temperature": heat, "seed": 3}
+        found = split.generate(PROMPTS[1], algorithm=algorithm, **options).tokens
+        assert found == expected[PROMPTS[1], heat]
+
+
+def family(engine: Engine) -> list[int]:
+    """The process of the target's actor, and those it has started."""
+    from ray._private.state import actors
+
+    process = actors(engine.fleet._seats["target-1"]._handle._actor_id.hex())["Pid"]  # type: ignore[attr-defined]
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [process, *map(int, children)]
+
+
+def lives(process: int) -> bool:
+    """One that is dead and not yet asked after does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("rank", "fate"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_whichever_part_dies_or_hangs_all_go_and_the_text_goes_on(
+    split: Engine, expected: dict[tuple[str, float], tuple[int, ...]], rank: int, fate: int
+) -> None:
+    split.generate(PROMPTS[0], max_new_tokens=1)  # it has its kin
+    before, deaths = family(split), split.fleet.deaths.get("target-1", 0)  # type: ignore[attr-defined]
+    assert len(before) == 2
+    writing = split.stream(PROMPTS[0], max_new_tokens=48)
+    for i, _ in enumerate(writing):
+        if i == 1:
+            os.kill(before[rank], fate)
+    assert writing.completion.tokens == expected[PROMPTS[0], 0.0]
+    assert split.fleet.deaths["target-1"] > deaths  # type: ignore[attr-defined]
+    after = family(split)
+    assert (len(after), set(after) & set(before)) == (2, set())
+    end = time.monotonic() + 20
+    while any(map(lives, before)):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_each_part_of_a_target_has_its_cpus() -> None:
+    assert needs_in_parts({}, 3) == {"target": ResourceRequest(cpus=3)}
+    asked = {
+        "target": ResourceRequest(cpus=2),
+        "target-2": ResourceRequest(cpus=1),
+        "drafter": ResourceRequest(gpus=1),
+    }
+    parts = {
+        "target": ResourceRequest(cpus=4),
+        "target-2": ResourceRequest(cpus=2),
+        "drafter": ResourceRequest(gpus=1),
+    }
+    assert (needs_in_parts(asked, 1), needs_in_parts(asked, 2)) == (asked, parts)
+
+
+def test_a_server_computes_on_the_gpus_it_has_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices(2) == ["cpu"] or torch.cuda.device_count()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [devices(gpus) for gpus in (0, 1, 2)] == [["cpu"], ["cuda:0"], ["cuda:0", "cuda:1"]]
+
+
+def test_the_command_runs_on_a_cluster_of_its_own() -> None:
+    command = [sys.executable, "-m", "dsi", "generate", PROMPTS[0], "--max-new-tokens", "8", "--fleet", "ray"]
+    command += ["--target-mp", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, ", there was a little girl named Lily\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"target_devices": "cpu,cpu"}, "takes no devices"),
+        ({"vocab": "magic"}, "^vocab 'magic': must be"),
+        ({"drafter": "nowhere/at/all"}, "^nowhere/at/all: there is no such model folder$"),
+        ({"drafter": str(HERE)}, f"^{HERE}: there is no such model, or no tokenizer with it$"),
+        ({"hang_seconds": 0.0}, "^hang seconds 0: must be above 0$"),
+        ({"start_seconds": float("nan")}, "^start seconds nan: must be above 0$"),
+        ({"start_seconds": 0.001}, r"^target-1, drafter: not there after 0\.001 s; the cluster has"),
+        ({"target_mp": 0}, "^target mp 0: must be at least 1$"),
+        ({"target_mp": 4}, "^target mp 4: does not divide the model's 6 heads$"),
+        (
+            {"target_mp": 2, "needs": {"target": ResourceRequest(gpus=1)}},
+            "target mp 2: .* CPUs alone, .* 1 GPUs",
+        ),
+    ],
+)
+def test_what_cannot_be_on_a_cluster_is_refused(
+    cluster: None,  # noqa: ARG001
+    options: dict[str, Any],
+    sentence: str,
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Engine.load(fleet="ray", **options)

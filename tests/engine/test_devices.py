@@ -1,0 +1,51 @@
+import pytest
+
+from dsi.engine.devices import Place, check, placement, places
+
+
+def test_devices_and_slices() -> None:
+    assert places("cuda:1, cuda:2") == [Place("cuda:1"), Place("cuda:2")]
+    assert places("cuda:0/3") == [Place("cuda:0", 3, 0), Place("cuda:0", 3, 1), Place("cuda:0", 3, 2)]
+    assert places("cuda:1+cuda:2, cpu") == [Place("cuda:1+cuda:2"), Place("cpu")]
+    assert Place("cuda:1+cuda:2").devices == ("cuda:1", "cuda:2")
+
+
+def test_the_drafter_takes_the_last_place_or_its_own() -> None:
+    sliced = placement("cuda:0/8", None)
+    assert (len(sliced.targets), sliced.drafter) == (7, Place("cuda:0", 8, 7))
+    apart = placement("cuda:1,cuda:2", "cuda:0")
+    assert apart.targets == (Place("cuda:1"), Place("cuda:2"))
+    assert apart.drafter == Place("cuda:0")
+    assert placement("cuda:0/16", "cuda:0/16", 7).drafter == Place("cuda:0", 16, 15)
+    assert len(placement("cuda:0/8", None, 3).targets) == 3
+    assert placement("cuda:0+cuda:1", "cuda:2").targets == (Place("cuda:0+cuda:1"),)
+
+
+@pytest.mark.parametrize(
+    ("targets", "drafter", "sp", "sentence"),
+    [
+        ("gpu", None, None, "device 'gpu': must be cpu, cuda:0, cuda:0/8 for eight slices"),
+        ("cuda:0+cuda:1/4", None, None, r"device 'cuda:0\+cuda:1/4': must be .* for one model over both"),
+        ("cuda:0+", None, None, r"device 'cuda:0\+': must be"),
+        ("cuda:0+cuda:1", None, None, r"'cuda:0\+cuda:1': has one place, and the drafter needs another"),
+        ("cuda:0+cuda:1", "cuda:1/4", None, "cuda:1: is cut in 2 ways"),
+        ("cuda:0/1", None, None, "device 'cuda:0/1': must have at least 2 slices"),
+        ("cuda:0", None, None, "target devices 'cuda:0': has one place"),
+        ("cuda:0,cuda:1", None, 2, "SP degree 2: 'cuda:0,cuda:1' has room for 1 targets"),
+        ("cuda:0", "cuda:1,cuda:2", None, "drafter device 'cuda:1,cuda:2': must be one place"),
+        ("cuda:0,cuda:1", None, 0, "SP degree 0: must be at least 1"),
+        ("cuda:0/4", "cuda:0/8", None, "cuda:0: is cut in 2 ways"),
+        ("cuda:0/4", "cuda:0", None, "cuda:0: is cut in 2 ways"),
+        ("cuda:0/4", "cuda:0/4", None, "slice 3 of cuda:0: is given to two servers"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(targets: str, drafter: str | None, sp: int | None, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        placement(targets, drafter, sp)
+
+
+def test_a_gpu_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"cuda:99: there .* here"):
+        check(placement("cuda:99", "cpu"))
+    with pytest.raises(ValueError, match=r"^cuda:99: there .* here"):
+        check(placement("cpu+cuda:99", "cpu"))

@@ -1,0 +1,212 @@
+"""Text in, text out: the built-in pair in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from dsi.core.policies import ALGORITHMS
+from dsi.engine.build import load_pair, place
+from dsi.engine.engine import Engine
+from dsi.models.names import folder
+
+PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    with Engine.load(sp=request.param) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str]:
+    """What transformers' own greedy generation writes."""
+    tokenizer = AutoTokenizer.from_pretrained(folder("builtin", "target"))
+    model = AutoModelForCausalLM.from_pretrained(folder("builtin", "target"), dtype=torch.float32)
+    texts = {}
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt")
+        text = model.generate(**ids, do_sample=False, max_new_tokens=60)[0, ids["input_ids"].shape[1] :]
+        texts[prompt] = tokenizer.decode(text, skip_special_tokens=True)
+    return texts
+
+
+def test_every_algorithm_writes_what_transformers_writes(engine: Engine, expected: dict[str, str]) -> None:
+    for prompt in PROMPTS:
+        for algorithm in ALGORITHMS:
+            done = engine.generate(prompt, max_new_tokens=60, algorithm=algorithm)
+            assert done.text == expected[prompt]
+
+
+def test_a_seed_gives_one_text_under_every_algorithm(engine: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 50, "temperature": 1.0, "top_p": 0.95, "seed": 7}
+    texts = {engine.generate(PROMPTS[0], algorithm=name, **options).text for name in ALGORITHMS}
+    assert len(texts) == 1
+    assert engine.generate(PROMPTS[0], **options | {"seed": 8}).text not in texts
+
+
+TEXTS_BY_RULE: dict[str, set[str]] = {"reject": set(), "block": set(), "specinfer": set()}
+
+
+@pytest.mark.parametrize("rule", TEXTS_BY_RULE)
+def test_a_rule_gives_one_text_whatever_the_number_of_targets(engine: Engine, rule: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 7, "lookahead": 3}
+    for top_p in (1.0, 0.9):  # whole rows on the wire, and parts of them
+        text = engine.generate(PROMPTS[0], rule=rule, top_p=top_p, **options).text
+        TEXTS_BY_RULE[rule].add(text)
+    assert len(TEXTS_BY_RULE[rule]) <= 2
+
+
+def test_a_killed_target_changes_nothing(engine: Engine, expected: dict[str, str]) -> None:
+    writing = engine.stream(PROMPTS[0], max_new_tokens=60)
+    pieces = []
+    for piece in writing:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            process = engine.fleet._seats["target-1"].process  # type: ignore[attr-defined]
+            os.kill(process.pid, signal.SIGKILL)
+    assert "".join(pieces) == expected[PROMPTS[0]]
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Engine]:
+    with Engine.load() as loaded:
+        yield loaded
+
+
+def test_the_completion_says_how_it_went(one: Engine) -> None:
+    done = one.generate(PROMPTS[0], max_new_tokens=30)
+    assert (done.finish_reason, len(done.tokens), len(done.times)) == ("length", 30, 30)
+    assert 0 < done.ttft <= done.elapsed
+    assert done.tpot > 0
+    assert done.tally.accepted > 0
+    assert done.prompt == one.text.encode(PROMPTS[0])
+
+
+def test_the_target_says_what_it_thought_of_each_token(one: Engine) -> None:
+    texts = [one.generate(PROMPTS[0], max_new_tokens=12, logprobs=2, algorithm=name) for name in ("nonsi", "dsi")]
+    for done in texts:
+        assert [note[0][0] for note in done.notes] == list(done.tokens)  # greedy: the likeliest is chosen
+        assert [len(note) for note in done.notes] == [2] * 12
+    logs = [[log for note in done.notes for _, log in note] for done in texts]
+    assert logs[0] == pytest.approx(logs[1], abs=1e-4)
+
+
+def test_a_stop_string_ends_the_text_before_it(one: Engine) -> None:
+    whole = one.generate(PROMPTS[0], max_new_tokens=60).text
+    done = one.generate(PROMPTS[0], max_new_tokens=60, stop=["play outside", "nowhere to be found"])
+    assert (done.finish_reason, done.text) == ("stop", whole[: whole.index("play outside")])
+
+
+def test_the_end_token_ends_the_text(one: Engine) -> None:
+    done = one.generate(PROMPTS[0], max_new_tokens=400)
+    assert done.finish_reason == "stop"
+    assert done.tokens[-1] in one.text.ends
+
+
+def test_the_context_bounds_the_text(one: Engine) -> None:
+    assert len(one.generate((5,) * 500, max_new_tokens=100).tokens) <= 12
+    with pytest.raises(ValueError, match=r"a prompt of 600 tokens: the models' context is 512"):
+        one.generate((5,) * 600)
+
+
+def test_auto_measures_and_applies_eq_1(one: Engine) -> None:
+    pace = one.loaded.pace
+    assert 0 < pace.drafter_ms < 0.5 * pace.target_ms
+    assert one.loaded.lookahead("dsi") >= 2
+
+
+def test_impossible_requests_are_one_sentence(one: Engine, tmp_path: Path) -> None:
+    for options, sentence in (
+        ({"algorithm": "magic"}, "algorithm 'magic'"),
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            one.generate("Once", **options)
+    for loading, sentence in (
+        ({"sp": 0}, "SP degree 0"),
+        ({"lookahead": "many"}, "lookahead 'many'"),
+        ({"lookahead": 0}, "lookahead 0"),
+        ({"target": str(tmp_path / "none")}, "there is no such model folder"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            Engine.load(**loading)
+
+
+def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(folder("builtin", "target"))
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"another vocabulary \(4097 tokens\) than the target builtin \(4096"):
+        load_pair("builtin", [str(tmp_path)], sp=1, vocab="same")
+
+
+def test_servers_are_placed_on_cores_of_their_own() -> None:
+    assert place(["a"], ["d"], [0, 1]) == {"a": [0], "d": [1]}
+    assert place(["a", "b"], ["d", "e"], [0, 1, 2, 3, 4]) == {"a": [0, 2], "b": [1, 3], "d": [4], "e": [4]}
+    assert place(["a", "b", "c"], ["d"], [0, 1]) == {"a": [0], "b": [0], "c": [0], "d": [1]}
+    assert place(["a"], ["d"], [7]) == {"a": [7], "d": [7]}
+
+
+@pytest.mark.parametrize("drafter", ["ngram", ["builtin", "ngram"]])
+def test_a_drafter_without_a_model_changes_no_text(drafter: str | list[str], expected: dict[str, str]) -> None:
+    with Engine.load(drafter=drafter) as engine:
+        for algorithm in ("si", "dsi"):
+            assert engine.generate(PROMPTS[0], max_new_tokens=60, algorithm=algorithm).text == expected[PROMPTS[0]]
+
+
+@pytest.mark.parametrize("role", ["builtin", "gpt2"])
+def test_it_drops_into_transformers(role: str) -> None:
+    import dsi
+
+    if role == "builtin":
+        big, small = (AutoModelForCausalLM.from_pretrained(folder("builtin", r)) for r in ("target", "drafter"))
+        big, small = big.float(), small.float()
+    else:
+        torch.manual_seed(0)
+        shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 128, "vocab_size": 97}
+        big, small = (GPT2LMHeadModel(GPT2Config(**shape)).eval() for _ in range(2))
+    ids = torch.tensor([[1, 5, 9, 20]])
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "do_sample": False,
+        "max_new_tokens": 24,
+        "pad_token_id": 0,
+    }
+    plain = big.generate(ids, **options)
+    assert torch.equal(big.generate(ids, custom_generate=dsi.custom_generate, drafter=small, sp=2, **options), plain)
+    known = {"assistant_model": small, "custom_generate": dsi.REPO, "trust_remote_code": True}
+    assert torch.equal(big.generate(ids, **known, **options), plain)
+    assert torch.equal(big.generate(ids, **options), plain)  # the model is as it was
+    with pytest.raises(ValueError, match="2 texts at once"):
+        dsi.custom_generate(big, ids.repeat(2, 1), drafter=small)
+    with pytest.raises(ValueError, match="needs a drafter"):
+        dsi.custom_generate(big, ids)
+
+
+def test_a_text_is_read_once_however_often_it_is_asked_for(engine: Engine) -> None:
+    writing = engine.stream("Tom", max_new_tokens=8)
+    first = "".join(writing)
+    assert first
+    assert "".join(writing) == ""
+    assert writing.completion.text == first

@@ -1,0 +1,172 @@
+"""What each rule accepts where it is known: models of three tokens whose rows are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsi.core.messages import RULES, Sampling
+from dsi.core.sequence import Tokens
+from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, followed, promise, stood, summary, trials
+from dsi.models.protocol import CancelFlag
+from dsi.sampling.acceptance_rules import accepts, coupled, standing
+
+PROMPTS: list[Tokens] = [(0, 1, prompt % 3) for prompt in range(30)]
+P, Q = (
+    [[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]],
+    [[0.4, 0.2, 0.4], [0.5, 0.3, 0.2], [0.3, 0.6, 0.1]],
+)
+LOOKAHEAD = 3
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The row after a text is that of its last token."""
+
+    table: Sequence[Sequence[float]]
+
+    def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Any:  # noqa: ARG002
+        return np.log([self.table[tokens[i - 1]] for i in range(start, len(tokens) + 1)])
+
+
+def measured(
+    p: Any = P, q: Any = Q, *, rules: Sequence[str] = RULES, temperature: float = 1.0, tokens: int = 60
+) -> dict[str, Accepted]:
+    found = trials(lambda: Chain(p), lambda: Chain(q), PROMPTS, tokens, rules, [temperature], LOOKAHEAD)
+    return {rule: summary(warmth, rule, each) for (warmth, rule), each in found.items()}
+
+
+def shares() -> Any:
+    """How often a long text of the target has each token last."""
+    return np.linalg.matrix_power(np.array(P), 100)[0]
+
+
+def expected_in_block(each: Any, last: int) -> float:
+    """Guesses accepted after `last`, by enumeration: `each` says how likely starts of a path are to stand."""
+    total = 0.0
+    for path in product(range(3), repeat=LOOKAHEAD):
+        before = (last, *path[:-1])
+        drawn = prod(Q[a][b] for a, b in zip(before, path))
+        ps, qs = ([np.array(table[a]) for a in before] for table in (P, Q))
+        total += drawn * sum(each(ps, list(zip(path, qs))))
+    return total
+
+
+def rejecting(ps: Any, guesses: Any) -> list[float]:
+    chances = [min(1.0, p[token] / q[token]) for p, (token, q) in zip(ps, guesses)]
+    return [prod(chances[: i + 1]) for i in range(len(chances))]
+
+
+@pytest.fixture(scope="module")
+def chain() -> dict[str, Accepted]:
+    return measured()
+
+
+def test_each_rule_accepts_as_often_as_theory_says(chain: dict[str, Accepted]) -> None:
+    """By the text that a long run of the target has, not by the rows that the measurement saw."""
+    rows = [(np.array(p), np.array(q)) for p, q in zip(P, Q)]
+    for rule in ("match", "reject", "specinfer"):
+        exact = sum(share * promise(p, q, Sampling(1.0, rule=rule)) for share, (p, q) in zip(shares(), rows))
+        found = chain[rule].places
+        assert found is not None
+        assert found.count == 30 * 60
+        assert found.low < exact < found.high
+        assert found.high - found.low < 0.06
+        assert chain[rule].promised == pytest.approx(exact, abs=0.02)
+    assert (chain["block"].places, chain["block"].promised) == (None, None)
+
+
+def test_blocks_are_as_long_as_enumeration_says(chain: dict[str, Accepted]) -> None:
+    for rule, each in (("reject", rejecting), ("block", lambda *known: standing(*known)[1:])):
+        exact = sum(share * expected_in_block(each, last) for last, share in enumerate(shares()))
+        found = chain[rule]
+        assert found.blocks.count == 30 * 20
+        assert found.blocks.low < exact < found.blocks.high
+        assert found.block_promised == pytest.approx(exact, abs=0.1)
+
+
+def test_the_rules_stand_in_their_order(chain: dict[str, Accepted]) -> None:
+    promised = {rule: chain[rule].promised for rule in ("match", "reject", "specinfer")}
+    assert list(promised) == sorted(promised, key=lambda rule: promised[rule] or 0)
+    assert chain["reject"].ceiling == pytest.approx(promised["reject"])
+    assert (chain["reject"].block_promised or 0) < (chain["block"].block_promised or 0)
+    assert chain["reject"].blocks.mean < chain["block"].blocks.mean
+
+
+def test_the_promises_are_those_of_the_rules() -> None:
+    p, q = np.array(P[0]), np.array(Q[0])
+    assert promise(p, q, Sampling(1.0, rule="match")) == coupled(p, q)
+    assert promise(p, q, Sampling(1.0, rule="reject")) == pytest.approx(accepts(p, q)) == pytest.approx(0.7)
+    # A second guess meets (2/3, 1/3, 0), of which q gives 0.4 and 0.2: 0.7 + 0.3 * 0.6.
+    assert promise(p, q, Sampling(1.0, rule="specinfer")) == pytest.approx(0.88)
+    assert promise(p, q, Sampling(1.0, rule="specinfer", candidates=1)) == pytest.approx(0.7)
+
+
+def test_a_perfect_drafter_is_always_accepted() -> None:
+    for found in measured(q=P, tokens=12).values():
+        assert found.blocks == Figure(3, 3, 3, 30 * 4)
+        assert found.block_promised == pytest.approx(3)
+        assert found.places is None or found.places.mean == 1
+
+
+def test_without_chance_all_rules_are_one() -> None:
+    """Greedily the text is 0, 0, 0 and so on, or 1 and 2 in turns, and the drafter errs after 2 alone."""
+    drafter = [P[0], P[1], [0.8, 0.1, 0.1]]
+    found = measured(q=drafter, temperature=0, tokens=6)
+    assert found == measured(q=drafter, rules=["match"], temperature=0, tokens=6)
+    [(name, one)] = found.items()
+    assert (name, one.promised, one.ceiling, one.block_promised) == ("any", None, None, None)
+    assert one.places is not None
+    assert one.places.mean == pytest.approx(2 / 3)
+    assert one.blocks.mean == pytest.approx((3 + 3 + 1 + 0 + 0 + 1) / 6)
+
+
+def test_same_seed_same_figures() -> None:
+    first, again, colder = (measured(rules=["block"], temperature=t, tokens=12) for t in (1, 1, 0.7))
+    assert first == again != colder
+
+
+def test_after_a_guess_that_is_not_the_first_nothing_goes_on() -> None:
+    guesses = [((7, None), (8, None)), ((9, None), (5, None)), ((1, None), (2, None))]
+    for found, firsts, count in (
+        ((7, 9, 1), 3, 3),
+        ((7, 9, 2), 2, 3),
+        ((7, 5, 1), 1, 2),
+        ((8, 9, 1), 0, 1),
+        ((3, 9, 1), 0, 0),
+        ((7,), 1, 1),
+    ):
+        assert (followed(found, guesses), stood(found, guesses)) == (firsts, count)
+
+
+def test_the_interval_of_a_mean_is_that_of_its_texts() -> None:
+    assert Figure.of([[1, 1], [3, 3]]) == Figure(2, 2 - 1.96, 2 + 1.96, 4)  # two texts: standard error 1
+    assert Figure.of([[2, 1], [1, 2], []]) == Figure(1.5, 1.5, 1.5, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rules": ["guess"]}, "rule 'guess': must be one of match, reject, block, specinfer"),
+        ({"temperature": -1}, "temperature -1: must be 0"),
+        ({"tokens": 2}, "tokens 2: must be at least the lookahead, 3"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        measured(**options)
+
+
+def test_texts_too_short_for_a_block_are_said_to_be() -> None:
+    with pytest.raises(ValueError, match="2 texts: each ended before its first block"):
+        summary(1.0, "block", [RuleTrial(), RuleTrial()])
+    with pytest.raises(ValueError, match="lookahead 0: must be at least 1"):
+        trials(lambda: Chain(P), lambda: Chain(Q), PROMPTS, 5, ["match"], [1.0], 0)
+    with pytest.raises(ValueError, match="1 prompt: an interval needs at least 2"):
+        trials(lambda: Chain(P), lambda: Chain(Q), PROMPTS[:1], 5, ["match"], [1.0], 3)

@@ -1,0 +1,84 @@
+"""Figures that are kept: complete or not at all, of one pair and one dataset."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsi.experiments.profile import NUMBERS, Profile
+
+PACE = {"ttft_ms": {"mean": 30.0}, "tpot_ms": {"mean": 20.0}}
+LATENCY = {"target": PACE, "drafter": {"ttft_ms": {"mean": 3.0}, "tpot_ms": {"mean": 2}}, "per_token_ms": 0.5}
+EMPTY = Profile("big", "small", "stories")
+FULL = EMPTY.with_part("latency", LATENCY).with_part("acceptance", {"rate": 0.8})
+
+
+def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    FULL.save(path)
+    assert Profile.load(path) == FULL
+    assert json.loads(path.read_text())["label"] == "measured"
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_part_is_added_or_replaced_and_the_other_stays(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    EMPTY.beside(path).with_part("latency", LATENCY).save(path)
+    for rate in (0.7, 0.8):
+        EMPTY.beside(path).with_part("acceptance", {"rate": rate}).save(path)
+    assert Profile.load(path) == FULL
+
+
+def test_the_numbers_that_other_commands_take() -> None:
+    assert [FULL.number(name) for name in NUMBERS] == [20, 2, 30, 3, 0.5, 0.8]
+
+
+@pytest.mark.parametrize(
+    "value", [None, "fast", True, float("nan"), float("inf"), {"mean": 1}], ids=lambda value: repr(value)
+)
+def test_what_is_no_number_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"a.json: has no number acceptance.rate, which `dsi measure acceptance"):
+        FULL.with_part("acceptance", {"rate": value}).number("acceptance", "a.json")
+    with pytest.raises(ValueError, match=r"has no number latency\.target\.tpot_ms\.mean"):
+        EMPTY.with_part("latency", value).number("target_ms")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "is not JSON"),
+        ('{"target": "big"', "is not JSON"),
+        ("[]", "has no field target"),
+        ('{"target": "big", "drafter": 3}', "has no field drafter"),
+        ('{"target": "big", "drafter": "small"}', "has no field dataset"),
+    ],
+)
+def test_what_is_no_profile_is_refused_and_left_alone(tmp_path: Path, text: str, sentence: str) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    for use in (Profile.load, EMPTY.beside):
+        with pytest.raises(ValueError, match=rf"a\.json: {sentence}"):
+            use(path)
+    assert path.read_text() == text
+
+
+def test_a_profile_of_others_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    FULL.save(path)
+    for other in (Profile("huge", "small", "stories"), Profile("big", "small", "news")):
+        with pytest.raises(ValueError, match="is a profile of target big, drafter small, dataset stories, not of"):
+            other.beside(path)
+    with pytest.raises(ValueError, match=r"none\.json: cannot be read \(No such file or directory\)"):
+        Profile.load(tmp_path / "none.json")
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    FULL.save(path)
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        FULL.with_part("latency", {"per_token_ms": float("nan")}).save(path)
+    assert Profile.load(path) == FULL
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]

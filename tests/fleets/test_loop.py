@@ -1,0 +1,172 @@
+from dataclasses import replace
+from itertools import zip_longest
+
+import pytest
+
+import dsi
+from dsi.core.messages import Sampling, Verify
+from dsi.core.policies import autoregressive, considerate, distributed
+from dsi.core.request import Request
+from dsi.core.scheduler import REMEMBERED
+from dsi.core.sequence import Tokens
+from dsi.fleets.loop import FAILURES, EngineLoop, FleetError
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.spans import Span
+from dsi.planning.simulation import SimulationConfig
+
+SETTING = SimulationConfig(20.0, 2.0, 0.8, sp=3, tokens=30)
+PROMPT = (1, 2, 3)
+
+
+def test_streamed_tokens_are_the_completion_in_parts() -> None:
+    [done] = EngineLoop(SETTING.simulated(1)).run(Request(PROMPT, 30, distributed(3)))
+    parts = list(EngineLoop(SETTING.simulated(1)).tokens(Request(PROMPT, 30, distributed(3))))
+    assert tuple(token for part in parts for token in part) == done.tokens
+    assert 1 < len(parts) < 30
+    assert len(done.tokens) == len(done.times) == 30
+    assert (done.finish_reason, done.elapsed) == ("length", done.times[-1])
+    assert sorted(done.times) == list(done.times)
+
+
+def test_a_stream_that_is_not_read_to_its_end_is_cancelled() -> None:
+    fleet = SETTING.simulated(1)
+    engine = EngineLoop(fleet)
+    stream = engine.tokens(Request(PROMPT, 1000, distributed(3)))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    assert engine._owners == {}
+    with pytest.raises(RuntimeError, match="nothing to do"):
+        list(iter(fleet.next_event, None))
+
+
+def test_a_cancelled_request_keeps_what_it_has() -> None:
+    engine = EngineLoop(SETTING.simulated(1))
+    run = engine.submit(Request(PROMPT, 1000, autoregressive()))
+    while len(run.tokens) < 5:
+        engine.step()
+    with pytest.raises(RuntimeError, match="still running"):
+        run.completion()
+    engine.cancel(run)
+    done = run.completion()
+    assert (len(done.tokens), done.finish_reason) == (5, "cancelled")
+
+
+def test_no_job_outlives_its_request() -> None:
+    engine = EngineLoop(SETTING.simulated(1))
+    engine.run(*(Request(PROMPT, 30, distributed(k)) for k in (1, 2, 3)))
+    assert engine._owners == {}
+
+
+def test_requests_at_once_share_the_fleet_and_change_no_text() -> None:
+    requests = [Request((i, i + 1), 20, distributed(1 + i % 3)) for i in range(6)]
+    together = EngineLoop(SETTING.simulated(4)).run(*requests)
+    apart: list[Tokens] = [EngineLoop(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
+    assert [done.tokens for done in together] == apart
+
+
+def test_more_requests_than_a_server_can_remember_all_end() -> None:
+    requests = [Request((i,), 12, distributed(2)) for i in range(REMEMBERED + 8)]
+    done = EngineLoop(replace(SETTING, target_ttft_ms=50.0).simulated(4)).run(*requests)
+    assert {len(completion.tokens) for completion in done} == {12}
+
+
+def test_no_root_waits_while_deeper_jobs_begin() -> None:
+    """Many requests, one target: every root is watched in turn, and hardly any speculation is."""
+    log: list[Span] = []
+    setting = SimulationConfig(20.0, 1.0, 0.9, sp=1, tokens=10)
+    requests = [Request((i,), 10, distributed(2)) for i in range(8)]
+    done = EngineLoop(setting.simulated(4, log)).run(*requests)
+    begun = [span for span in log if span.kind == "verify"]
+    assert len({span.context.origin for span in begun[:8]}) == 8
+    slowest, fastest = max(d.elapsed for d in done), min(d.elapsed for d in done)
+    assert slowest < 2.5 * fastest
+
+
+def test_a_request_whose_jobs_always_fail_ends_in_a_clear_error() -> None:
+    fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: isinstance(job, Verify))
+    with pytest.raises(
+        FleetError,
+        match=f"{FAILURES + 1} verifications of one request failed in a row, the last: the forward failed",
+    ):
+        EngineLoop(fleet).run(Request(PROMPT, 30, distributed(2)))
+
+
+def test_the_public_names_are_there() -> None:
+    assert all(getattr(dsi, name) is not None for name in dsi.__all__)
+    assert set(dsi.__all__) < set(dir(dsi))
+    with pytest.raises(AttributeError, match="nothing_such"):
+        _ = dsi.nothing_such
+
+
+def test_streams_at_once_lose_nothing() -> None:
+    engine = EngineLoop(SETTING.simulated(4))
+    requests = [Request((i,), 30, distributed(2)) for i in range(2)]
+    streams = [engine.tokens(request) for request in requests]
+    texts: list[list[int]] = [[], []]
+    for parts in zip_longest(*streams, fillvalue=()):
+        for text, part in zip(texts, parts):
+            text += part
+    apart = [EngineLoop(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
+    assert [tuple(text) for text in texts] == apart
+
+
+def test_one_request_that_fails_leaves_the_others_alone() -> None:
+    doomed = Request((1,), 30, distributed(2))
+    fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: job.context.origin.prompt == (1,))
+    engine = EngineLoop(fleet)
+    bad, good = engine.submit(doomed), engine.submit(Request((2,), 30, distributed(2)))
+    while not (bad.done and good.done):
+        engine.step()
+    assert len(good.completion().tokens) == 30
+    with pytest.raises(FleetError, match="failed in a row"):
+        bad.completion()
+    assert engine._owners == {}
+
+
+def test_many_lost_drafters_do_not_end_a_request() -> None:
+    names = tuple(f"lost-{i}" for i in range(20))
+    [done] = EngineLoop(SETTING.simulated(0)).run(Request(PROMPT, 10, distributed(2, (*names, "drafter"))))
+    assert len(done.tokens) == 10
+
+
+def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> None:
+    loop = EngineLoop(SETTING.simulated(1))
+    loop.crowd.targets = 3
+    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    done = loop.run(*(Request((1, 2, i), 30, policy) for i in range(12)))
+    alone = [EngineLoop(SETTING.simulated(1)).run(Request((1, 2, i), 30, autoregressive()))[0] for i in range(12)]
+    assert [each.tokens for each in done] == [each.tokens for each in alone]
+    greedy = EngineLoop(SETTING.simulated(1)).run(*(Request((1, 2, i), 30, distributed(3)) for i in range(12)))
+    stale, would_be = (sum(each.tally.abandoned for each in runs) for runs in (done, greedy))
+    assert stale < would_be / 4
+    assert max(each.elapsed for each in done) < max(each.elapsed for each in greedy)
+    assert (loop.crowd.requests, loop.crowd.verifying) == (0, 0)
+
+
+def test_a_crowd_is_served_evenly() -> None:
+    loop = EngineLoop(SETTING.simulated(1))
+    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    runs = [loop.submit(Request((1, 2, i), 200, policy)) for i in range(8)]
+    for _ in range(2000):
+        loop.step()
+    lengths = [len(run.tokens) for run in runs]
+    assert min(lengths) > 0.6 * max(lengths)
+
+
+def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
+    """With a drafter slower than the target, all together take no longer than plain decoding.
+
+    But for the first and the last, which are alone for a moment and speculate then.
+    """
+    slow = SimulationConfig(10.0, 40.0, 0.5, sp=1, tokens=20)
+    loop = EngineLoop(slow.simulated(1))
+    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    shared = max(each.elapsed for each in loop.run(*(Request((1, 2, i), 20, policy) for i in range(4))))
+    plain = EngineLoop(slow.simulated(1)).run(*(Request((1, 2, i), 20, autoregressive()) for i in range(4)))
+    assert shared <= max(each.elapsed for each in plain) + 2 * 10
+
+
+def test_a_request_for_no_token_scores_its_prompt() -> None:
+    loop = EngineLoop(SETTING.simulated(1))
+    [done] = loop.run(Request(PROMPT, 0, autoregressive(), Sampling(logprobs=2)))
+    assert (done.tokens, done.finish_reason, done.tally.forwards) == ((), "length", 1)

@@ -1,0 +1,149 @@
+"""What a server remembers between jobs."""
+
+import pytest
+
+from dsi.core.messages import Draft, Drafted, Failed, Job, Prefill, Prefilled, Verify
+from dsi.core.sequence import Tokens, TokenSequence
+from dsi.fleets.worker import PrefixTable, Server, by_name, work
+from dsi.models.protocol import Cancelled, ForwardRequest
+
+
+class Notebook:
+    """A model that writes down how much it was asked, and how much of it was new."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Tokens, int, int | None]] = []  # tokens, places, kept
+        self.cancels = False
+
+    def answer(self, ask: ForwardRequest) -> Tokens:
+        if self.cancels:
+            raise Cancelled
+        self.asked.append((tuple(ask.tokens), ask.places, ask.kept))
+        return tuple(len(ask.tokens) + i for i in range(ask.places))
+
+
+def server() -> tuple[Server, Notebook]:
+    model = Notebook()
+    return Server("s", "target", model), model
+
+
+def done(job: Job, at: Server) -> list[object]:
+    return list(work(job, at))
+
+
+def test_a_server_reads_only_what_it_lacks() -> None:
+    at, model = server()
+    text = TokenSequence.of((1, 2))
+    done(Prefill(0, text), at)
+    done(Verify(1, text.then(3), 1), at)
+    done(Verify(2, text.then(3).then(4).then(5), 2), at)
+    assert [(places, kept) for _, places, kept in model.asked] == [(0, None), (1, 2), (2, 3)]
+
+
+def test_servers_that_fill_one_cache_need_no_reminder() -> None:
+    """Nor does one make them forget what they have read beyond the sure text."""
+    at, model = server()
+    at.memory.common = True
+    text = TokenSequence.of((1, 2))
+    done(Verify(1, text.then(3).then(4), 2), at)
+    assert done(Prefill(0, text), at) == [Prefilled(0)]
+    done(Verify(2, text.then(3).then(4).then(5), 1), at)
+    assert [(places, kept) for _, places, kept in model.asked] == [(2, None), (1, 4)]
+
+
+def test_a_rejected_guess_is_cut_off_the_memory() -> None:
+    at, model = server()
+    text = TokenSequence.of((1, 2))
+    done(Verify(1, text.then(3).then(4), 3), at)
+    done(Verify(2, text.then(9), 1), at)
+    assert model.asked[-1] == ((1, 2, 9), 1, 2)
+
+
+def test_a_drafter_keeps_its_own_guesses_and_knows_them_again() -> None:
+    at, model = server()
+    text = TokenSequence.of((1, 2))
+    guesses = [event.token for event in done(Draft(1, text, 3), at) if isinstance(event, Drafted)]
+    assert [kept for *_, kept in model.asked] == [None, 2, 3]
+    accepted = text.then(guesses[0]).then(guesses[1])
+    done(Draft(2, accepted.then(77), 1), at)
+    assert model.asked[-1] == ((1, 2, *guesses[:2], 77), 1, 4)
+
+
+def test_a_cancelled_forward_leaves_nothing_behind() -> None:
+    at, model = server()
+    text = TokenSequence.of((1, 2))
+    model.cancels = True
+    with pytest.raises(Cancelled):
+        done(Verify(1, text, 1), at)
+    model.cancels = False
+    untaken = work(Verify(2, text, 1), at)
+    next(untaken)
+    del untaken
+    done(Verify(3, text, 1), at)
+    assert model.asked[-1] == ((1, 2), 1, None)
+
+
+def test_requests_with_the_same_prompt_do_not_disturb_each_other() -> None:
+    at, model = server()
+    one, two = TokenSequence.of((1, 2)), TokenSequence.of((1, 2))
+    done(Verify(1, one.then(3), 1), at)
+    done(Verify(2, two.then(4), 1), at)
+    done(Verify(3, one.then(3).then(5), 1), at)
+    assert [kept for *_, kept in model.asked] == [None, None, 3]
+
+
+def test_memory_is_bounded_and_forgets_the_oldest() -> None:
+    memory = PrefixTable(capacity=3)
+    texts = [TokenSequence.of((i,)) for i in range(4)]
+    for text in texts:
+        memory.page(text)
+    assert len(memory.pages) == 3
+    assert texts[0] not in memory.pages
+    assert texts[-1] in memory.pages
+
+
+def test_an_empty_prompt_is_read_once_too() -> None:
+    at, model = server()
+    text = TokenSequence.of(())
+    done(Verify(1, text, 1), at)
+    done(Verify(2, text.then(5), 1), at)
+    assert [kept for *_, kept in model.asked] == [None, 0]
+
+
+def test_an_answer_of_the_wrong_length_fails_the_job() -> None:
+    class Short:
+        def answer(self, ask: ForwardRequest) -> Tokens:  # noqa: ARG002
+            return (1,)
+
+    [event] = done(Verify(1, TokenSequence.of((1, 2)), 2), Server("s", "target", Short()))
+    assert event == Failed(1, "ValueError: 1 tokens in answer to 2 places")
+
+
+def test_two_servers_of_one_name_are_refused() -> None:
+    with pytest.raises(ValueError, match="two servers are called 's'"):
+        by_name([server()[0], server()[0]])
+
+
+class Doubtful(Notebook):
+    """It can name runners-up, from the same forward."""
+
+    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:
+        [token] = self.answer(ask)
+        return (token, *(token + 100 * i for i in range(1, count) if doubt < 0.5))
+
+
+def test_a_model_is_asked_for_runners_up_where_they_are_wanted() -> None:
+    model = Doubtful()
+    at, text = Server("d", "drafter", model), TokenSequence.of((1, 2))
+    assert done(Draft(1, text, 2, branches=2), at) == [
+        Drafted(1, 2, None, (102,)),
+        Drafted(1, 3, None, (103,)),
+    ]
+    assert done(Draft(2, text, 1, branches=2, doubt=0.6), at) == [Drafted(2, 2)]
+    assert done(Draft(3, text, 1), at) == [Drafted(3, 2)]
+    assert len(model.asked) == 4  # a forward for each place, and no more
+
+
+def test_a_model_that_knows_no_runners_up_has_its_guess_alone() -> None:
+    at, _ = server()
+    assert done(Draft(1, TokenSequence.of((1, 2)), 1, branches=2), at) == [Drafted(1, 2)]

@@ -1,0 +1,19 @@
+import numpy as np
+
+from dsi.core.messages import Sampling
+from dsi.models.protocol import NEVER, ForwardRequest, SamplingModel
+from dsi.models.toy import ToyTarget
+from dsi.sampling.acceptance_rules import match
+
+
+def test_a_speaker_chooses_from_the_rows_of_its_backend() -> None:
+    sampling = Sampling(temperature=0.8, seed=5)
+    rows = ToyTarget(1).forward([4, 6, 8], 2, NEVER)
+    assert np.shape(rows) == (2, 64)
+    assert SamplingModel(ToyTarget(1)).answer(ForwardRequest([4, 6, 8], 2, sampling=sampling)) == match(
+        rows, sampling, 2
+    )
+
+
+def test_places_are_counted_from_start_to_the_end() -> None:
+    assert [ForwardRequest([1, 2, 3], start).places for start in (0, 3, 4)] == [4, 1, 0]

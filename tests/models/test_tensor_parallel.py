@@ -1,0 +1,331 @@
+"""One model over several real processes: the same rows, the same texts, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from typer.testing import CliRunner
+
+from dsi.cli.main import app
+from dsi.engine.build import backend
+from dsi.engine.engine import Engine
+from dsi.models import tensor_parallel as parallel
+from dsi.models.hf import Transformer, load
+from dsi.models.names import folder
+from dsi.models.protocol import Cancelled
+from dsi.models.tensor_parallel import Lost, TensorParallel, check
+
+PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")
+SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
+BIG = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0}
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "a lean llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**BIG | {"vocab_size": 96})),
+    "a llama whose vocabulary is odd": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**BIG)),
+    "biases and few keys": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**BIG, num_key_value_heads=2)),
+    "norms of heads": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**BIG, num_key_value_heads=2, head_dim=8)),
+    "parts that are gathered": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**BIG)),
+}
+
+
+def made(name: str) -> Any:
+    """Random weights, and biases that are not zero."""
+    torch.manual_seed(0)
+    model = MAKERS[name]().float().eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight += 0.3 * torch.randn_like(weight)
+    return model
+
+
+@pytest.fixture
+def split() -> Iterator[Callable[..., TensorParallel]]:
+    """Makes backends with a thread for each rank, on any core."""
+    started: list[TensorParallel] = []
+    threads = torch.get_num_threads()
+
+    def start(model: Any, size: int = 2, **options: Any) -> TensorParallel:
+        started.append(TensorParallel(model, size, threads=1, **options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.close()
+    torch.set_num_threads(threads)
+
+
+def asks(seed: int, count: int, vocabulary: int) -> Iterator[tuple[list[int], int]]:
+    """Texts that go on, are cut back, and begin again; some places, or none, are asked about."""
+    chance = random.Random(seed)
+    tokens = [1]
+    for _ in range(count):
+        kept = 0 if chance.random() < 0.1 else chance.randint(max(0, len(tokens) - 50), len(tokens))
+        fresh = [chance.randrange(vocabulary) for _ in range(chance.randint(1, 9))]
+        tokens = (tokens[:kept] + fresh)[-120:]
+        yield tokens, chance.randint(max(1, len(tokens) - 8), len(tokens) + 1)
+
+
+def same_rows(model: Any, one: Transformer, other: TensorParallel, count: int) -> bool:
+    for tokens, start in asks(3, count, min(96, model.config.vocab_size)):
+        expected, found = one.forward(tokens, start), other.forward(tokens, start)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, 2) for name in MAKERS),
+        ("a lean llama", 1),
+        ("a lean llama", 4),
+        ("parts that are gathered", 4),
+    ],
+)
+def test_the_rows_are_those_of_the_whole_model(split: Callable[..., TensorParallel], name: str, size: int) -> None:
+    model = made(name)
+    assert same_rows(model, backend(model), split(model, size), 40)
+
+
+def test_the_rows_of_the_built_in_target_are_the_same(split: Callable[..., TensorParallel]) -> None:
+    model = load(folder("builtin", "target"))
+    assert same_rows(model, backend(model), split(model), 25)
+
+
+def test_a_part_takes_no_memory_of_its_own() -> None:
+    model = made("biases and few keys")
+    whole = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    parts = TensorParallel(model, 2)._parts
+    assert all(w.untyped_storage().data_ptr() in whole for part in parts for w in part.model.parameters())
+    widths = {part.model.model.layers[0].mlp.down_proj.weight.shape for part in parts}
+    assert widths == {torch.Size([32, 32])}
+
+
+class Later:
+    """A flag that is set when it has been looked at so many times."""
+
+    def __init__(self, looks: int) -> None:
+        self.left = looks
+
+    def is_set(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self, timeout: float) -> bool:  # noqa: ARG002
+        return self.is_set()
+
+
+@pytest.mark.parametrize("name", ["a lean llama", "biases and few keys"])
+def test_every_rank_stops_at_the_same_place(split: Callable[..., TensorParallel], name: str) -> None:
+    model = made(name)
+    one, other = backend(model), split(model)
+    other.forward([5, 17, 3], 3)
+    for looks in range(5):  # before the forward, and at each of its four sums
+        with pytest.raises(Cancelled):
+            other.forward([5, 17, 3, 88, 41], 4, Later(looks))
+        torch.testing.assert_close(
+            other.forward([5, 17, 9, looks], 3), one.forward([5, 17, 9, looks], 3), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_what_is_refused_leaves_all_ranks_as_they_were(split: Callable[..., TensorParallel]) -> None:
+    model = made("a lean llama")
+    one, other = backend(model), split(model)
+    for tokens, start, error in (
+        ([], 0, ValueError),
+        ([1] * 200, 200, ValueError),
+        ([5, 900], 2, IndexError),
+    ):
+        with pytest.raises(error):
+            other.forward(tokens, start)
+        torch.testing.assert_close(other.forward([5, 17], 1), one.forward([5, 17], 1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_rank_that_is_gone_is_noticed(split: Callable[..., TensorParallel]) -> None:
+    other = split(made("a lean llama"))
+    other.forward([5, 17], 2)
+    os.kill(other.helpers[0].process, signal.SIGKILL)
+    with pytest.raises(Lost):
+        other.forward([5, 17, 3], 3)
+    assert other.helpers == []
+
+
+class Interrupted(BaseException):
+    """A Ctrl-C, say."""
+
+
+class Interrupting(Later):
+    def is_set(self) -> bool:
+        if super().is_set():
+            raise Interrupted
+        return False
+
+
+def test_after_an_interruption_nothing_of_the_old_sums_is_left(split: Callable[..., TensorParallel]) -> None:
+    model = made("a lean llama")
+    one, other = backend(model), split(model)
+    with pytest.raises(Interrupted):
+        other.forward([5, 17, 3], 3, Interrupting(2))
+    torch.testing.assert_close(other.forward([9, 8, 7], 1), one.forward([9, 8, 7], 1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_rank_that_hangs_is_not_waited_for_for_ever(
+    split: Callable[..., TensorParallel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "PATIENCE", timedelta(seconds=1))
+    other = split(made("a lean llama"))
+    other.forward([5, 17], 2)
+    os.kill(other.helpers[0].process, signal.SIGSTOP)
+    with pytest.raises(Lost):
+        other.forward([5, 17, 3], 3)
+
+
+def test_each_rank_has_its_share_of_the_cores() -> None:
+    threads, cores = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
+    other = TensorParallel(made("a lean llama"), 2)
+    try:
+        other.forward([5, 17], 2)
+        found = [os.sched_getaffinity(0), os.sched_getaffinity(other.helpers[0].process)]
+    finally:
+        other.close()
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
+    assert found[0] | found[1] == set(cores)
+    assert len(cores) == 1 or not found[0] & found[1]
+
+
+def gpt2() -> Any:
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=97, n_layer=2, n_head=4, n_embd=32))
+
+
+def experts() -> Any:
+    return hf.MixtralForCausalLM(hf.MixtralConfig(**BIG, num_key_value_heads=4, num_local_experts=2))
+
+
+def narrow() -> Any:
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**BIG | {"intermediate_size": 66}))
+
+
+@pytest.mark.parametrize(
+    ("maker", "size", "sentence"),
+    [
+        (MAKERS["a lean llama"], 0, "target mp 0: must be at least 1"),
+        (MAKERS["a lean llama"], 3, "target mp 3: does not divide the model's 4 heads"),
+        (MAKERS["biases and few keys"], 4, "target mp 4: does not divide the model's 2 key and value heads"),
+        (narrow, 4, "target mp 4: does not divide the model's width of 66"),
+        (gpt2, 2, "target mp 2: a gpt2 model has no plan by which it could be split"),
+        (experts, 2, "target mp 2: a mixtral model is split by .*, which is not known here"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_in_one_sentence(maker: Callable[[], Any], size: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        check(maker(), size)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"target_mp": 0}, "target mp 0: must be at least 1"),
+        ({"target_mp": 4}, "target mp 4: does not divide the model's 6 heads"),
+        ({"target_mp": 2, "target_devices": "cpu,cpu"}, "target mp 2: on devices a target is spread"),
+    ],
+)
+def test_an_engine_is_refused_before_anything_starts(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Engine.load(**options)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "compare", "serve"])
+def test_the_commands_split_their_target(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **options: Any) -> None:
+        raise ValueError(f"asked for {options['target_mp']}")
+
+    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr("dsi.server.auth.listen", lambda *_: None)
+    words = [command, "--target-mp", "2", *(["Once"] if command == "generate" else [])]
+    done = CliRunner().invoke(app, words)
+    assert str(done.exception) == "asked for 2"
+
+
+def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
+    with pytest.raises(ValueError, match="target mp 2: the processes do not work together"):
+        Engine.load(target_mp=2)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.load(target_mp=2, threads=1) as loaded:  # on any core: fast where others work as well
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, str]:
+    with Engine.load() as whole:
+        return {prompt: whole.generate(prompt, max_new_tokens=30).text for prompt in PROMPTS}
+
+
+@pytest.mark.parametrize("algorithm", ["nonsi", "si", "dsi"])
+def test_the_text_is_that_of_the_whole_target(engine: Engine, expected: dict[str, str], algorithm: str) -> None:
+    found = {prompt: engine.generate(prompt, max_new_tokens=30, algorithm=algorithm).text for prompt in PROMPTS}
+    assert found == expected
+
+
+def test_a_seed_gives_one_text_under_every_algorithm(engine: Engine) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1.0, "seed": 7}
+    texts = {engine.generate(PROMPTS[0], algorithm=name, **options).text for name in ("nonsi", "si", "dsi")}
+    assert len(texts) == 1
+
+
+def helpers(engine: Engine, target: str) -> list[int]:
+    """The processes that a target has started."""
+    process = engine.fleet._seats[target].process.pid  # type: ignore[attr-defined]
+    return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def test_a_killed_helper_costs_no_token(engine: Engine, expected: dict[str, str]) -> None:
+    writing = engine.stream(PROMPTS[0], max_new_tokens=30)
+    pieces = []
+    for piece in writing:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            [helper] = helpers(engine, "target-1")
+            os.kill(helper, signal.SIGKILL)
+    assert "".join(pieces) == expected[PROMPTS[0]]
+    end = time.monotonic() + 20
+    while not engine.fleet.deaths and time.monotonic() < end:  # type: ignore[attr-defined]
+        # the last forward of the first text may have ended before
+        assert engine.generate(PROMPTS[1], max_new_tokens=30).text == expected[PROMPTS[1]]
+    assert engine.fleet.deaths == {"target-1": 1}  # type: ignore[attr-defined]
+
+
+def lives(process: int) -> bool:
+    """One that is dead and not yet asked after does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_nobody_is_left_behind(expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with Engine.load(target_mp=2, sp=2) as engine:
+        assert engine.generate(PROMPTS[1], max_new_tokens=30).text == expected[PROMPTS[1]]
+        found = [helper for i in (1, 2) for helper in helpers(engine, f"target-{i}")]
+    assert found
+    end = time.monotonic() + 5
+    while any(lives(helper) for helper in found) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(lives(helper) for helper in found)
+    assert list(tmp_path.iterdir()) == []

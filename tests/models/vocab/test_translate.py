@@ -1,0 +1,191 @@
+"""Any target with any drafter: the text is the target's own, and the way the guesses go is chosen well."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dsi.core.generation import Policy
+from dsi.core.messages import GREEDY, Sampling
+from dsi.core.policies import autoregressive, distributed, speculative
+from dsi.core.request import Completion, Request
+from dsi.engine.build import load_pair
+from dsi.engine.engine import Engine
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.worker import Server
+from dsi.models.llama_cpu import LlamaCpu
+from dsi.models.protocol import ForwardRequest, Model, SamplingModel
+from dsi.models.tokenizer import Tokenizer
+from dsi.models.vocab.slem import SLEM
+from dsi.models.vocab.tli import TLI
+from dsi.models.vocab.translate import ENOUGH, share, translated
+from dsi.models.vocab.vocabulary import Vocabulary
+from dsi.models.wait import Latency, Wait
+from tongues import MAKERS, llama, tongue, vocabulary
+
+PROMPTS = ("Once upon a time", "🙂 def f(x):\n\treturn 1\n\n", "雪が降る。北京", "")
+TARGETS = ("byte_level", "bytes_as_a_last_resort", "metaspace")
+CONTEXT, LENGTH = 256, 20
+
+
+def drafter_of(way: str, drafter: str, target: str) -> Model:
+    pair = vocabulary(drafter), vocabulary(target)
+    return translated(way, LlamaCpu(llama(drafter, seed=1)), *pair, CONTEXT, drafter)
+
+
+def prompt_of(target: str, text: str) -> tuple[int, ...]:
+    return tuple(tongue(target).encode(text)) or (1,)
+
+
+@cache
+def alone(target: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What transformers' own greedy generation writes."""
+    ids = torch.tensor([prompt])
+    text = llama(target).generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=LENGTH,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(text[0, len(prompt) :].tolist())
+
+
+def run(
+    target: str, drafter: Model, prompt: tuple[int, ...], policy: Policy, sampling: Sampling = GREEDY
+) -> Completion:
+    judge = SamplingModel(LlamaCpu(llama(target)))
+    servers = [Server(f"target-{i}", "target", Wait(judge, Latency(7.0))) for i in range(2)]
+    servers.append(Server("drafter", "drafter", Wait(drafter, Latency(1.0))))
+    [done] = EngineLoop(SimulatedFleet(servers)).run(Request(prompt, LENGTH, policy, sampling))
+    return done
+
+
+@pytest.mark.parametrize("way", ["tli", "slem"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_text_is_what_transformers_writes_whatever_the_drafter_speaks(target: str, way: str) -> None:
+    for drafter in MAKERS:
+        guesser = drafter_of(way, drafter, target)
+        for text in PROMPTS:
+            prompt = prompt_of(target, text)
+            expected = alone(target, prompt)
+            for policy in (speculative(3), distributed(2)):
+                done = run(target, guesser, prompt, policy)
+                assert done.tokens == expected
+                assert (done.tally.failed, done.tally.drafted > 0) == (0, True)
+
+
+@pytest.mark.parametrize("way", ["tli", "slem"])
+def test_a_seed_gives_the_text_of_the_target_alone(way: str) -> None:
+    sampling, prompt = Sampling(temperature=1.0, top_p=0.95, seed=4), prompt_of("byte_level", PROMPTS[1])
+    nobody = drafter_of(way, "characters", "byte_level")
+    expected = run("byte_level", nobody, prompt, autoregressive(), sampling).tokens
+    for drafter in ("metaspace", "characters", "byte_level"):
+        guesser = drafter_of(way, drafter, "byte_level")
+        for policy in (speculative(3), distributed(2)):
+            assert run("byte_level", guesser, prompt, policy, sampling).tokens == expected
+
+
+def test_auto_goes_by_token_where_enough_are_shared() -> None:
+    assert isinstance(drafter_of("auto", "byte_level", "byte_level"), SamplingModel)
+    assert isinstance(drafter_of("auto", "characters", "byte_level"), SLEM)
+    by_token = drafter_of("tli", "characters", "byte_level")
+    assert isinstance(by_token, SamplingModel)
+    assert isinstance(by_token.backend, TLI)
+    assert 0 < share(by_token.backend, vocabulary("byte_level")) < ENOUGH
+
+
+def test_nothing_shared_is_one_sentence_by_token_and_no_hindrance_by_text() -> None:
+    raw = PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(models.WordLevel({"unheard": 0, "of": 1})))
+    pair = Vocabulary(Tokenizer(raw), 2), vocabulary("characters")
+    backend = LlamaCpu(llama("characters"))
+    with pytest.raises(ValueError, match="the drafter x shares none of its 2 tokens with the target's 52"):
+        translated("tli", backend, *pair, CONTEXT, "x")
+    assert len(translated("auto", backend, *pair, CONTEXT, "x").answer(ForwardRequest([5, 6], 2))) == 1
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model of each kind as it would lie on a disk."""
+    found = {}
+    for name in ("byte_level", "characters"):
+        place = tmp_path_factory.mktemp(name)
+        llama(name).save_pretrained(place)
+        tongue(name).save_pretrained(place)
+        found[name] = str(place)
+    return found
+
+
+def drafting(engine: Engine) -> Any:
+    return engine.fleet._servers["drafter"].model  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("way", ["tli", "slem"])
+def test_processes_write_the_text_of_the_target_too(folders: dict[str, str], way: str) -> None:
+    with Engine.load(folders["byte_level"], folders["characters"], vocab=way, sp=2, lookahead=2) as engine:
+        assert isinstance(drafting(engine), SLEM) == (way == "slem")
+        assert engine.loaded.context == CONTEXT
+        assert engine.loaded.pace.drafter_ms > 0
+        for text in PROMPTS[:3]:
+            prompt = prompt_of("byte_level", text)
+            for algorithm in ("si", "dsi"):
+                done = engine.generate(prompt, max_new_tokens=LENGTH, algorithm=algorithm)
+                assert done.tally.failed == 0
+                assert done.tokens == alone("byte_level", prompt)[: len(done.tokens)]
+                assert len(done.tokens) == LENGTH or done.tokens[-1] in engine.text.ends
+
+
+def test_several_drafters_may_speak_differently(folders: dict[str, str]) -> None:
+    drafters = [folders["characters"], "ngram", folders["byte_level"]]
+    with Engine.load(folders["byte_level"], drafters, lookahead=2) as engine:
+        servers = engine.fleet._servers.values()  # type: ignore[attr-defined]
+        assert [type(server.model).__name__ for server in servers] == ["Speaker", "SLEM", "NGram", "Speaker"]
+        done = engine.generate(PROMPTS[0], max_new_tokens=12)
+        assert done.tokens == alone("byte_level", prompt_of("byte_level", PROMPTS[0]))[:12]
+
+
+def test_a_model_need_not_know_all_that_its_tokenizer_does(tmp_path: Path) -> None:
+    """A drafter with 40 rows and a tokenizer of 49 tokens: the others are neither read nor guessed."""
+    config = llama("characters").config.to_dict() | {"vocab_size": 40}
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
+    tongue("characters").save_pretrained(tmp_path)
+    for way in ("tli", "slem"):
+        with Engine.load(drafter=str(tmp_path), vocab=way, lookahead=2) as engine:
+            done = engine.generate("Once upon a time 雪🙂", max_new_tokens=6)
+            assert (len(done.tokens), done.tally.failed) == (6, 0)
+
+
+def test_one_vocabulary_needs_no_translation(folders: dict[str, str]) -> None:
+    for vocab in ("auto", "same"):
+        with Engine.load(folders["byte_level"], folders["byte_level"], vocab=vocab, lookahead=2) as engine:
+            assert isinstance(drafting(engine).backend, LlamaCpu)
+
+
+def test_what_cannot_be_loaded_is_one_sentence(folders: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=r"has another vocabulary \(49 tokens\) than the target"):
+        load_pair(folders["byte_level"], [folders["characters"]], 1, vocab="same")
+    with pytest.raises(ValueError, match="vocab 'slem': on devices the drafter must have the target's"):
+        Engine.load(vocab="slem", target_devices="cpu,cpu")
+    with pytest.raises(ValueError, match="has another vocabulary"):
+        Engine.load(folders["byte_level"], folders["characters"], target_devices="cpu,cpu")
+
+
+def test_the_command_takes_it(folders: dict[str, str]) -> None:
+    names = ("--target", folders["byte_level"], "--drafter", folders["characters"], "--vocab", "slem")
+    command = [sys.executable, "-m", "dsi", "generate", "Once", *names, "--max-new-tokens", "8"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == 1  # the summary, and no warning about forks
+    expected = alone("byte_level", prompt_of("byte_level", "Once"))[:8]
+    assert done.stdout == (tongue("byte_level").decode(expected, skip_special_tokens=True) + "\n").encode()

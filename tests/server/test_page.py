@@ -1,0 +1,355 @@
+"""The page in a real browser, over a real server."""
+
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import which
+from typing import Any
+
+import pytest
+
+from live_server import Live, Serving
+
+pytest.importorskip("selenium", reason="the browser is driven by selenium")
+
+from selenium.webdriver import ActionChains, Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.wait import WebDriverWait
+
+DRIVER = which("chromedriver")
+PROMPT = "Once upon a time there was a little fox"
+
+pytestmark = pytest.mark.skipif(DRIVER is None, reason="there is no chromedriver to open a browser with")
+
+
+class Page:
+    """What a reader sees and does."""
+
+    def __init__(self, browser: Chrome) -> None:
+        self.browser = browser
+        self.expected = 0  # refusals that the browser writes down as errors
+
+    def open(self, url: str, width: int = 1280, height: int = 1000) -> "Page":
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.browser.get(url)
+        self.until(lambda: self.all("#servers li"))
+        return self
+
+    def until(self, condition: Callable[[], object]) -> None:
+        WebDriverWait(self.browser, 30, 0.02).until(lambda _: condition())
+
+    def one(self, selector: str) -> WebElement:
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def all(self, selector: str) -> list[WebElement]:
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def script(self, code: str, *arguments: object) -> Any:
+        return self.browser.execute_script(code, *arguments)
+
+    def content(self, selector: str) -> str:
+        return str(self.script("return document.querySelector(arguments[0]).textContent", selector))
+
+    def write(self, selector: str, value: object) -> None:
+        self.one(selector).clear()
+        self.one(selector).send_keys(str(value))
+
+    def press(self, *keys: str) -> None:
+        ActionChains(self.browser).send_keys(*keys).perform()
+
+    @property
+    def busy(self) -> bool:
+        return self.one("#stop").is_displayed()
+
+    @property
+    def count(self) -> int:
+        """Tokens of the one text."""
+        return int(self.script("return document.querySelectorAll('#text .token').length"))
+
+    def generate(self, tokens: int) -> None:
+        self.write("#max_tokens", tokens)
+        self.one("#generate").click()
+
+    def finished(self) -> None:
+        self.until(lambda: not self.busy)
+
+    @property
+    def overflows(self) -> bool:
+        return bool(self.script("return document.documentElement.scrollWidth > innerWidth"))
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chrome]:
+    options = ChromeOptions()
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    chrome = Chrome(options=options, service=Service(DRIVER))
+    yield chrome
+    chrome.quit()
+
+
+@pytest.fixture
+def page(browser: Chrome) -> Iterator[Page]:
+    """At the end the console has no error but the expected ones, and nothing is left for the next test."""
+    browser.get_log("browser")  # type: ignore[no-untyped-call]
+    page = Page(browser)
+    yield page
+    log = browser.get_log("browser")  # type: ignore[no-untyped-call]
+    assert len([entry for entry in log if entry["level"] != "INFO"]) == page.expected, log
+    browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
+
+
+def plain(live: Live, tokens: int, **more: object) -> dict[str, Any]:
+    """What the server answers to the same request in one piece."""
+    body = {"model": "builtin", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "seed": 0}
+    answer = live.post("/v1/completions", **body, **more)
+    assert answer.status_code == 200
+    return dict(answer.json()["choices"][0])
+
+
+def test_the_page_comes_from_the_server_alone_and_runs_only_its_own_script(live: Live, page: Page) -> None:
+    page.open(live.url)
+    assert page.one("#prompt").get_property("value") == PROMPT
+    titles = [str(item.get_attribute("title")) for item in page.all("#servers li")]
+    assert [title.partition(": ")[0] for title in titles] == ["drafter", "target-1", "target-2"]
+    loaded = page.script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert all(name.startswith(live.url) for name in loaded)
+    assert "default-src 'none'" in live.get("/").headers["content-security-policy"]
+    page.script(
+        "const strange = document.createElement('script');"
+        "strange.text = 'window.ran = true';"
+        "document.body.append(strange)"
+    )
+    assert page.script("return window.ran") is None
+    page.expected = 1
+
+
+def test_the_text_grows_and_is_what_the_server_writes_in_one_piece(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.script(
+        "window.seen = [];"
+        "new MutationObserver(() => seen.push(document.querySelectorAll('#text .token').length))"
+        ".observe(document.querySelector('#text'), {subtree: true, childList: true})"
+    )
+    page.generate(150)
+    page.finished()
+    seen = page.script("return seen")
+    assert seen == sorted(seen)
+    assert len({count for count in seen if 0 < count < 150}) > 1
+    assert (page.count, page.content("#text .tokens")) == (150, plain(live, 150)["text"])
+    hows = [int(page.content(f"#legend .{how} b")) for how in ("accepted", "corrected", "plain")]
+    assert sum(hows) == 150
+    assert hows[0] > 75
+    assert float(page.content("#f-speed")) > 1
+    assert page.content("#summary").startswith("Finished: 150 tokens in ")
+    assert [row.text.split()[0] for row in page.all("#against li")] == ["DSI", "SI", "non-SI"]
+    assert page.content("#against").count("estimated") == 2
+
+
+def test_a_request_can_be_kept_as_a_trace_and_read_as_a_table(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(24)
+    page.finished()
+    path = str(page.one("#trace").get_attribute("href")).removeprefix(live.url)
+    assert live.get(path).json()["traceEvents"]
+    page.one("details.table summary").click()
+    page.until(lambda: page.all("#table tbody tr"))
+    servers = {row.split()[0] for row in page.one("#table tbody").text.splitlines()}
+    assert servers == {"drafter", "target-1", "target-2"}
+    label = str(page.one("#timeline").get_attribute("aria-label"))
+    assert all(f"{server} " in label for server in servers)
+
+
+def test_alternatives_are_told_on_focus_and_tokens_are_reached_with_the_arrow_keys(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(24)
+    page.finished()
+    assert [token.get_attribute("data-index") for token in page.all(".token[tabindex='0']")] == ["0"]
+    page.script("document.querySelector('.token[tabindex=\"0\"]').focus()")
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_LEFT)
+    assert page.browser.switch_to.active_element.get_attribute("data-index") == "1"
+    assert page.browser.switch_to.active_element.get_attribute("aria-describedby") == "tip"
+    assert page.one("#tip").is_displayed()
+    likely = plain(live, 24, logprobs=3)["logprobs"]["top_logprobs"][1]
+    told = [row.find_element(By.TAG_NAME, "span").text for row in page.all("#tip li")]
+    assert told == [text.replace(" ", "␣") for text in likely]
+    page.press(Keys.END)
+    assert page.browser.switch_to.active_element.get_attribute("data-index") == "23"
+    page.press(Keys.HOME, Keys.ARROW_DOWN)
+    assert page.browser.switch_to.active_element.get_attribute("data-index") != "0"
+    page.press(Keys.ESCAPE)
+    assert not page.one("#tip").is_displayed()
+
+
+def test_pointing_at_a_forward_says_what_it_is_about(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(24)
+    page.finished()
+    canvas = page.one("#timeline")
+    page.script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    last_lane = int(canvas.size["height"]) // 2 - 42
+    for right in range(-300, 300, 20):
+        ActionChains(page.browser).move_to_element_with_offset(canvas, right, last_lane).perform()
+        if "verifies token" in page.content("#tip"):
+            break
+    assert page.one("#tip").is_displayed()
+    found = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?$", page.content("#tip .tip-head"))
+    assert found
+    first, last = int(found[1]), int(found[2] or found[1])
+    marked = [int(str(token.get_attribute("data-index"))) for token in page.all("#text .token.marked")]
+    assert marked == [place for place in range(first - 1, last) if place < 24]
+
+
+def test_under_auto_the_timeline_says_which_way_it_went(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.one("#algorithm input[value=auto]").click()
+    page.generate(24)
+    page.finished()
+    assert page.content("#status").startswith("auto · 24 tokens in ")
+    canvas = page.one("#timeline")
+    height = canvas.size["height"]
+    ActionChains(page.browser).move_to_element_with_offset(canvas, 0, 30 - height // 2).perform()
+    page.until(lambda: page.one("#tip").is_displayed())
+    said = r"auto: (SP \d+, lookahead \d+, patience \d+|no speculation) from token \d+ on"
+    assert re.search(said, page.content("#tip"))
+
+
+def test_what_has_been_recorded_can_be_replayed(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(48)
+    page.finished()
+    page.one("#player input[type='range']").send_keys(Keys.HOME)
+    assert len(page.all("#text .token.later")) == 48
+    page.one("#player .play").click()
+    page.until(lambda: page.one("#player .play").text == "Replay")
+    assert page.all("#text .token.later") == []
+
+
+def test_a_race_is_recorded_replayed_together_and_ends_with_one_text(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.write("#max_tokens", 48)
+    page.one("#race").click()
+    page.until(lambda: page.one("#verdict").is_displayed())
+    same = "Same text, token for token. All three wrote the same 48 tokens"
+    assert page.content("#verdict").startswith(same)
+    page.until(lambda: len(page.all(".column.over")) == 3)
+    assert [title.text for title in page.all(".column h3")] == ["non-SI", "SI", "DSI"]
+    texts = page.script("return [...document.querySelectorAll('.column .tokens')].map((one) => one.textContent)")
+    assert texts == [plain(live, 48)["text"]] * 3
+    assert len(page.all(".column:first-child .token.plain")) == 48
+    times = [float(clock.text.removesuffix(" s")) for clock in page.all(".column .clock")]
+    ratios = re.findall(r"([\d.]+)×", page.all(".column .ratio")[2].text)
+    assert [float(ratio) for ratio in ratios] == pytest.approx([times[0] / times[2], times[1] / times[2]], rel=0.02)
+    assert "one after the other" in page.content("#races .note")
+    page.one("#back").click()
+    assert page.one("#single").is_displayed()
+
+
+def test_escape_stops_a_request_and_the_server_goes_on(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(400)
+    page.until(lambda: page.count > 4)
+    page.press(Keys.ESCAPE)
+    page.finished()
+    stopped = page.count
+    assert 4 < stopped < 400
+    assert page.one("#generate").is_displayed()
+    assert "stopped after" in page.content("#status")
+    assert page.content("#alert") == ""
+    whole = plain(live, stopped)["text"]
+    assert (page.count, page.content("#text .tokens")) == (stopped, whole)
+    assert live.get("/health").json()["status"] == "ok"
+    page.generate(8)
+    page.until(lambda: page.count == 8)
+    page.finished()
+
+
+def test_a_target_that_is_killed_is_marked_and_changes_no_text(serving: Serving, page: Page) -> None:
+    live = serving("--sp", "2")
+    page.open(live.url)
+    page.generate(300)
+    page.until(lambda: page.count > 20)
+    os.kill(min(live.children), signal.SIGKILL)
+    page.finished()
+    [lost] = [server for server in live.get("/health").json()["servers"] if server["restarts"]]
+    assert (lost["role"], lost["alive"], lost["restarts"]) == ("target", True, 1)
+    name = lost["name"]
+    assert page.content("#text .tokens") == plain(live, 300)["text"]
+    assert page.one("#single .k-lost").is_displayed()
+    assert f"{name} was lost and replaced at" in str(page.one("#timeline").get_attribute("aria-label"))
+    assert f"{name}: restarted once" in [item.get_attribute("title") for item in page.all("#servers li")]
+    assert f"{name} lost on the way" in page.content("#status")
+
+
+def test_a_refusal_is_one_line_and_the_next_request_is_served(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(5000)
+    page.until(lambda: page.content("#alert"))
+    refusal = live.post("/v1/completions", model="builtin", prompt=PROMPT, max_tokens=5000).json()
+    assert page.content("#alert") == refusal["error"]["message"]
+    assert page.one("#alert").size["height"] < 60
+    page.expected = 1
+    page.generate(8)
+    page.until(lambda: page.count == 8)
+    page.finished()
+    assert not page.one("#alert").is_displayed()
+
+
+def test_a_setting_that_is_no_number_is_refused_by_the_page(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(0)
+    assert page.content("#alert") == "Tokens 0: must be a whole number, at least 1."
+    assert not page.busy
+
+
+def test_a_server_with_keys_asks_for_one_which_only_this_tab_keeps(serving: Serving, page: Page) -> None:
+    live = serving(env={"DSI_API_KEYS": "sesame"})
+    page.browser.get(live.url)
+    page.until(lambda: "API key" in page.content("#alert"))
+    assert page.browser.switch_to.active_element.get_attribute("id") == "key"
+    page.press("sesame", Keys.TAB)
+    page.until(lambda: page.all("#servers li"))
+    page.generate(8)
+    page.until(lambda: page.count == 8)
+    page.finished()
+    kept = page.script("return [sessionStorage, localStorage].map((one) => one.getItem('dsi-key'))")
+    assert kept == ["sesame", None]
+    page.expected = 1
+
+
+def test_the_page_fits_a_phone(live: Live, page: Page, tmp_path: Path) -> None:
+    page.open(live.url, 360, 780)
+    assert not page.overflows
+    page.one("#more").click()
+    assert not page.overflows
+    page.generate(24)
+    page.until(lambda: page.count == 24)
+    page.finished()
+    assert not page.overflows
+    page.browser.save_screenshot(str(tmp_path / "phone.png"))
+    page.one("#race").click()
+    page.until(lambda: page.one("#verdict").is_displayed())
+    assert not page.overflows
+
+
+def test_colours_follow_the_system_until_the_reader_chooses(live: Live, page: Page) -> None:
+    def background() -> tuple[int, ...]:
+        value = str(page.script("return getComputedStyle(document.documentElement).backgroundColor"))
+        return tuple(int(part) for part in value[4:-1].split(","))
+
+    for scheme in ("light", "dark"):
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
+        page.open(live.url)
+        assert (sum(background()) < 384) == (scheme == "dark")
+        page.one("#theme").click()
+        assert (sum(background()) < 384) == (scheme == "light")
+        page.script("localStorage.clear()")
+    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
