@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dsi.experiments.latency import PairLatencies
     from dsi.experiments.profile import Profile
 
-measure = typer.Typer(
+app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Measure a pair of models: what the simulator and the planner want to know.",
@@ -70,7 +70,7 @@ Lookahead = Annotated[int | None, typer.Option(help=f"With --rule: guesses in a 
 Device = Annotated[str, typer.Option(help="With --shape: cpu, or cuda:0.")]
 
 
-@measure.command(epilog="Example: dsi measure latency --count 10 --out profile.json")
+@app.command(epilog="Example: dsi measure latency --count 10 --out profile.json")
 def latency(
     target: Target = "builtin",
     drafter: Drafter = "builtin",
@@ -104,7 +104,7 @@ def latency(
     bench.keep("latency", found.json())
 
 
-@measure.command(epilog="Example: dsi measure acceptance --count 10 --tokens 64 --out profile.json")
+@app.command(epilog="Example: dsi measure acceptance --count 10 --tokens 64 --out profile.json")
 def acceptance(
     target: Target = "builtin",
     drafter: Drafter = "builtin",

@@ -1,0 +1,58 @@
+"""What the commands that simulate share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from dsi.planning.simulation import SimulationConfig
+
+
+def algorithms(text: str) -> list[str]:
+    from dsi.core.policies import check_named
+
+    return [check_named(name.strip()) for name in text.split(",")]
+
+
+def numbers(name: str, text: str, least: int) -> list[int]:
+    """Whole numbers separated by commas."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} {text!r}: must be whole numbers separated by commas") from None
+    if min(numbers) < least:
+        raise ValueError(f"{name} {min(numbers)}: must be at least {least}")
+    return numbers
+
+
+def setting_of(options: dict[str, Any], **fixed: Any) -> SimulationConfig:
+    """The setting that a command's options describe; they have the names of its fields."""
+    from dataclasses import fields
+
+    from dsi.planning.simulation import SimulationConfig
+
+    names = {field.name for field in fields(SimulationConfig)} & options.keys()
+    return SimulationConfig(**{name: options[name] for name in names} | fixed)
+
+
+def profiled(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, with those that were not given taken from a profile."""
+    if path is None:
+        return options
+    from dsi.experiments.profile import NUMBERS, Profile
+
+    measured = Profile.load(path)
+    free = [name for name in NUMBERS if name in options and not given(context, name)]
+    found = options | {name: measured.number(name, path) for name in free}
+    for role in ("target", "drafter"):
+        if f"{role}_ttft_ms" in free:  # a first forward that seemed faster than a later one was only lucky
+            found[f"{role}_ttft_ms"] = max(found[f"{role}_ttft_ms"], found[f"{role}_ms"])
+    return found
+
+
+def given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
