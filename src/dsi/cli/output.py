@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
+
+from dsi.core.progress import Progress
 
 if TYPE_CHECKING:
     from dsi.core.request import Completion
@@ -38,7 +40,7 @@ BUDGET_HEADS = [
 
 
 @contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int) -> Iterator[Progress]:
     """On stderr while the work lasts: a bar on a terminal, elsewhere a line now and then."""
     from rich.console import Console
 
@@ -79,7 +81,7 @@ def working(on: str) -> Iterator[None]:
         yield
 
 
-def _plain_progress(what: str, total: int) -> Callable[[], None]:
+def _plain_progress(what: str, total: int) -> Progress:
     from time import monotonic
 
     done, told = 0, monotonic()

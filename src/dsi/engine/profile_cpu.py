@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dsi.core.policies import AUTO
+from dsi.core.progress import Progress, no_progress
 from dsi.engine.build import ModelPair, by_widths, forward_ms, load_apart
 from dsi.experiments.acceptance import trial
 from dsi.experiments.datasets import BUILTIN, choose, read
@@ -21,7 +22,6 @@ from dsi.planning.curves import rising
 from dsi.planning.plan import Evidence, Offer, best
 
 PROMPTS, TOKENS = 8, 48  # by which acceptance is counted
-Progress = Callable[[], object]
 
 
 def steps_of_measuring(cores: int, drafters: int = 1) -> int:
@@ -33,7 +33,7 @@ def measured(
     drafters: str | Sequence[str],
     cores: int,
     dtype: str = "float32",
-    advance: Progress = lambda: None,
+    advance: Progress = no_progress,
 ) -> Evidence:
     """Each forward alone, by its threads; several targets at once; how often guesses are right.
 

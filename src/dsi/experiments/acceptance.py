@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise, takewhile
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
+from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
 from dsi.experiments.alone import Fresh, write
 from dsi.models.protocol import ForwardRequest
@@ -138,7 +139,7 @@ def acceptance(
     prompts: Sequence[Tokens],
     tokens: int,
     ends: Collection[int] = (),
-    progress: Callable[[], object] = lambda: None,
+    progress: Progress = no_progress,
 ) -> Acceptance:
     """Both write by themselves, greedily; then the drafter reads the target's text."""
     if len(prompts) < 2:

@@ -18,6 +18,7 @@ from dsi.core.generation import ACCEPTED, CORRECTED
 from dsi.core.latency_table import LatencyTable, SpecConfig
 from dsi.core.policies import ALGORITHMS as NAMED
 from dsi.core.policies import AUTO, check_algorithm
+from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
 from dsi.core.stats import mean
 from dsi.experiments.compare import Row, check_equal
@@ -35,7 +36,6 @@ BLOCK = 5  # guesses at once where acceptance is counted
 WARM = 8  # tokens of a text that is not counted, so that every server has begun once
 OTHER = "Something else"  # a prompt that takes the place of another in the caches
 Classes = Mapping[str, Sequence[str]]  # prompts by what they are about
-Progress = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def measured(
     classes: Classes,
     repeats: int,
     options: Mapping[str, Any],
-    progress: Progress = lambda: None,
+    progress: Progress = no_progress,
 ) -> list[Table]:
     """Interleaved: each prompt goes through all contenders, of whom another is first each time."""
     done: dict[str, dict[Contender, list[Completion]]] = {name: {each: [] for each in running} for name in classes}
@@ -351,7 +351,7 @@ def until(texts: Iterable[Completion], place: int | None, unit_ms: int) -> float
 
 
 def counted(
-    engine: Engine, classes: Classes, options: Mapping[str, Any], progress: Progress = lambda: None
+    engine: Engine, classes: Classes, options: Mapping[str, Any], progress: Progress = no_progress
 ) -> dict[str, float]:
     """How often guesses are right, in the texts of each class."""
     found = {}
@@ -376,7 +376,7 @@ def simulated(
     share: float,
     seeds: Sequence[int],
     unit: str = "core",
-    progress: Progress = lambda: None,
+    progress: Progress = no_progress,
 ) -> list[Table]:
     """In virtual time: a setting for each class, with what one processor takes; the same luck for all."""
     tables = []

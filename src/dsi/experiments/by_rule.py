@@ -22,6 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from dsi.core.messages import Guess, Sampling
+from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
 from dsi.experiments.acceptance import CERTAIN, interval
 from dsi.experiments.alone import write
@@ -116,7 +117,7 @@ def trials(
     lookahead: int,
     ends: Collection[int] = (),
     seed: int = 0,
-    progress: Callable[[], object] = lambda: None,
+    progress: Progress = no_progress,
 ) -> dict[tuple[float, str], list[RuleTrial]]:
     """By temperature and rule, one for each prompt; at temperature 0 all rules are one, and asked once."""
     samplings = settings(rules, temperatures)

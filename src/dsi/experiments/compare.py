@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.policies import check_named
+from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
 from dsi.core.stats import mean
 from dsi.planning.simulation import TITLES
@@ -108,7 +109,7 @@ def compare(
     prompts: Sequence[str],
     repeats: int,
     options: dict[str, Any],
-    progress: Callable[[], object] = lambda: None,
+    progress: Progress = no_progress,
 ) -> list[Row]:
     """A row for each algorithm; of several lookaheads the fastest. Different texts are an error.
 

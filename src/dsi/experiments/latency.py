@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean, linear_regression, median, stdev
 from time import perf_counter
 from typing import Any
 
+from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
 from dsi.experiments.alone import Fresh, write
 from dsi.models.protocol import ForwardRequest, Model
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # new tokens of the forwards that the curve is made of
 ROUNDS = 12  # forwards of each width
-Progress = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def latencies(
     prompts: Sequence[Tokens],
     tokens: int,
     context: int = 0,
-    progress: Progress = lambda: None,
+    progress: Progress = no_progress,
 ) -> PairLatencies:
     """One model after the other, as if each were alone: in turns they would empty each other's caches."""
     if tokens < 2:
@@ -84,7 +84,7 @@ def latencies(
     return PairLatencies(slow, fast, curve(target(), prompts[0], context))
 
 
-def timing(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progress = lambda: None) -> Timing:
+def timing(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progress = no_progress) -> Timing:
     """Every text has its full length, whether or not the model would have ended it."""
     timed(model(), prompts[0], tokens)  # what only the first forwards of a process cost is not counted
     first, later = [], []

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from statistics import fmean, stdev
 
 from dsi.core.generation import Tally
 from dsi.core.policies import AUTO
+from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
 from dsi.experiments.records import blocks, hidden
 from dsi.fleets.spans import Span
 from dsi.planning.forecast import expected_ms
 from dsi.planning.simulation import TITLES, SimulatedRun, SimulationConfig, prompt
-
-Progress = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def simulate(
     repeats: int = 30,
     seed: int = 0,
     waited: bool = False,
-    progress: Progress = lambda: None,
+    progress: Progress = no_progress,
 ) -> Result:
     """The same seeds give every algorithm the same texts and the same lucky guesses."""
     if repeats < 1:
@@ -128,7 +127,7 @@ def best(
     repeats: int = 30,
     seed: int = 0,
     waited: bool = False,
-    progress: Progress = lambda: None,
+    progress: Progress = no_progress,
 ) -> Result:
     """The fastest of several lookaheads and patiences; an algorithm without them is run once."""
     tried = [

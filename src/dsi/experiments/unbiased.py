@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 
 from dsi.core.messages import DRAFTER, TARGET, Sampling
 from dsi.core.policies import distributed
+from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
 from dsi.fleets.loop import EngineLoop
@@ -46,7 +47,7 @@ def chi_square(
     rule: str,
     prompt: Tokens,
     samples: int,
-    progress: Callable[[], object] = lambda: None,
+    progress: Progress = no_progress,
 ) -> float:
     """Of texts of two tokens under DSI at SP 3, against the target's own probabilities.
 

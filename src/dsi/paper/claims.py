@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from math import ceil
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dsi.core.progress import Progress, no_progress
 from dsi.planning import theory
 from dsi.planning.equation_1 import plan, servers_needed
 from dsi.planning.simulation import SimulationConfig
@@ -22,8 +23,6 @@ SPS = (1, 2, 3, 5, 7, None)
 LENGTHS = (1, 2, 10, 50, 100)
 CLAIMS = 6
 PATHS = 300  # of the simulator, for what must hold on every path
-
-Progress = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ def check(claim: str, ratios: Iterable[Ratio], note: str = "") -> Check:
     return Check(claim, count, worst, where, broken, least, note)
 
 
-def checks(progress: Progress = lambda: None) -> list[Check]:
+def checks(progress: Progress = no_progress) -> list[Check]:
     found = []
     for claim, ratios, note in (
         (

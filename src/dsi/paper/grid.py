@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from dsi.core.progress import Progress, no_progress
 from dsi.planning import theory
 from dsi.planning.equation_1 import minimal_lookahead
 
@@ -16,7 +17,6 @@ TOKENS, SP, MOST, STATIC = 100, 7, 200, 5
 DRAFTERS = [Fraction(i, 100) for i in range(1, 101)]  # of the target's latency
 ACCEPTANCES = np.arange(101) / 100
 
-Progress = Callable[[], object]
 Table = Any  # an array: a row for each drafter latency, a column for each acceptance rate
 
 
@@ -57,7 +57,7 @@ class Grid:
         return len(ACCEPTANCES) * (len(DRAFTERS) * MOST + allowed)
 
 
-def grid(tokens: int = TOKENS, sp: int = SP, progress: Progress = lambda: None) -> Grid:
+def grid(tokens: int = TOKENS, sp: int = SP, progress: Progress = no_progress) -> Grid:
     forwards = {k: theory.si_forwards(tokens, ACCEPTANCES, k) for k in range(1, MOST + 1)}
     si, few, any_, enough, si_static, dsi_static = [], [], [], [], [], []
     for drafter in DRAFTERS:

@@ -6,11 +6,12 @@ import csv
 import io
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dsi.core.progress import Progress, no_progress
 from dsi.paper import claims, figures
 from dsi.paper.grid import DRAFTERS, Grid, grid
 from dsi.paper.table1 import Cell, table1
@@ -20,7 +21,6 @@ from dsi.plot import heatmap, timeline
 
 STEPS = len(DRAFTERS) + len(PAIRS) + claims.CLAIMS  # of progress
 
-Progress = Callable[[], object]
 Files = dict[str, bytes]
 
 
@@ -65,7 +65,7 @@ def summaries(panels: Mapping[str, heatmap.Panel]) -> dict[str, dict[str, float]
 
 
 def findings(
-    repeats: int = 100, waited: int = 0, profiles: Iterable[Path] = (), progress: Progress = lambda: None
+    repeats: int = 100, waited: int = 0, profiles: Iterable[Path] = (), progress: Progress = no_progress
 ) -> Findings:
     return Findings(
         ratios=table3(profiles),

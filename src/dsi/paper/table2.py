@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dsi.core.progress import Progress, no_progress
 from dsi.experiments.simulate import Result, simulate
 from dsi.paper import forward_counts
 from dsi.planning import theory
@@ -15,8 +15,6 @@ from dsi.planning.theory import Latencies
 
 TOKENS, SP, PROCESSORS = 50, 7, 8
 LOOKAHEADS = (1, 5, 10)
-
-Progress = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ class Line:
         return asdict(self) | {"published": self.published}
 
 
-def table2(repeats: int = 100, waited: int = 0, progress: Progress = lambda: None) -> list[Line]:
+def table2(repeats: int = 100, waited: int = 0, progress: Progress = no_progress) -> list[Line]:
     """`waited` runs on real threads for each of SI and DSI; 0: none."""
     if repeats < 2 or waited < 0:
         raise ValueError(f"repeats {repeats}, on threads {waited}: must be at least 2, and at least 0")

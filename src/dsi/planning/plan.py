@@ -7,12 +7,13 @@ them; under PEARL and DSI the drafter has its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from dsi.core.latency_table import SpecConfig
+from dsi.core.progress import Progress, no_progress
 from dsi.planning.equation_1 import minimal_lookahead, servers_needed, shared_out
 from dsi.planning.forecast import block, expected_ms, guide, ways
 from dsi.planning.simulation import TITLES, SimulationConfig
@@ -26,7 +27,6 @@ MOST = 1000  # processors
 DEGREES = (1, 2, 3, 4, 6, 8)  # numbers of targets that are tried, besides as many as can be
 SPARES = (1, 2)  # targets that look past second guesses
 Steps = tuple[tuple[int, float], ...]  # ms of forwards of up to so many new tokens
-Progress = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Offer:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second}
 
 
-def offers(evidence: Evidence, processors: int, advance: Progress = lambda: None) -> list[Offer]:
+def offers(evidence: Evidence, processors: int, advance: Progress = no_progress) -> list[Offer]:
     """All arrangements of up to so many processors, the fastest first; the best of each kind only."""
     if not 1 <= processors <= MOST:
         raise ValueError(f"{processors} processors: must be between 1 and {MOST}")
@@ -205,7 +205,7 @@ def rehearsed(offer: Offer, evidence: Evidence) -> Offer:
     return replace(offer, ms=fmean(times) / setting.tokens)
 
 
-def best(evidence: Evidence, processors: int, advance: Progress = lambda: None) -> list[Offer]:
+def best(evidence: Evidence, processors: int, advance: Progress = no_progress) -> list[Offer]:
     """The first few after a rehearsal; second guesses are tried with the best of DSI."""
     found = offers(evidence, processors, advance)
     finalists = found[:FINALISTS]
@@ -234,7 +234,7 @@ class Change:
     better: Offer
 
 
-def sensitivity(evidence: Evidence, first: Offer, processors: int, advance: Progress = lambda: None) -> list[Change]:
+def sensitivity(evidence: Evidence, first: Offer, processors: int, advance: Progress = no_progress) -> list[Change]:
     cases = {
         "acceptance 0.1 lower": evidence.changed(rate=-0.1),
         "acceptance 0.1 higher": evidence.changed(rate=0.1),
@@ -245,7 +245,7 @@ def sensitivity(evidence: Evidence, first: Offer, processors: int, advance: Prog
 
 
 def curve(
-    evidence: Evidence, processors: Iterable[int], advance: Progress = lambda: None
+    evidence: Evidence, processors: Iterable[int], advance: Progress = no_progress
 ) -> dict[str, dict[int, float]]:
     """Of each algorithm, by the number of processors: milliseconds for each token at its best."""
     lines: dict[str, dict[int, float]] = {name: {} for name in TITLES}
