@@ -65,7 +65,7 @@ class Bench:
         mind = ToyTarget(seed)
         guess = ToyDrafter(mind, acceptance, seed * 1013)
         servers = [
-            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind), PrefixTable(common=True))
+            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind), PrefixTable(shared_kv=True))
             for i, t in enumerate(self.targets[:sp], 1)
         ]
         return CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])

@@ -98,7 +98,7 @@ def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float,
     targets, drafter = crew(choice.sp)
     mind = ToyTarget(seed)
     servers = [
-        Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind), PrefixTable(common=True))
+        Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind), PrefixTable(shared_kv=True))
         for i, each in enumerate(targets, 1)
     ]
     guess = ToyDrafter(mind, acceptance, seed * 1013)

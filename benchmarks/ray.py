@@ -42,7 +42,7 @@ FAULTS = [  # what, how, every how many of them, how often
     ("draft", "die", 3, 25),
     ("answer", "die", 15, 25),
     ("cancel", "die", 3, 15),
-    ("warm", "die", 2, 10),
+    ("prefill", "die", 2, 10),
     ("verify", "hang", 14, 15),
     ("answer", "hang", 25, 10),
 ]
@@ -56,7 +56,7 @@ def say(*words: object) -> None:
 def latency(jobs: int) -> dict[str, Any]:
     """A job that takes no time, on a process and on an actor, in turn."""
     crew = [Server("target-1", "target", ToyTarget(3))]
-    actors, processes = RayFleet(crew, needs=LITTLE), ProcessFleet(crew)
+    actors, processes = RayFleet(crew, resources=LITTLE), ProcessFleet(crew)
     actors.wait_until_ready()
     times: dict[str, list[float]] = {"actor": [], "process": []}
     for id in range(jobs):
@@ -82,7 +82,7 @@ def speed(repeats: int) -> dict[str, Any]:
     virtual: dict[str, list[float]] = {"si": [], "dsi": []}
     blocks = {"si": 5, "dsi": 3}
     for seed in range(repeats):
-        fleet = RayFleet(PAPER.servers(seed, SECOND), needs=LITTLE)
+        fleet = RayFleet(PAPER.servers(seed, SECOND), resources=LITTLE)
         fleet.wait_until_ready()
         loop = EngineLoop(fleet)
         for name in ("si", "dsi", "si", "dsi"):  # the first of each warms up
@@ -106,7 +106,7 @@ def speed(repeats: int) -> dict[str, Any]:
 
 
 def ordinary(requests: int = 10) -> float:
-    fleet = RayFleet(QUICK.servers(3, SECOND), needs=LITTLE)
+    fleet = RayFleet(QUICK.servers(3, SECOND), resources=LITTLE)
     fleet.wait_until_ready()
     loop = EngineLoop(fleet)
     found = [float(loop.run(request())[0].elapsed) for _ in range(requests)]
@@ -139,7 +139,7 @@ def fault(kind: str, fate: str, every: int, often: int, plain: tuple[int, ...]) 
     with tempfile.NamedTemporaryFile() as book:
         fleet = RayFleet(
             QUICK.servers(3, SECOND),
-            needs=LITTLE,
+            resources=LITTLE,
             hang_seconds=1.0,
             fault=lambda _: FaultInjector(kind, fate, every, book.name),
         )

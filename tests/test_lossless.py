@@ -168,10 +168,10 @@ def test_any_latencies_and_any_number_of_servers(
         servers.append(Server(name, name, Wait(drafter, Latency(latency, jitter=jitter), ~i)))
     fleet = SimulatedFleet(
         servers,
-        pieces=pieces,
+        cancel_points=pieces,
         network=network,
         contention=0.1,
-        eager=eager,
+        thread_pool=eager,
         fails=lambda job: dice.random() < 0.05,  # noqa: ARG005
     )
     done = EngineLoop(fleet).run(*asked)

@@ -78,7 +78,7 @@ def test_a_killed_target_changes_nothing(engine: Engine, expected: dict[str, str
     for piece in writing:
         pieces.append(piece)
         if len(pieces) == 3:
-            process = engine.fleet._seats["target-1"].process  # type: ignore[attr-defined]
+            process = engine.fleet._workers["target-1"].process  # type: ignore[attr-defined]
             os.kill(process.pid, signal.SIGKILL)
     assert "".join(pieces) == expected[PROMPTS[0]]
 

@@ -75,7 +75,7 @@ class Noting:
 
 
 class KillableFleet(Fleet):
-    _dispatch: Scheduler
+    _scheduler: Scheduler
 
     def kill(self, name: str) -> None: ...
 
@@ -85,7 +85,7 @@ Make = Callable[..., KillableFleet]
 
 def lasting(crew: list[Server], **options: object) -> ProcessFleet:
     """Processes that stay dead when they die, as the other fleets' servers do."""
-    options.pop("pieces", None), options.pop("eager", None)  # real forwards stop where they can
+    options.pop("cancel_points", None), options.pop("thread_pool", None)  # real forwards stop where they can
     return ProcessFleet(crew, restart=False, **options)  # type: ignore[arg-type]
 
 
@@ -115,7 +115,7 @@ class Afar:
 
 
 def polling(crew: list[Server], **options: object) -> CudaFleet:
-    options.pop("pieces", None), options.pop("eager", None)
+    options.pop("cancel_points", None), options.pop("thread_pool", None)
     models = [Afar(server.model) if isinstance(server.model, Wait) else server.model for server in crew]
     afar = [Server(server.name, server.role, model) for server, model in zip(crew, models)]
     return CudaFleet(afar, **options)  # type: ignore[arg-type]
@@ -123,8 +123,8 @@ def polling(crew: list[Server], **options: object) -> CudaFleet:
 
 def on_ray(crew: list[Server], **options: object) -> RayFleet:
     """Actors that stay dead when they die, all of them there."""
-    options.pop("pieces", None), options.pop("eager", None)
-    fleet = RayFleet(crew, restart=False, needs={server.name: LITTLE for server in crew}, **options)  # type: ignore[arg-type]
+    options.pop("cancel_points", None), options.pop("thread_pool", None)
+    fleet = RayFleet(crew, restart=False, resources={server.name: LITTLE for server in crew}, **options)  # type: ignore[arg-type]
     fleet.wait_until_ready()
     return fleet
 
@@ -232,7 +232,7 @@ def test_cancelling_what_is_unknown_or_over_is_harmless(make: Make) -> None:
 def test_the_job_of_a_dying_server_fails_and_can_go_elsewhere(make: Make) -> None:
     fleet = make(servers(targets=2))
     fleet.start(Verify(1, TEXT, 1))
-    [at_it] = fleet._dispatch.working  # who came first
+    [at_it] = fleet._scheduler.working  # who came first
     fleet.kill(at_it)
     assert fleet.next_event() == Failed(1, f"server {at_it} died")
     fleet.start(Verify(2, TEXT, 1))
@@ -317,7 +317,7 @@ def test_the_log_has_one_forward_at_a_time_on_each_server(make: Make) -> None:
 
 @pytest.mark.parametrize("policy", [autoregressive(), speculative(3), pearl(3), distributed(2)])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=8)])
-@pytest.mark.parametrize("options", [{}, {"pieces": 2}, {"pieces": 1, "eager": True}])
+@pytest.mark.parametrize("options", [{}, {"cancel_points": 2}, {"cancel_points": 1, "thread_pool": True}])
 def test_the_text_is_the_targets_own(
     make: Make, policy: Policy, sampling: Sampling, options: dict[str, object]
 ) -> None:

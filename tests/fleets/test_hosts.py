@@ -33,19 +33,19 @@ QUIET = "--include-dashboard=false --disable-usage-stats"
 DRIVER = """
     import json, subprocess
     from dsi.core.policies import autoregressive, distributed
-    from dsi.fleets.loop import Loop
-    from dsi.fleets.ray_actors import ActorFleet, Needs
-    from dsi.planning.simulation import SECOND, Setting
+    from dsi.fleets.loop import EngineLoop
+    from dsi.fleets.ray_actors import RayFleet, ResourceRequest
+    from dsi.planning.simulation import SECOND, SimulationConfig
     from dsi.core.request import Request
 
-    SETTING = Setting(4.0, 1.0, 0.7, sp=2, tokens=300)
-    [plain] = Loop(SETTING.simulated(3)).run(Request((1, 2, 3), 300, autoregressive()))
-    near, far = Needs(0.1, node=HERE), Needs(0.1, node=THERE)
-    needs = {"target-1": near, "target-2": far, "drafter": near}
+    SETTING = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=300)
+    [plain] = EngineLoop(SETTING.simulated(3)).run(Request((1, 2, 3), 300, autoregressive()))
+    near, far = ResourceRequest(0.1, node=HERE), ResourceRequest(0.1, node=THERE)
+    resources = {"target-1": near, "target-2": far, "drafter": near}
     servers = SETTING.servers(3, SECOND)
-    fleet = ActorFleet(servers, address=f"{HERE}:{PORT}", needs=needs, hang_seconds=2.0, **OPTIONS)
+    fleet = RayFleet(servers, address=f"{HERE}:{PORT}", resources=resources, hang_seconds=2.0, **OPTIONS)
     fleet.wait_until_ready()
-    loop, cut, texts = Loop(fleet), not CUT, []
+    loop, cut, texts = EngineLoop(fleet), not CUT, []
     while not texts or (CUT and not fleet.deaths):  # what it was at may not have been waited for
         run = loop.submit(Request((1, 2, 3), 300, distributed(2)))
         while not run.done:

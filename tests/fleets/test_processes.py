@@ -37,7 +37,7 @@ def alone() -> tuple[int, ...]:
 
 
 def pids(of: ProcessFleet) -> list[int]:
-    return [seat.process.pid or 0 for seat in of._seats.values()]
+    return [seat.process.pid or 0 for seat in of._workers.values()]
 
 
 def gone(pid: int) -> bool:
@@ -88,7 +88,7 @@ def test_a_server_that_answers_between_its_deaths_always_comes_back() -> None:
         at.start(Verify(id, TokenSequence.of((1,)), 1))
         assert isinstance(at.next_event(), Verified)
         at.kill("target-1")
-    assert at.members() == [("target-1", "target", True)]
+    assert at.servers() == [("target-1", "target", True)]
     assert at.deaths == {"target-1": RESTARTS + 3}
     at.close()
 
@@ -118,9 +118,9 @@ SCRIPT = """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not got
     sys.path.insert(0, {here!r})
     from test_processes import REQUEST, fleet, pids
-    from dsi.fleets.loop import Loop
+    from dsi.fleets.loop import EngineLoop
     at = fleet()
-    Loop(at).submit(REQUEST)
+    EngineLoop(at).submit(REQUEST)
     print(*pids(at), flush=True)
     {ending}
 """

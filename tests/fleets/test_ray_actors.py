@@ -16,7 +16,7 @@ from dsi.core.policies import autoregressive, distributed
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop, FleetError
-from dsi.fleets.ray_actors import HELLO, FaultInjector, RayFleet, ResourceRequest, check_reachable, needs, ray
+from dsi.fleets.ray_actors import HELLO, FaultInjector, RayFleet, ResourceRequest, check_reachable, parse_resources, ray
 from dsi.fleets.worker import Server
 from dsi.models.toy import ToyTarget
 from dsi.planning.simulation import SimulationConfig
@@ -39,7 +39,7 @@ def make(cluster: None) -> Iterator[Make]:  # noqa: ARG001
 
     def build(servers: list[Server] | None = None, **options: object) -> RayFleet:
         crew = servers or SETTING.servers(3, unit=1000)
-        made.append(RayFleet(crew, **{"needs": LITTLE, **options}))  # type: ignore[arg-type]
+        made.append(RayFleet(crew, **{"resources": LITTLE, **options}))  # type: ignore[arg-type]
         made[-1].wait_until_ready()
         return made[-1]
 
@@ -58,7 +58,7 @@ CASES = [  # what, how, every how many of them, how often at least
     ("draft", "die", 3, 2),
     ("answer", "die", 15, 2),
     ("cancel", "die", 3, 2),
-    ("warm", "die", 2, 1),
+    ("prefill", "die", 2, 1),
     ("verify", "hang", 14, 2),
     ("answer", "hang", 25, 1),
 ]
@@ -81,7 +81,7 @@ def test_whatever_goes_wrong_the_text_is_the_same(
 
 def test_these_are_thirty_faults_of_every_kind() -> None:
     assert sum(least for *_, least in CASES) >= 30
-    assert {kind for kind, *_ in CASES} == {"answer", "cancel", "draft", "verify", "warm"}
+    assert {kind for kind, *_ in CASES} == {"answer", "cancel", "draft", "verify", "prefill"}
     assert {fate for _, fate, *_ in CASES} == {"die", "hang", "late", "lose", "twice"}
 
 
@@ -113,7 +113,7 @@ def test_without_any_target_there_is_a_clear_error_within_a_deadline(make: Make)
 def test_a_server_that_cannot_come_is_given_up(cluster: None) -> None:  # noqa: ARG001
     fleet = RayFleet(
         [Server("target-1", "target", ToyTarget(3))],
-        needs={"target": ResourceRequest(cpus=1000)},
+        resources={"target": ResourceRequest(cpus=1000)},
         start_seconds=2.0,
     )
     with pytest.raises(ValueError, match=r"target-1: not there after 2 s; the cluster has 4 CPUs and 0 GPUs"):
@@ -138,12 +138,12 @@ def test_who_does_not_know_the_secret_is_sent_away(make: Make) -> None:
 
 
 def test_what_a_server_needs_can_be_said() -> None:
-    assert needs("cpus=2,gpus=0.5") == ResourceRequest(cpus=2, gpus=0.5)
-    assert needs("node=10.0.0.2, label=zone:a") == ResourceRequest(node="10.0.0.2", labels={"zone": "a"})
-    assert needs("cpus=2,node=10.0.0.2").bundle == {"CPU": 2, "node:10.0.0.2": 0.001}
+    assert parse_resources("cpus=2,gpus=0.5") == ResourceRequest(cpus=2, gpus=0.5)
+    assert parse_resources("node=10.0.0.2, label=zone:a") == ResourceRequest(node="10.0.0.2", labels={"zone": "a"})
+    assert parse_resources("cpus=2,node=10.0.0.2").bundle == {"CPU": 2, "node:10.0.0.2": 0.001}
     for bad in ("", "cpus", "cpus=x", "room=3", "label=a", "cpus=-1"):
-        with pytest.raises(ValueError, match="needs"):
-            needs(bad)
+        with pytest.raises(ValueError, match="resources"):
+            parse_resources(bad)
 
 
 def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
@@ -157,18 +157,19 @@ def test_no_actor_outlives_its_driver(cluster: None, tmp_path: Path) -> None:  #
     address = ray().get_runtime_context().gcs_address
     code = f"""
         import os, signal, time
-        from dsi.fleets.ray_actors import ActorFleet, Needs
+        from dsi.fleets.ray_actors import RayFleet, ResourceRequest
         from dsi.fleets.worker import Server
         from dsi.models.toy import ToyTarget
         class Told(ToyTarget):
             def answer(self, ask):
                 open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
                 return super().answer(ask)
-        from dsi.core.sequence import Context
+        from dsi.core.sequence import TokenSequence
         from dsi.core.messages import Verify
-        fleet = ActorFleet([Server("t", "target", Told(3))], address={address!r}, needs={{"t": ResourceRequest(0.01)}})
+        resources = {{"t": ResourceRequest(0.01)}}
+        fleet = RayFleet([Server("t", "target", Told(3))], address={address!r}, resources=resources)
         fleet.wait_until_ready()
-        fleet.start(Verify(1, Context.of((1,)), 1))
+        fleet.start(Verify(1, TokenSequence.of((1,)), 1))
         fleet.next_event()
         os.kill(os.getpid(), signal.SIGKILL)
     """

@@ -53,9 +53,9 @@ def test_fractions_stay_fractions() -> None:
     assert all(isinstance(time, Fraction) for time in times.values())
 
 
-@pytest.mark.parametrize(("pieces", "free_at"), [(0, 3), (8, 4), (4, 4), (2, 4), (1, 8)])
-def test_a_cancelled_forward_frees_its_server_where_it_can_stop(pieces: int, free_at: int) -> None:
-    at = fleet(1, pieces=pieces)
+@pytest.mark.parametrize(("cancel_points", "free_at"), [(0, 3), (8, 4), (4, 4), (2, 4), (1, 8)])
+def test_a_cancelled_forward_frees_its_server_where_it_can_stop(cancel_points: int, free_at: int) -> None:
+    at = fleet(1, cancel_points=cancel_points)
     at.start(Draft(9, TEXT, 3))
     at.start(watch(1))
     for _ in range(3):
@@ -66,18 +66,18 @@ def test_a_cancelled_forward_frees_its_server_where_it_can_stop(pieces: int, fre
     assert at.busy["target-0"] == free_at + 8
 
 
-@pytest.mark.parametrize(("pieces", "free_at"), [(None, Fraction(3, 4)), (0, Fraction(1, 2)), (1, 1)])
-def test_a_drafter_may_stop_elsewhere_than_targets(pieces: int | None, free_at: Time) -> None:
-    at = fleet(1, Latency(Fraction(1, 2)), pieces=4, drafter_pieces=pieces)
+@pytest.mark.parametrize(("cancel_points", "free_at"), [(None, Fraction(3, 4)), (0, Fraction(1, 2)), (1, 1)])
+def test_a_drafter_may_stop_elsewhere_than_targets(cancel_points: int | None, free_at: Time) -> None:
+    at = fleet(1, Latency(Fraction(1, 2)), cancel_points=4, drafter_cancel_points=cancel_points)
     at.start(Draft(1, TEXT, 3))
     assert answered_at(at, watch(2)) == {2: Fraction(1, 2)}  # in the middle of a guess
     at.cancel(1)
     assert answered_at(at, Draft(3, TEXT, 1)) == {3: free_at + 1}
 
 
-@pytest.mark.parametrize(("eager", "second_at"), [(True, 24), (False, 16)])
-def test_an_eager_server_begins_what_its_own_answer_makes_stale(eager: bool, second_at: int) -> None:
-    at = fleet(1, pieces=1, eager=eager)
+@pytest.mark.parametrize(("thread_pool", "second_at"), [(True, 24), (False, 16)])
+def test_an_eager_server_begins_what_its_own_answer_makes_stale(thread_pool: bool, second_at: int) -> None:
+    at = fleet(1, cancel_points=1, thread_pool=thread_pool)
     at.start(watch(1))
     at.start(watch(2, TEXT.then(4)))
     assert at.next_event().id == 1

@@ -31,12 +31,12 @@ def test_closing_does_not_wait_for_long_forwards() -> None:
 
 
 def test_a_wish_in_pieces_notices_only_between_them() -> None:
-    gone = ThreadCancelFlag(pieces=2)
+    gone = ThreadCancelFlag(cancel_points=2)
     gone.set()
     began = time.perf_counter()
     assert gone.wait(0.1)
     assert 0.03 < time.perf_counter() - began < 0.09
-    assert ThreadCancelFlag(pieces=2).wait(0.001) is False
+    assert ThreadCancelFlag(cancel_points=2).wait(0.001) is False
 
 
 def test_the_timer_is_asked_for_a_little_less_than_is_meant() -> None:
@@ -56,5 +56,5 @@ def test_a_waited_run_takes_at_least_its_virtual_time() -> None:
 
 
 def test_pieces_below_zero_are_refused() -> None:
-    with pytest.raises(ValueError, match="pieces -1"):
-        ThreadFleet([], pieces=-1)
+    with pytest.raises(ValueError, match="cancel points -1"):
+        ThreadFleet([], cancel_points=-1)

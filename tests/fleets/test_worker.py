@@ -43,7 +43,7 @@ def test_a_server_reads_only_what_it_lacks() -> None:
 def test_servers_that_fill_one_cache_need_no_reminder() -> None:
     """Nor does one make them forget what they have read beyond the sure text."""
     at, model = server()
-    at.memory.common = True
+    at.prefixes.shared_kv = True
     text = TokenSequence.of((1, 2))
     done(Verify(1, text.then(3).then(4), 2), at)
     assert done(Prefill(0, text), at) == [Prefilled(0)]
@@ -93,13 +93,13 @@ def test_requests_with_the_same_prompt_do_not_disturb_each_other() -> None:
 
 
 def test_memory_is_bounded_and_forgets_the_oldest() -> None:
-    memory = PrefixTable(capacity=3)
+    prefixes = PrefixTable(capacity=3)
     texts = [TokenSequence.of((i,)) for i in range(4)]
     for text in texts:
-        memory.page(text)
-    assert len(memory.pages) == 3
-    assert texts[0] not in memory.pages
-    assert texts[-1] in memory.pages
+        prefixes.page(text)
+    assert len(prefixes.pages) == 3
+    assert texts[0] not in prefixes.pages
+    assert texts[-1] in prefixes.pages
 
 
 def test_an_empty_prompt_is_read_once_too() -> None:

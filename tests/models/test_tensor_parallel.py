@@ -290,7 +290,7 @@ def test_a_seed_gives_one_text_under_every_algorithm(engine: Engine) -> None:
 
 def helpers(engine: Engine, target: str) -> list[int]:
     """The processes that a target has started."""
-    process = engine.fleet._seats[target].process.pid  # type: ignore[attr-defined]
+    process = engine.fleet._workers[target].process.pid  # type: ignore[attr-defined]
     return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from dsi.fleets.simulated import Meter
+from dsi.fleets.simulated import WaitRecorder
 from dsi.models.protocol import Cancelled, ForwardRequest
 from dsi.models.toy import ToyTarget
 from dsi.models.wait import Latency, Wait
@@ -34,18 +34,18 @@ def test_without_a_ttft_the_first_forward_is_like_any_other() -> None:
 
 
 def test_fractions_stay_exact() -> None:
-    meter = Meter()
+    meter = WaitRecorder()
     Wait(ToyTarget(), Latency(Fraction(1, 7))).answer(ForwardRequest([1], 1, cancelled=meter))
     assert meter.read() == Fraction(1, 7)
 
 
 def test_waiting_changes_no_answer() -> None:
-    ask = ForwardRequest([1, 2, 3], 1, cancelled=Meter())
+    ask = ForwardRequest([1, 2, 3], 1, cancelled=WaitRecorder())
     assert Wait(ToyTarget(3), LATENCY).answer(ask) == ToyTarget(3).answer(ask)
 
 
 def test_jitter_spreads_evenly_to_either_side() -> None:
-    meter, model = Meter(), Wait(ToyTarget(), Latency(tpot=10.0, jitter=0.2), seed=1)
+    meter, model = WaitRecorder(), Wait(ToyTarget(), Latency(tpot=10.0, jitter=0.2), seed=1)
     times = []
     for _ in range(500):
         model.answer(ForwardRequest([1], 1, cancelled=meter))
@@ -56,7 +56,7 @@ def test_jitter_spreads_evenly_to_either_side() -> None:
 
 
 def test_an_unwanted_answer_is_not_given() -> None:
-    class Gone(Meter):
+    class Gone(WaitRecorder):
         def wait(self, timeout: object) -> bool:  # noqa: ARG002
             return True
 

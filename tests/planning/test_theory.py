@@ -76,7 +76,7 @@ def took(algorithm: str, case: Case, script: tuple[bool, ...]) -> Fraction:
     servers = [Server(f"target-{i}", TARGET, Wait(toy, aim)) for i in range(case.sp)]
     servers.append(Server(DRAFTER, DRAFTER, Wait(Scripted(toy, script), fast)))
     policy = named(algorithm, case.lookahead)
-    [done] = EngineLoop(SimulatedFleet(servers, eager=True)).run(Request(PROMPT, case.tokens, policy))
+    [done] = EngineLoop(SimulatedFleet(servers, thread_pool=True)).run(Request(PROMPT, case.tokens, policy))
     return Fraction(done.elapsed)
 
 

@@ -161,7 +161,7 @@ def test_servers_may_die_while_many_write(desk: EngineThread) -> None:
         assert isinstance(fleet, ProcessFleet)
         for _ in range(6):
             await asyncio.sleep(0.04)
-            os.kill(next(iter(fleet._seats.values())).process.pid or 0, signal.SIGKILL)
+            os.kill(next(iter(fleet._workers.values())).process.pid or 0, signal.SIGKILL)
         died = False
         for last, each in enumerate(tickets):
             updates = await heard(each)
@@ -188,7 +188,7 @@ def test_when_no_target_is_left_everybody_hears_of_it(desk: EngineThread) -> Non
         desk.submit(tickets)
         await until(lambda: desk.running == 2)
         desk.engine.loaded.fleet.__dict__["_restart"] = False
-        for seat in list(desk.engine.loaded.fleet.__dict__["_seats"].values()):
+        for seat in list(desk.engine.loaded.fleet.__dict__["_workers"].values()):
             os.kill(seat.process.pid, signal.SIGKILL)
         for each in tickets:
             assert "no target server is left" in ((await heard(each))[-1].error or "")

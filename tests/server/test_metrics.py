@@ -23,7 +23,7 @@ DECISIONS = (
 
 
 def counted(algorithm: str, crowded: bool) -> dict[str, dict[str, float]]:
-    fleet = SimpleNamespace(members=list, busy={}, deaths={})
+    fleet = SimpleNamespace(servers=list, busy={}, deaths={})
     desk: Any = SimpleNamespace(running=0, waiting=0, engine=SimpleNamespace(loaded=SimpleNamespace(fleet=fleet)))
     metrics = Metrics(desk)
     turns = [(0.1 * i, decision) for i, decision in enumerate(DECISIONS)]

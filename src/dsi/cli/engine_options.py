@@ -60,6 +60,6 @@ def needs_of(options: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{role} needs {text!r}: are for --fleet ray")
     if not asked:
         return {}
-    from dsi.fleets.ray_actors import needs
+    from dsi.fleets.ray_actors import parse_resources
 
-    return {"needs": {role: needs(text) for role, text in asked.items()}}
+    return {"needs": {role: parse_resources(text) for role, text in asked.items()}}

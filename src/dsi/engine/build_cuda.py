@@ -59,7 +59,8 @@ def load_placed(
     degree = choices["dsi"].sp
     common = one_cache and all(judge.shares(judges[0]) for judge in judges)
     servers = [
-        Server(f"{TARGET}-{i}", TARGET, judge, PrefixTable(common=common)) for i, judge in enumerate(judges[:degree], 1)
+        Server(f"{TARGET}-{i}", TARGET, judge, PrefixTable(shared_kv=common))
+        for i, judge in enumerate(judges[:degree], 1)
     ]
     fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
     pace = Pace(

@@ -29,7 +29,7 @@ from dsi.engine.build import (
     endings,
     quiet,
 )
-from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, needed
+from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, resources_of
 from dsi.fleets.worker import Server
 from dsi.models.device_map import spread
 from dsi.models.hf import load
@@ -116,7 +116,7 @@ def load_on_ray(
     names = drafter_names(len(drafters))
 
     def means(server: str, role: str) -> tuple[Any, ...]:
-        return dtype, threads or 1, texts or TEXTS, ceil(needed(asked, server, role).gpus)
+        return dtype, threads or 1, texts or TEXTS, ceil(resources_of(asked, server, role).gpus)
 
     guessers = [guesser(drafter, target, big, vocab, means(name, name)) for name, drafter in zip(names, drafters)]
     servers = [
@@ -127,7 +127,7 @@ def load_on_ray(
     crew = RayFleet(
         servers,
         address=address,
-        needs=asked,
+        resources=asked,
         hang_seconds=hang_seconds,
         start_seconds=start_seconds,
     )

@@ -17,7 +17,7 @@ from dsi.fleets.worker import Server, steps
 from dsi.models.protocol import Cancelled
 
 
-class PolledCancelFlag:
+class CudaCancelFlag:
     """Set when an answer is no longer wanted."""
 
     __slots__ = ("gone",)
@@ -40,7 +40,7 @@ class CudaWorker:
     __slots__ = ("began", "context", "job", "left", "server", "steps", "wish")
 
     def __init__(self, server: Server, job: Job, now: float) -> None:
-        self.server, self.job, self.wish = server, job, PolledCancelFlag()
+        self.server, self.job, self.wish = server, job, CudaCancelFlag()
         self.steps: Iterator[Event | None] = steps(job, server, self.wish)
         self.context: TokenSequence = job.context
         self.began = now
@@ -70,53 +70,53 @@ class CudaFleet(BaseFleet):
         self._began = time.perf_counter()
         self.log = log
         super().__init__(servers)
-        self._seats: dict[str, CudaWorker] = {}
+        self._workers: dict[str, CudaWorker] = {}
 
     def now(self) -> float:
         return time.perf_counter() - self._began
 
-    def _set_to(self, name: str, job: Job) -> None:
-        seat = self._seats[name] = CudaWorker(self._servers[name], job, self.now())
+    def _assign(self, name: str, job: Job) -> None:
+        seat = self._workers[name] = CudaWorker(self._servers[name], job, self.now())
         self._look(name, seat)  # which sets it to work
 
-    def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
-        seat = self._seats[name]
+    def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
+        seat = self._workers[name]
         seat.wish.gone = True
         self._look(name, seat)  # if it can stop at once, it is free for what is asked of it next
 
-    def _lose(self, name: str) -> None:
-        self._seats.pop(name, None)
+    def _on_worker_death(self, name: str) -> None:
+        self._workers.pop(name, None)
 
     def wake(self) -> None:
-        self._ready.append(WOKEN)
+        self._events.append(WOKEN)
 
     def next_event(self) -> Event:
-        self._begin()
-        while not self._ready:
-            if not self._dispatch.working:
+        self._start_jobs()
+        while not self._events:
+            if not self._scheduler.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
-            for name, seat in list(self._seats.items()):
+            for name, seat in list(self._workers.items()):
                 self._look(name, seat)
-            if not self._ready and self._dispatch.changed:
-                self._begin()
-        return self._ready.popleft()
+            if not self._events and self._scheduler.changed:
+                self._start_jobs()
+        return self._events.popleft()
 
     def _look(self, name: str, seat: CudaWorker) -> None:
         event, free = seat.look()
         wanted = not seat.wish.gone
         if event is not None and wanted:
-            self._ready.append(event)
+            self._events.append(event)
         if event is not None or not wanted:
             self._record(seat, event if wanted else None, free)
         if free:
-            del self._seats[name]
-            self._dispatch.release(name)
+            del self._workers[name]
+            self._scheduler.release(name)
 
     def _record(self, seat: CudaWorker, event: Event | None, free: bool) -> None:
         if event is None and not free:
             return  # it has not come to a halt
         now = self.now()
-        self.accounts[seat.server.name].end(seat.began, now, event)
+        self.usage[seat.server.name].end(seat.began, now, event)
         if self.log is not None:
             self._write(self.log, seat, event, now)
         seat.began = now

@@ -89,12 +89,12 @@ class ProcessFleet(RemoteFleet):
     def _seat(self, name: str) -> None:
         self._greet(Process(self._servers[name], self._cores.get(name, ()), self._prepare))
 
-    def _lose(self, name: str) -> None:
+    def _on_worker_death(self, name: str) -> None:
         again = self._comes_again(name)
         self._part(name)
         if again:
             self._seat(name)
-            self._dispatch.add(name, self._servers[name].role)
+            self._scheduler.add(name, self._servers[name].role)
 
     def _listen(self) -> list[tuple[SelectorKey, int]]:
         """Awake while some core has nothing to do: waking up takes longer than handling an answer."""
@@ -112,5 +112,5 @@ class ProcessFleet(RemoteFleet):
 
     def _free_among(self, cores: set[int]) -> set[int]:
         """Nobody's at this moment, and no target's: a target should find its own core empty."""
-        taken = (*self._dispatch.working, *self._targets)
+        taken = (*self._scheduler.working, *self._targets)
         return cores.difference(*(self._cores.get(name, cores) for name in taken))

@@ -60,7 +60,7 @@ class ResourceRequest:
         return {name: amount for name, amount in asked.items() if name and amount > 0}
 
 
-def needs(text: str) -> ResourceRequest:
+def parse_resources(text: str) -> ResourceRequest:
     """`cpus=2,gpus=1,node=10.0.0.2,label=zone:a`, or some of it."""
     found: dict[str, Any] = {}
     labels: dict[str, str] = {}
@@ -78,16 +78,16 @@ def needs(text: str) -> ResourceRequest:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"needs {part.strip()!r}: must be cpus=N, gpus=N, node=ADDRESS or label=KEY:VALUE"
+                f"resources {part.strip()!r}: must be cpus=N, gpus=N, node=ADDRESS or label=KEY:VALUE"
             ) from None
     if min(found.get("cpus", 1), found.get("gpus", 0)) < 0:
-        raise ValueError(f"needs {text!r}: must be at least 0")
+        raise ValueError(f"resources {text!r}: must be at least 0")
     return ResourceRequest(**found, labels=labels)
 
 
-def needed(needs: Mapping[str, ResourceRequest], name: str, role: str) -> ResourceRequest:
+def resources_of(resources: Mapping[str, ResourceRequest], name: str, role: str) -> ResourceRequest:
     """By a server: what is said of it by its name, or else of its role."""
-    return needs.get(name) or needs.get(role) or ResourceRequest()
+    return resources.get(name) or resources.get(role) or ResourceRequest()
 
 
 class Number:
@@ -235,7 +235,7 @@ class RayFleet(RemoteFleet):
         servers: Iterable[Server],
         *,
         address: str | None = None,
-        needs: Mapping[str, ResourceRequest] | None = None,
+        resources: Mapping[str, ResourceRequest] | None = None,
         restart: bool = True,
         hang_seconds: float = HANG_SECONDS,
         start_seconds: float = START_SECONDS,
@@ -246,30 +246,30 @@ class RayFleet(RemoteFleet):
     ) -> None:
         check_seconds(hang=hang_seconds, start=start_seconds)
         super().__init__(servers, restart, log)
-        self._needs, self._fault = dict(needs or {}), fault
+        self._resources, self._fault = dict(resources or {}), fault
         self._hang, self._patience = hang_seconds, start_seconds
         self._closed = False
         self._lives: dict[str, int] = {}
         self._coming: dict[str, PendingActor] = {}
         self._guests: list[PendingConnection] = []
         self._secret = secrets.token_bytes(32)
-        self._cluster = Cluster(address, [self._need(name) for name in self._servers])
+        self._cluster = Cluster(address, [self._resources_of(name) for name in self._servers])
         self._door = socket.create_server(listen or (self._cluster.here, 0))
         self._reach = reach or self._door.getsockname()[:2]
         self._selector.register(self._door, EVENT_READ, None)
         for name in self._servers:
-            self._dispatch.remove(name, returns=True)
+            self._scheduler.remove(name, returns=True)
             self._ask_for(name)
 
-    def _need(self, name: str) -> ResourceRequest:
-        return needed(self._needs, name, self._servers[name].role)
+    def _resources_of(self, name: str) -> ResourceRequest:
+        return resources_of(self._resources, name, self._servers[name].role)
 
     def add(self, server: Server) -> None:
         """One more, which is used as soon as it has come."""
         if server.name in self._servers:
             raise ValueError(f"server {server.name!r} is already there")
-        self._servers[server.name], self.accounts[server.name] = server, ServerUsage(server.role)
-        self._dispatch.expect(server.name, server.role)
+        self._servers[server.name], self.usage[server.name] = server, ServerUsage(server.role)
+        self._scheduler.expect(server.name, server.role)
         self._ask_for(server.name)
 
     def wait_until_ready(self, seconds: float | None = None) -> None:
@@ -279,7 +279,7 @@ class RayFleet(RemoteFleet):
         while self._coming and time.perf_counter() < end:
             for key, _ in self._listen():
                 self._hear_other(key)
-        if late := [name for name in wanted if name not in self._seats]:
+        if late := [name for name in wanted if name not in self._workers]:
             raise ValueError(f"{', '.join(late)}: not there after {patience:g} s; {self._cluster.room()}")
         self._began = time.perf_counter()  # its clock starts when they can
 
@@ -289,7 +289,7 @@ class RayFleet(RemoteFleet):
             list(self._servers).index(name),
             self._servers[name],
             self._fault(name) if self._fault else None,
-            self._need(name),
+            self._resources_of(name),
         )
         handle.run.remote(self._reach, self._secret, life)
         self._coming[name] = PendingActor(handle, life, time.perf_counter())
@@ -297,8 +297,8 @@ class RayFleet(RemoteFleet):
     def _listen(self) -> list[tuple[SelectorKey, int]]:
         heard = self._selector.select(LOOK_SECONDS)
         now = time.perf_counter()
-        for name in list(self._dispatch.working):
-            if now - self._seats[name].since > self._hang:
+        for name in list(self._scheduler.working):
+            if now - self._workers[name].since > self._hang:
                 self.kill(name)
         for name, coming in list(self._coming.items()):
             if now - coming.asked > self._patience:
@@ -308,7 +308,7 @@ class RayFleet(RemoteFleet):
         return heard
 
     def _hear(self, name: str) -> None:
-        self._seats[name].since = time.perf_counter()
+        self._workers[name].since = time.perf_counter()
         super()._hear(name)
 
     def _hear_other(self, key: SelectorKey) -> None:
@@ -344,8 +344,8 @@ class RayFleet(RemoteFleet):
         seat = Actor(self._servers[name], Connection(end), coming.handle)
         seat.ahead = time.perf_counter() - clock
         self._greet(seat)
-        self._dispatch.add(name, self._servers[name].role)
-        self._begin()
+        self._scheduler.add(name, self._servers[name].role)
+        self._start_jobs()
 
     def _leave_guests(self, guest: PendingConnection) -> None:
         self._guests.remove(guest)
@@ -355,11 +355,11 @@ class RayFleet(RemoteFleet):
         self._leave_guests(guest)
         guest.end.close()
 
-    def _returns(self, name: str) -> bool:
+    def _will_restart(self, name: str) -> bool:
         """A drafter that is on its way holds nobody up: the text goes on without it."""
-        return self._dispatch.roles.get(name) == TARGET and self._comes_again(name)
+        return self._scheduler.roles.get(name) == TARGET and self._comes_again(name)
 
-    def _lose(self, name: str) -> None:
+    def _on_worker_death(self, name: str) -> None:
         again = self._comes_again(name)
         self._part(name)
         if again:
@@ -367,9 +367,9 @@ class RayFleet(RemoteFleet):
 
     def _give_up(self, name: str) -> None:
         discard(self._coming.pop(name).handle)
-        if name in self._dispatch.away:
-            self._dispatch.give_up(name)
-        self._ready.extend(self._dispatch.stranded())
+        if name in self._scheduler.away:
+            self._scheduler.give_up(name)
+        self._events.extend(self._scheduler.stranded())
 
     def close(self) -> None:
         """Every server is gone: what is still open fails, and no actor is left."""
@@ -413,17 +413,17 @@ def hush() -> None:
 class Cluster:
     """Ray, as much of it as we need: a group of places, and actors in them."""
 
-    def __init__(self, address: str | None, needs: list[ResourceRequest]) -> None:
+    def __init__(self, address: str | None, resources: list[ResourceRequest]) -> None:
         self._ray, self._ours = ray(), False
         if not self._ray.is_initialized():
-            self._join(address, needs)
+            self._join(address, resources)
         self.here = str(self._ray.util.get_node_ip_address())
-        self._group = self._places(needs)
+        self._group = self._places(resources)
 
-    def _join(self, address: str | None, needs: list[ResourceRequest]) -> None:
+    def _join(self, address: str | None, resources: list[ResourceRequest]) -> None:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if address is None:
-            cpus = max(1, int(sum(each.cpus for each in needs) + 0.999))
+            cpus = max(1, int(sum(each.cpus for each in resources) + 0.999))
             options |= {
                 "address": "local",
                 "num_cpus": max(cpus, os.cpu_count() or 1),
@@ -440,11 +440,11 @@ class Cluster:
         self._ours = True
         hush()
 
-    def _places(self, needs: list[ResourceRequest]) -> Any:
+    def _places(self, resources: list[ResourceRequest]) -> Any:
         return self._ray.util.placement_group(
-            [need.bundle or {"CPU": 0.001} for need in needs],
+            [request.bundle or {"CPU": 0.001} for request in resources],
             strategy="SPREAD",
-            bundle_label_selector=[dict(need.labels) for need in needs],
+            bundle_label_selector=[dict(request.labels) for request in resources],
         )
 
     def start(self, place: int, server: Server, fault: Fault | None, need: ResourceRequest) -> Any:

@@ -102,14 +102,14 @@ class RemoteFleet(BaseFleet):
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
         self._selector.register(self._bell, EVENT_READ, None)
-        self._seats: dict[str, Any] = {}
+        self._workers: dict[str, Any] = {}
 
     @abstractmethod
     def _listen(self) -> list[tuple[SelectorKey, int]]:
         """What there is to hear; waits for it."""
 
     def _greet(self, seat: WorkerHandle) -> None:
-        self._seats[seat.server.name] = seat
+        self._workers[seat.server.name] = seat
         self._selector.register(seat.wire, EVENT_READ, seat.server.name)
 
     def _comes_again(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class RemoteFleet(BaseFleet):
         return self._restart and self._fruitless.get(name, 0) < RESTARTS
 
     def _part(self, name: str) -> None:
-        seat = self._seats.pop(name)
+        seat = self._workers.pop(name)
         self._selector.unregister(seat.wire)
         seat.dismiss()
         self._fruitless[name] = self._fruitless.get(name, 0) + 1
@@ -125,14 +125,14 @@ class RemoteFleet(BaseFleet):
     def now(self) -> float:
         return time.perf_counter() - self._began
 
-    def _set_to(self, name: str, job: Job) -> None:
+    def _assign(self, name: str, job: Job) -> None:
         try:
-            self._seats[name].begin(job)
+            self._workers[name].begin(job)
         except OSError:  # it died and has not been noticed yet
             self.kill(name)
 
-    def _stop(self, name: str, id: int) -> None:
-        self._seats[name].stop(id)
+    def _cancel_job(self, name: str, id: int) -> None:
+        self._workers[name].stop(id)
 
     def close(self) -> None:
         """Every server is gone: what is still open fails."""
@@ -147,25 +147,25 @@ class RemoteFleet(BaseFleet):
             self._ringer.send(b".")
 
     def next_event(self) -> Event:
-        self._begin()
-        while not self._ready:
-            if not self._dispatch.working and not self._dispatch.away:
+        self._start_jobs()
+        while not self._events:
+            if not self._scheduler.working and not self._scheduler.away:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             for key, _ in self._listen():
                 if key.fileobj is self._bell:
                     self._bell.recv(READ)
-                    self._ready.append(WOKEN)
-                elif key.data in self._seats and self._seats[key.data].wire is key.fileobj:
+                    self._events.append(WOKEN)
+                elif key.data in self._workers and self._workers[key.data].wire is key.fileobj:
                     self._hear(key.data)
                 else:
                     self._hear_other(key)
-        return self._ready.popleft()
+        return self._events.popleft()
 
     def _hear_other(self, key: SelectorKey) -> None:
         """Somebody who has no seat, or has it no longer."""
 
     def _hear(self, name: str) -> None:
-        seat = self._seats[name]
+        seat = self._workers[name]
         try:
             messages = seat.wire.take()
         except (EOFError, OSError):
@@ -179,9 +179,9 @@ class RemoteFleet(BaseFleet):
                 self._take(seat, *forward)
             if free:
                 seat.job = None
-                self._dispatch.release(name)
-        if not self._ready:
-            self._begin()
+                self._scheduler.release(name)
+        if not self._events:
+            self._start_jobs()
 
     def _take(self, seat: WorkerHandle, packed: tuple[Any, ...] | None, start: float, end: float) -> None:
         job = seat.job
@@ -191,12 +191,12 @@ class RemoteFleet(BaseFleet):
         since = seat.ahead - self._began
         self._record(seat, event, start + since, end + since)
         if event is not None:
-            self._ready.append(event)
+            self._events.append(event)
         if isinstance(event, Drafted) and seat.context is not None:
             seat.context = seat.context.then(event.token)
 
     def _record(self, seat: WorkerHandle, event: Event | None, start: float, end: float) -> None:
         server, job = seat.server, seat.job
-        self.accounts[server.name].end(start, end, event)
+        self.usage[server.name].end(start, end, event)
         if self.log is not None and job is not None and seat.context is not None:
             self.log.append(span(server.name, server.role, job, seat.context, start, end, event))

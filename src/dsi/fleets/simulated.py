@@ -20,7 +20,7 @@ from dsi.fleets.spans import Span, span
 from dsi.fleets.worker import Server, work
 
 
-class Meter:
+class WaitRecorder:
     """A flag that never waits: it only adds up for how long it was asked to."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class SimulatedForward:
     job: Job
     events: Iterator[Event]
     context: TokenSequence
-    meter: Meter = field(default_factory=Meter)
+    meter: WaitRecorder = field(default_factory=WaitRecorder)
     event: Event | None = None  # how it will end; None once cancelled
     start: Time = 0
     end: Time = 0
@@ -88,12 +88,12 @@ class SimulatedFleet(BaseFleet):
         self,
         servers: Iterable[Server],
         *,
-        pieces: int = 0,
-        drafter_pieces: int | None = None,
+        cancel_points: int = 0,
+        drafter_cancel_points: int | None = None,
         network: Time | Mapping[str, Time] = 0,
         network_jitter: float = 0,
         contention: float = 0,
-        eager: bool = False,
+        thread_pool: bool = False,
         fails: Callable[[Job], bool] | None = None,
         outages: Outages | None = None,
         log: list[Span] | None = None,
@@ -101,17 +101,19 @@ class SimulatedFleet(BaseFleet):
     ) -> None:
         super().__init__(servers)
         delays = network if isinstance(network, Mapping) else dict.fromkeys(self._servers, network)
-        if pieces < 0 or min(delays.values(), default=0) < 0 or contention < 0:
-            raise ValueError(f"pieces {pieces}, network {network}, contention {contention}: must be at least 0")
+        if cancel_points < 0 or min(delays.values(), default=0) < 0 or contention < 0:
+            raise ValueError(
+                f"cancel points {cancel_points}, network {network}, contention {contention}: must be at least 0"
+            )
         if strangers := {*delays, *(outages or {})} - self._servers.keys():
             raise ValueError(f"there is no server {min(strangers)!r}")
         if not 0 <= network_jitter < 1:
             raise ValueError(f"network jitter {network_jitter}: must be at least 0 and below 1")
         self.outages = 0  # that have begun
         self._delays, self._contention = delays, contention
-        self._pieces = pieces, pieces if drafter_pieces is None else drafter_pieces
+        self._cancel_points = cancel_points, cancel_points if drafter_cancel_points is None else drafter_cancel_points
         self._network_jitter, self._dice = network_jitter, Random(seed)
-        self._eager, self._fails, self._log = eager, fails, log
+        self._thread_pool, self._fails, self._log = thread_pool, fails, log
         self._forwards: dict[str, SimulatedForward] = {}
         self._agenda: list[tuple[Time, int, int, str, SimulatedForward | Change]] = []
         self._order = count()
@@ -124,7 +126,7 @@ class SimulatedFleet(BaseFleet):
     def now(self) -> Time:
         return self._now
 
-    def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
+    def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
         """The server hears of it after the network's delay, and is free where its forward can end."""
         forward = self._forwards.get(name)
         if forward is None or forward.event is None:
@@ -138,7 +140,7 @@ class SimulatedFleet(BaseFleet):
         self._outages.pop(name, None)  # it will not come back
         super().kill(name)
 
-    def _lose(self, name: str) -> None:
+    def _on_worker_death(self, name: str) -> None:
         if forward := self._forwards.pop(name, None):
             forward.event = None
             self._record(name, forward, max(self._now, forward.start))
@@ -148,12 +150,12 @@ class SimulatedFleet(BaseFleet):
         return name in self._forwards
 
     def wake(self) -> None:
-        self._ready.append(WOKEN)
+        self._events.append(WOKEN)
 
     def next_event(self) -> Event:
-        self._begin()
-        while not self._ready:
-            if not self._agenda or not self._dispatch.open:
+        self._start_jobs()
+        while not self._events:
+            if not self._agenda or not self._scheduler.open:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             when, _, _, name, what = heappop(self._agenda)
             if not isinstance(what, SimulatedForward):
@@ -163,16 +165,16 @@ class SimulatedFleet(BaseFleet):
             elif self._forwards.get(name) is what and when == what.due:
                 self._now = when
                 self._finish(name, what)
-        return self._ready.popleft()
+        return self._events.popleft()
 
-    def _set_to(self, name: str, job: Job) -> None:
+    def _assign(self, name: str, job: Job) -> None:
         if name in self._silent:
             return  # it will never be answered, and is asked for again when that is noticed
-        meter = Meter()
+        meter = WaitRecorder()
         forward = self._forwards[name] = SimulatedForward(
             job, work(job, self._servers[name], meter), job.context, meter
         )
-        start = self.accounts[name].since = self._now + self._delay(name)
+        start = self.usage[name].since = self._now + self._delay(name)
         self._compute(name, forward, start)
 
     def _compute(self, name: str, forward: SimulatedForward, start: Time) -> bool:
@@ -220,24 +222,24 @@ class SimulatedFleet(BaseFleet):
         event = forward.event
         self._record(name, forward, forward.end)
         if event is not None:
-            self._ready.append(event)
+            self._events.append(event)
         if isinstance(event, Drafted):
             forward.context = forward.context.then(event.token)
         if event is None or not self._compute(name, forward, forward.end):
             del self._forwards[name]
             self._crowd()
-            self._dispatch.release(name)
-            if self._eager or event is None:
-                self._begin()
+            self._scheduler.release(name)
+            if self._thread_pool or event is None:
+                self._start_jobs()
 
     def _can_stop(self, forward: SimulatedForward, heard: Time) -> Time:
         """When a forward ends that is told at `heard` to stop."""
         if heard >= forward.end:  # the answer is on its way; a stream goes on until it hears
             return heard if isinstance(forward.job, Draft) else forward.end
-        pieces = self._pieces[isinstance(forward.job, Draft)]
-        if not pieces:
+        cancel_points = self._cancel_points[isinstance(forward.job, Draft)]
+        if not cancel_points:
             return heard
-        piece = (forward.end - forward.start) / pieces
+        piece = (forward.end - forward.start) / cancel_points
         done = floor((heard - forward.start) / piece) + 1
         return min(forward.end, forward.start + done * piece)
 
@@ -256,23 +258,23 @@ class SimulatedFleet(BaseFleet):
         """The server dies, and nobody knows."""
         self.outages += 1
         self._silent.add(name)
-        self._lose(name)
-        if not self._servers[name].memory.common:
-            self._servers[name].memory.pages.clear()
+        self._on_worker_death(name)
+        if not self._servers[name].prefixes.shared_kv:
+            self._servers[name].prefixes.pages.clear()
 
     def _miss(self, name: str) -> None:
         """Now they know. Without drafters a text goes on; without targets it can only wait for one."""
         self._silent.discard(name)
-        self._dispatch.remove(name, returns=self._servers[name].role == TARGET)
-        self._ready.extend(self._dispatch.stranded())
+        self._scheduler.remove(name, returns=self._servers[name].role == TARGET)
+        self._events.extend(self._scheduler.stranded())
 
     def _return(self, name: str) -> None:
-        self._dispatch.add(name, self._servers[name].role)
+        self._scheduler.add(name, self._servers[name].role)
         self._foresee(name)
-        self._begin()
+        self._start_jobs()
 
     def _record(self, name: str, forward: SimulatedForward, end: Time) -> None:
-        self.accounts[name].end(forward.start, end, forward.event)
+        self.usage[name].end(forward.start, end, forward.event)
         if self._log is not None:
             role = self._servers[name].role
             entry = span(name, role, forward.job, forward.context, forward.start, end, forward.event)

@@ -50,16 +50,16 @@ def on_time(seconds: float) -> float:
 class ThreadCancelFlag(Signal):
     """Set when an answer is no longer wanted. A wait in pieces notices only between two of them."""
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, cancel_points: int) -> None:
         super().__init__()
-        self._pieces = pieces
+        self._cancel_points = cancel_points
 
     def wait(self, timeout: float | None = None) -> bool:
         seconds = timeout or 0.0
-        if not self._pieces:
+        if not self._cancel_points:
             return super().wait(on_time(seconds))
-        for _ in range(self._pieces):
-            time.sleep(on_time(seconds / self._pieces))
+        for _ in range(self._cancel_points):
+            time.sleep(on_time(seconds / self._cancel_points))
             if self.is_set():
                 return True
         return False
@@ -108,7 +108,7 @@ class ThreadWorker:
         self.fleet.outbox.put((self.server.name, last, True))
 
     def record(self, job: Job, context: TokenSequence, start: float, end: float, event: Event | None) -> None:
-        self.fleet.accounts[self.server.name].end(start, end, event)
+        self.fleet.usage[self.server.name].end(start, end, event)
         if self.fleet.log is not None:
             entry = span(self.server.name, self.server.role, job, context, start, end, event)
             self.fleet.log.append(entry)
@@ -125,35 +125,35 @@ class ThreadFleet(BaseFleet):
         self,
         servers: Iterable[Server],
         *,
-        pieces: int = 0,
-        eager: bool = False,
+        cancel_points: int = 0,
+        thread_pool: bool = False,
         log: list[Span] | None = None,
     ) -> None:
-        if pieces < 0:
-            raise ValueError(f"pieces {pieces}: must be at least 0")
+        if cancel_points < 0:
+            raise ValueError(f"cancel points {cancel_points}: must be at least 0")
         timer_lateness()  # before the clock starts
         self._began = time.perf_counter()
         self.outbox: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()
         self.log = log
-        self._pieces, self._eager = pieces, eager
+        self._cancel_points, self._thread_pool = cancel_points, thread_pool
         super().__init__(servers)
-        self._seats = {name: ThreadWorker(server, self) for name, server in self._servers.items()}
+        self._workers = {name: ThreadWorker(server, self) for name, server in self._servers.items()}
 
     def now(self) -> float:
         return time.perf_counter() - self._began
 
-    def _set_to(self, name: str, job: Job) -> None:
-        self._seats[name].begin(job, ThreadCancelFlag(self._pieces))
+    def _assign(self, name: str, job: Job) -> None:
+        self._workers[name].begin(job, ThreadCancelFlag(self._cancel_points))
 
-    def _stop(self, name: str, id: int) -> None:  # noqa: ARG002
-        self._seats[name].wish.set()
+    def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
+        self._workers[name].wish.set()
 
-    def _lose(self, name: str) -> None:
-        self._seats.pop(name).dismiss()
+    def _on_worker_death(self, name: str) -> None:
+        self._workers.pop(name).dismiss()
 
     def close(self) -> None:
         """Every server is gone: what is still open fails, and no thread is left."""
-        seats = list(self._seats.values())
+        seats = list(self._workers.values())
         super().close()
         for seat in seats:
             seat.thread.join(JOIN_SECONDS)
@@ -162,19 +162,19 @@ class ThreadFleet(BaseFleet):
         self.outbox.put(("", WOKEN, False))
 
     def next_event(self) -> Event:
-        self._begin()
-        while not self._ready:
-            if not self._dispatch.working:
+        self._start_jobs()
+        while not self._events:
+            if not self._scheduler.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             name, event, free = self.outbox.get()
             if event is WOKEN:
                 return WOKEN
-            if name not in self._seats:
+            if name not in self._workers:
                 continue  # the last word of a dead server
             if event is not None:
-                self._ready.append(event)
+                self._events.append(event)
             if free:
-                self._dispatch.release(name)
-            if self._eager or event is None:
-                self._begin()
-        return self._ready.popleft()
+                self._scheduler.release(name)
+            if self._thread_pool or event is None:
+                self._start_jobs()
+        return self._events.popleft()

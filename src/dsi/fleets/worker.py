@@ -64,7 +64,7 @@ class PrefixTable:
     """
 
     capacity: int = 128
-    common: bool = False
+    shared_kv: bool = False
     pages: OrderedDict[TokenSequence, CachedPrefix] = field(default_factory=OrderedDict)
 
     def page(self, context: TokenSequence) -> CachedPrefix:
@@ -84,7 +84,7 @@ class Server:
     name: str
     role: str
     model: Model
-    memory: PrefixTable = field(default_factory=PrefixTable)
+    prefixes: PrefixTable = field(default_factory=PrefixTable)
 
 
 def by_name(servers: Iterable[Server]) -> dict[str, Server]:
@@ -105,10 +105,10 @@ def work(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterator[Ev
 
 def steps(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterator[Event | None]:
     """The same, with None for each look at a model that is still computing."""
-    if isinstance(job, Prefill) and server.memory.common:
+    if isinstance(job, Prefill) and server.prefixes.shared_kv:
         yield Prefilled(job.id)  # whoever is next to verify reads for all
         return
-    page = server.memory.page(job.context)
+    page = server.prefixes.page(job.context)
     try:
         if isinstance(job, Draft):
             yield from _stream(job, server, page, cancelled)
@@ -128,7 +128,7 @@ def _once(job: Prefill | Verify, server: Server, page: CachedPrefix, cancelled: 
     sampling, guesses = (job.sampling, job.guesses) if isinstance(job, Verify) else (GREEDY, ())
     ask = ForwardRequest(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled, guesses)
     model = server.model
-    if server.memory.common:
+    if server.prefixes.shared_kv:
         page.kept = len(page.tokens)
     notes: tuple[TopLogprobs, ...] = ()
     if _is_polled(model):

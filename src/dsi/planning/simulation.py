@@ -164,8 +164,8 @@ class SimulationConfig:
         fleet = [Server(f"{TARGET}-{i}", TARGET, Wait(target, aim, seed * 1009 + i)) for i in range(1, self.sp + 1)]
         if self.one_cache:
             for server in fleet:
-                server.memory = fleet[0].memory
-            fleet[0].memory.common = True
+                server.prefixes = fleet[0].prefixes
+            fleet[0].prefixes.shared_kv = True
         for i, name in enumerate(self.drafter_names):
             later = self.later and (len(PROMPT) + self.later[0], self.later[1])
             wrong = frozenset(len(PROMPT) + place for place in self.wrong)
@@ -208,12 +208,12 @@ class SimulationConfig:
         names = [server.name for server in servers]
         return SimulatedFleet(
             servers,
-            pieces=self.pieces,
-            drafter_pieces=self.drafter_pieces,
+            cancel_points=self.pieces,
+            drafter_cancel_points=self.drafter_pieces,
             network=self.network_ms if self.nodes is None else self.delays(names),
             network_jitter=self.network_jitter,
             contention=self.contention,
-            eager=self.eager,
+            thread_pool=self.eager,
             outages={name: self.outages(name, seed) for name in names} if self.failures_per_hour else None,
             log=log,
             seed=seed,
@@ -243,7 +243,7 @@ class SimulationConfig:
             raise ValueError(f"{self.failures_per_hour:g} failures per hour: only virtual time has them")
         if self.network_ms or self.contention:
             raise ValueError(f"network {self.network_ms} ms, contention {self.contention}: only virtual time has them")
-        return ThreadFleet(self.servers(seed, SECOND), pieces=self.pieces, eager=self.eager, log=log)
+        return ThreadFleet(self.servers(seed, SECOND), cancel_points=self.pieces, thread_pool=self.eager, log=log)
 
 
 @dataclass(frozen=True)

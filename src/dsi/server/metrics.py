@@ -40,7 +40,7 @@ class Now(Collector):
             "dsi:server_busy_seconds", "Time each server has computed.", labels=("role", "server")
         )
         died = CounterMetricFamily("dsi:server_deaths", "Times each server has died.", labels=("role", "server"))
-        for name, role, _ in fleet.members():
+        for name, role, _ in fleet.servers():
             busy.add_metric((role, name), float(fleet.busy[name]))
             died.add_metric((role, name), fleet.deaths.get(name, 0))
         yield busy

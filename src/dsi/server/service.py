@@ -93,7 +93,7 @@ class Service:
         fleet = self.engine.loaded.fleet
         found = [
             {"name": name, "role": role, "alive": alive, "restarts": fleet.deaths.get(name, 0)}
-            for name, role, alive in fleet.members()
+            for name, role, alive in fleet.servers()
         ]
         return sorted(found, key=lambda each: each["role"] == "target")
 
