@@ -23,7 +23,7 @@ from dsi.models.protocol import NEVER, ForwardRequest
 from dsi.paper.claims import bound
 from dsi.planning.equation_1 import exact, servers_needed
 from dsi.planning.simulation import SimulationConfig
-from dsi.sampling.logits import ranked
+from dsi.sampling.logits import top_k_tokens
 
 TARGET_MS, DRAFTER_MS, TOKENS = 37.7, 2.5, 200
 ACCEPTANCES = (0.63, 0.8, 0.93)
@@ -109,8 +109,8 @@ def judged(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling) -> 
     rows = pair.drafter.fresh().backend.forward(text[:-1], len(prompt), NEVER)
     found = []
     for position, (row, truth) in enumerate(zip(rows, text[len(prompt) :]), len(prompt)):
-        first, second = ranked(row, sampling, position, 2, 0.0)
-        close = len(ranked(row, sampling, position, 2, DOUBT)) == 2
+        first, second = top_k_tokens(row, sampling, position, 2, 0.0)
+        close = len(top_k_tokens(row, sampling, position, 2, DOUBT)) == 2
         found.append((first == truth, second == truth, close))
     return found
 

@@ -30,9 +30,9 @@ from dsi.engine.engine import Engine
 from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, summary, trials
 from dsi.experiments.compare import PROMPTS
 from dsi.experiments.datasets import choose, read
-from dsi.sampling.acceptance_rules import block, reject, several
-from dsi.sampling.logits import probabilities, race
-from dsi.sampling.noise import exponential, key
+from dsi.sampling.acceptance_rules import block, reject, specinfer
+from dsi.sampling.logits import gumbel_argmax, probabilities
+from dsi.sampling.noise import exponential, noise_key
 
 VOCABULARY = 128_000
 LOOKAHEAD = 5
@@ -139,19 +139,19 @@ def costs(repeats: int) -> dict[str, float]:
     scores = rng.normal(0, 3, VOCABULARY).astype(np.float32)
     p, q = (probabilities(row, Sampling(WARM)) for row in (scores, rng.normal(0, 3, VOCABULARY)))
     ids = np.arange(VOCABULARY)
-    noise = exponential(key(0, 0), ids)
+    noise = exponential(noise_key(0, 0), ids)
     token = int((p / q).argmin())  # of all guesses the likeliest to fall
     guess, falls = (token, q), [1.0] * LOOKAHEAD
     return {
-        "match": best(lambda: race(p, noise), repeats),
+        "match": best(lambda: gumbel_argmax(p, noise), repeats),
         "reject": best(lambda: reject(p, *guess, 1.0, noise), repeats),
         "block": best(lambda: block([p] * LOOKAHEAD, [guess] * LOOKAHEAD, falls, lambda _: noise), repeats) / LOOKAHEAD,
-        "specinfer": best(lambda: several(p, [guess] * 2, [1.0, 1.0], noise), repeats),
+        "specinfer": best(lambda: specinfer(p, [guess] * 2, [1.0, 1.0], noise), repeats),
         "probabilities": best(lambda: probabilities(scores, Sampling(WARM)), repeats),
         "probabilities, top-k 50": best(lambda: probabilities(scores, Sampling(WARM, top_k=50)), repeats),
         "probabilities, top-p 0.9": best(lambda: probabilities(scores, Sampling(WARM, top_p=0.9)), repeats),
         "probabilities, both": best(lambda: probabilities(scores, Sampling(WARM, 50, 0.9)), repeats),
-        "noise": best(lambda: exponential(key(0, 0), ids), repeats),
+        "noise": best(lambda: exponential(noise_key(0, 0), ids), repeats),
     }
 
 

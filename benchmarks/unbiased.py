@@ -18,14 +18,14 @@ from dsi.core.messages import RULES
 from dsi.engine.build import load_apart
 from dsi.experiments.unbiased import Remembered, chi_square
 from dsi.sampling import acceptance_rules as rules
-from dsi.sampling import verify as judge
+from dsi.sampling import verify
 
 PROMPT = "Once upon a time"
 ALLOWED = 4.0
 
 
-def favourite_first(p: Any, guesses: Any, coins: Any, noise: Any) -> int:
-    return rules.several(p, sorted(guesses, key=lambda guess: -p[guess[0]]), coins, noise)
+def favourite_first(p: Any, guesses: Any, uniforms: Any, noise: Any) -> int:
+    return rules.specinfer(p, sorted(guesses, key=lambda guess: -p[guess[0]]), uniforms, noise)
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
     prompt = pair.text.encode(PROMPT)
     with show.progress("texts", options.samples * (len(RULES) + 1)) as advance:
         found = {rule: chi_square(target, drafter, rule, prompt, options.samples, advance) for rule in RULES}
-        judge.several = favourite_first  # type: ignore[attr-defined]
+        verify.specinfer = favourite_first  # type: ignore[attr-defined]
         biased = chi_square(target, drafter, "specinfer", prompt, options.samples, advance)
     if options.json:
         print(json.dumps({"label": "real forwards", "samples": options.samples, **found, "biased": biased}))

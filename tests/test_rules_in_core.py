@@ -25,7 +25,7 @@ from dsi.models import protocol
 from dsi.models.protocol import CancelFlag, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait
 from dsi.sampling import acceptance_rules as rules
-from dsi.sampling import verify as judge
+from dsi.sampling import verify
 from dsi.sampling.logits import probabilities
 from fate import Fate, law
 
@@ -52,16 +52,16 @@ class Rows:
 class Moody(SamplingModel):
     """How long it takes depends on what it reads: whoever chose by arrival would be found out."""
 
-    def _wait(self, ask: ForwardRequest) -> None:
-        ask.cancelled.wait(1 + 7 * (hash(tuple(ask.tokens)) % 5))
+    def _wait(self, request: ForwardRequest) -> None:
+        request.cancelled.wait(1 + 7 * (hash(tuple(request.tokens)) % 5))
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        self._wait(ask)
-        return super().answer(ask)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        self._wait(request)
+        return super().answer(request)
 
-    def draw(self, ask: ForwardRequest, start: int) -> Any:
-        self._wait(ask)
-        return super().draw(ask, start)
+    def draw(self, request: ForwardRequest, start: int) -> Any:
+        self._wait(request)
+        return super().draw(request, start)
 
 
 P, Q = Rows(1), Rows(2)
@@ -108,10 +108,10 @@ class Noise(Coin):
 
 def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> Tokens:
     keyed = Keyed(fate)
-    monkeypatch.setattr(judge, "key", lambda *numbers: numbers)
-    monkeypatch.setattr(judge, "coin", partial(Coin, keyed))
-    monkeypatch.setattr(judge, "noise", lambda _, key: Noise(keyed, key))
-    monkeypatch.setattr(judge, "choose", lambda row, s, at: keyed.token(at, probabilities(row, s)))
+    monkeypatch.setattr(verify, "noise_key", lambda *numbers: numbers)
+    monkeypatch.setattr(verify, "uniform", partial(Coin, keyed))
+    monkeypatch.setattr(verify, "exponential_noise", lambda _, key: Noise(keyed, key))
+    monkeypatch.setattr(verify, "sample", lambda row, s, at: keyed.token(at, probabilities(row, s)))
     servers = [Server(f"{TARGET}-{i}", TARGET, Moody(P)) for i in range(3)]
     fleet = SimulatedFleet([*servers, Server(DRAFTER, DRAFTER, Moody(Q))])
     [done] = EngineLoop(fleet).run(Request((), LENGTH, policy, Sampling(1.0, rule=rule)))
@@ -149,17 +149,17 @@ def test_texts_are_exactly_as_likely_as_the_target_says(
 
 
 def best_first(p: Any, guesses: Any, coins: Any, noise: Any) -> int:
-    return rules.several(p, sorted(guesses, key=lambda guess: -p[guess[0]]), coins, noise)
+    return rules.specinfer(p, sorted(guesses, key=lambda guess: -p[guess[0]]), coins, noise)
 
 
 def with_old_coins(row: Any, sampling: Sampling, position: int, _: int = 0) -> Any:
-    return guessed(row, sampling, position)
+    return draw_guesses(row, sampling, position)
 
 
-guessed = judge.guessed
+draw_guesses = verify.draw_guesses
 FAULTS = {
-    "guesses beyond a cut block are drawn again alike": ("block, DSI", protocol, "guessed", with_old_coins),
-    "the target's favourite comes first": ("specinfer, DSI", judge, "several", best_first),
+    "guesses beyond a cut block are drawn again alike": ("block, DSI", protocol, "draw_guesses", with_old_coins),
+    "the target's favourite comes first": ("specinfer, DSI", verify, "specinfer", best_first),
     "a correction may be anything": ("reject, DSI", rules, "residual", lambda p, *_: p),
 }
 
@@ -251,6 +251,6 @@ def test_texts_of_the_built_in_pair_are_as_likely_as_the_target_says(rule: str, 
 def test_the_same_test_catches_a_rule_that_takes_what_the_target_likes_best(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(judge, "several", best_first)
+    monkeypatch.setattr(verify, "specinfer", best_first)
     target, drafter = pair
     assert chi_square(target, drafter, "specinfer", PROMPT, SAMPLES) > 6

@@ -30,8 +30,8 @@ PROMPTS: list[Tokens] = [(1, 2, prompt) for prompt in range(40)]
 class Counting:
     """Says how long the text is."""
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        return tuple(range(ask.start, len(ask.tokens) + 1))
+    def answer(self, request: ForwardRequest) -> Tokens:
+        return tuple(range(request.start, len(request.tokens) + 1))
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Lucky:
     rates: tuple[float, ...]
     stretch: int = 16
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        return tuple(i if self.hits(ask.tokens[2], i) else -1 for i in range(ask.start, len(ask.tokens) + 1))
+    def answer(self, request: ForwardRequest) -> Tokens:
+        return tuple(
+            i if self.hits(request.tokens[2], i) else -1 for i in range(request.start, len(request.tokens) + 1)
+        )
 
     def hits(self, prompt: int, i: int) -> bool:
         return Random(f"{prompt} {i}").random() < self.rates[i // self.stretch % len(self.rates)]

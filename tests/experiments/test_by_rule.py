@@ -15,7 +15,7 @@ from dsi.core.messages import RULES, Sampling
 from dsi.core.sequence import Tokens
 from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, followed, promise, stood, summary, trials
 from dsi.models.protocol import CancelFlag
-from dsi.sampling.acceptance_rules import accepts, coupled, standing
+from dsi.sampling.acceptance_rules import match_acceptance_rate, prefix_acceptance, rejection_acceptance_rate
 
 PROMPTS: list[Tokens] = [(0, 1, prompt % 3) for prompt in range(30)]
 P, Q = (
@@ -83,7 +83,7 @@ def test_each_rule_accepts_as_often_as_theory_says(chain: dict[str, Accepted]) -
 
 
 def test_blocks_are_as_long_as_enumeration_says(chain: dict[str, Accepted]) -> None:
-    for rule, each in (("reject", rejecting), ("block", lambda *known: standing(*known)[1:])):
+    for rule, each in (("reject", rejecting), ("block", lambda *known: prefix_acceptance(*known)[1:])):
         exact = sum(share * expected_in_block(each, last) for last, share in enumerate(shares()))
         found = chain[rule]
         assert found.blocks.count == 30 * 20
@@ -101,8 +101,12 @@ def test_the_rules_stand_in_their_order(chain: dict[str, Accepted]) -> None:
 
 def test_the_promises_are_those_of_the_rules() -> None:
     p, q = np.array(P[0]), np.array(Q[0])
-    assert promise(p, q, Sampling(1.0, rule="match")) == coupled(p, q)
-    assert promise(p, q, Sampling(1.0, rule="reject")) == pytest.approx(accepts(p, q)) == pytest.approx(0.7)
+    assert promise(p, q, Sampling(1.0, rule="match")) == match_acceptance_rate(p, q)
+    assert (
+        promise(p, q, Sampling(1.0, rule="reject"))
+        == pytest.approx(rejection_acceptance_rate(p, q))
+        == pytest.approx(0.7)
+    )
     # A second guess meets (2/3, 1/3, 0), of which q gives 0.4 and 0.2: 0.7 + 0.3 * 0.6.
     assert promise(p, q, Sampling(1.0, rule="specinfer")) == pytest.approx(0.88)
     assert promise(p, q, Sampling(1.0, rule="specinfer", candidates=1)) == pytest.approx(0.7)

@@ -25,11 +25,11 @@ class Slow:
     clock: list[float]
     read: list[int] = field(default_factory=list)
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        kept = min(common(self.read, ask.tokens), ask.start - 1)
-        self.clock[0] += self.base + self.each * (len(ask.tokens) - kept)
-        self.read = list(ask.tokens)
-        return ToyTarget(1).answer(ask)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        kept = min(common(self.read, request.tokens), request.start - 1)
+        self.clock[0] += self.base + self.each * (len(request.tokens) - kept)
+        self.read = list(request.tokens)
+        return ToyTarget(1).answer(request)
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def test_a_curve_that_falls_costs_nothing_per_token() -> None:
 
 def test_real_time_is_measured() -> None:
     class Sleepy(ToyTarget):
-        def answer(self, ask: ForwardRequest) -> Tokens:
+        def answer(self, request: ForwardRequest) -> Tokens:
             time.sleep(0.002)
-            return super().answer(ask)
+            return super().answer(request)
 
     found = timing(Sleepy, [(1, 2)], tokens=5)
     assert 2 <= found.tpot_ms.mean < 30

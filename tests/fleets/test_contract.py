@@ -60,18 +60,18 @@ def servers(targets: int = 2, acceptance: float = 0.7, slow: float = 0.004, quic
 class Broken:
     """A model that fails at every forward."""
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        raise MemoryError(f"no room for {len(ask.tokens)} tokens")
+    def answer(self, request: ForwardRequest) -> Tokens:
+        raise MemoryError(f"no room for {len(request.tokens)} tokens")
 
 
 class Noting:
     """A model that says five, and is half sure."""
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        return (5,) * ask.places
+    def answer(self, request: ForwardRequest) -> Tokens:
+        return (5,) * request.num_positions
 
-    def score(self, ask: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-        return self.answer(ask), (((5, -0.5),),) * ask.places
+    def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
+        return self.answer(request), (((5, -0.5),),) * request.num_positions
 
 
 class KillableFleet(Fleet):
@@ -95,21 +95,23 @@ class Afar:
 
     near: Wait
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        return self.near.answer(ask)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        return self.near.answer(request)
 
-    def answering(self, ask: ForwardRequest) -> Generator[None, None, Tokens]:
-        end = time.perf_counter() + self.near.latency.forward(ask)
+    def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
+        end = time.perf_counter() + self.near.latency.forward(request)
         while time.perf_counter() < end:
-            if ask.cancelled.is_set():
+            if request.cancelled.is_set():
                 raise Cancelled
             yield None
-        return self.near.model.answer(ask) if ask.places else ()
+        return self.near.model.answer(request) if request.num_positions else ()
 
-    def guessing(self, ask: ForwardRequest, count: int) -> Iterator[int | None]:
-        text = list(ask.tokens)
+    def poll_draft(self, request: ForwardRequest, count: int) -> Iterator[int | None]:
+        text = list(request.tokens)
         for _ in range(count):
-            found = yield from self.answering(ForwardRequest(text, len(text), ask.kept, ask.sampling, ask.cancelled))
+            found = yield from self.poll_answer(
+                ForwardRequest(text, len(text), request.num_cached, request.sampling, request.cancelled)
+            )
             yield from found
             text += found
 

@@ -14,14 +14,14 @@ from dsi.models.protocol import ForwardRequest
 class Interrupted:
     """A model during whose forward somebody presses Ctrl-C."""
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        raise NotImplementedError(str(ask))
+    def answer(self, request: ForwardRequest) -> Tokens:
+        raise NotImplementedError(str(request))
 
-    def answering(self, ask: ForwardRequest) -> Generator[None, None, Tokens]:  # noqa: ARG002
+    def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:  # noqa: ARG002
         yield None
         raise KeyboardInterrupt
 
-    def guessing(self, ask: ForwardRequest, count: int) -> Iterator[int | None]:  # noqa: ARG002
+    def poll_draft(self, request: ForwardRequest, count: int) -> Iterator[int | None]:  # noqa: ARG002
         return iter([None] * count)
 
 

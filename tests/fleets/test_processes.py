@@ -67,7 +67,7 @@ def test_a_process_that_dies_is_noticed_and_started_again() -> None:
 
 def test_a_server_that_keeps_dying_is_given_up() -> None:
     class Deadly:
-        def answer(self, ask: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
+        def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             os._exit(1)
 
     at = ProcessFleet([Server("target-1", "target", Deadly())])
@@ -149,7 +149,7 @@ def test_no_process_outlives_its_parent(ending: str) -> None:
 
 def test_a_server_stays_on_its_cores() -> None:
     class Where:
-        def answer(self, ask: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
+        def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             return (min(os.sched_getaffinity(0)) * 100 + len(os.sched_getaffinity(0)),)
 
     core = max(os.sched_getaffinity(0))

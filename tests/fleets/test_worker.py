@@ -15,11 +15,11 @@ class Notebook:
         self.asked: list[tuple[Tokens, int, int | None]] = []  # tokens, places, kept
         self.cancels = False
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
+    def answer(self, request: ForwardRequest) -> Tokens:
         if self.cancels:
             raise Cancelled
-        self.asked.append((tuple(ask.tokens), ask.places, ask.kept))
-        return tuple(len(ask.tokens) + i for i in range(ask.places))
+        self.asked.append((tuple(request.tokens), request.num_positions, request.num_cached))
+        return tuple(len(request.tokens) + i for i in range(request.num_positions))
 
 
 def server() -> tuple[Server, Notebook]:
@@ -112,7 +112,7 @@ def test_an_empty_prompt_is_read_once_too() -> None:
 
 def test_an_answer_of_the_wrong_length_fails_the_job() -> None:
     class Short:
-        def answer(self, ask: ForwardRequest) -> Tokens:  # noqa: ARG002
+        def answer(self, request: ForwardRequest) -> Tokens:  # noqa: ARG002
             return (1,)
 
     [event] = done(Verify(1, TokenSequence.of((1, 2)), 2), Server("s", "target", Short()))
@@ -127,8 +127,8 @@ def test_two_servers_of_one_name_are_refused() -> None:
 class Doubtful(Notebook):
     """It can name runners-up, from the same forward."""
 
-    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:
-        [token] = self.answer(ask)
+    def top_k(self, request: ForwardRequest, count: int, doubt: float) -> Tokens:
+        [token] = self.answer(request)
         return (token, *(token + 100 * i for i in range(1, count) if doubt < 0.5))
 
 

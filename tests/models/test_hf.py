@@ -153,7 +153,7 @@ def test_a_text_that_is_not_used_any_longer_makes_room(llama: Any) -> None:
 def test_a_speaker_notes_what_it_thinks_of_each_place(llama: Any) -> None:
     text = list(PROMPT)
     guesses = (((4, None),), ())
-    found, notes = SamplingModel(Transformer(llama)).score(
+    found, notes = SamplingModel(Transformer(llama)).answer_with_logprobs(
         ForwardRequest(text, len(text) - 1, sampling=Sampling(logprobs=2), guesses=guesses)
     )
     logs = llama(torch.tensor([text])).logits[0, -2:].detach().log_softmax(-1)

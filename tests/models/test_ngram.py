@@ -14,8 +14,8 @@ from dsi.models.wait import Latency, Wait
 class Parrot:
     """A target that says the same seven words over and over."""
 
-    def answer(self, ask: ForwardRequest) -> tuple[int, ...]:
-        return tuple(10 + i % 7 for i in range(ask.start, len(ask.tokens) + 1))
+    def answer(self, request: ForwardRequest) -> tuple[int, ...]:
+        return tuple(10 + i % 7 for i in range(request.start, len(request.tokens) + 1))
 
 
 @pytest.mark.parametrize(

@@ -16,4 +16,4 @@ def test_a_speaker_chooses_from_the_rows_of_its_backend() -> None:
 
 
 def test_places_are_counted_from_start_to_the_end() -> None:
-    assert [ForwardRequest([1, 2, 3], start).places for start in (0, 3, 4)] == [4, 1, 0]
+    assert [ForwardRequest([1, 2, 3], start).num_positions for start in (0, 3, 4)] == [4, 1, 0]

@@ -81,9 +81,9 @@ def test_where_the_first_guess_is_wrong_the_second_is_right_at_its_rate(sampling
     tokens = text(target, 3000, sampling)
     alone, seconds, hits, wrong = 0, 0, 0, 0
     for i in range(1, len(tokens)):
-        ask = ForwardRequest(tokens[:i], i, sampling=sampling)
-        first, *others = drafter.rank(ask, 2, 0.1)
-        assert (first,) == drafter.answer(ask)
+        request = ForwardRequest(tokens[:i], i, sampling=sampling)
+        first, *others = drafter.top_k(request, 2, 0.1)
+        assert (first,) == drafter.answer(request)
         assert first not in others
         wrong += first != tokens[i]
         hits += tokens[i] in others

@@ -40,8 +40,8 @@ def test_fractions_stay_exact() -> None:
 
 
 def test_waiting_changes_no_answer() -> None:
-    ask = ForwardRequest([1, 2, 3], 1, cancelled=WaitRecorder())
-    assert Wait(ToyTarget(3), LATENCY).answer(ask) == ToyTarget(3).answer(ask)
+    request = ForwardRequest([1, 2, 3], 1, cancelled=WaitRecorder())
+    assert Wait(ToyTarget(3), LATENCY).answer(request) == ToyTarget(3).answer(request)
 
 
 def test_jitter_spreads_evenly_to_either_side() -> None:

@@ -40,9 +40,9 @@ class Scripted:
     target: Model
     script: tuple[bool, ...]
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        (truth,) = self.target.answer(ask)
-        place = len(ask.tokens) - len(PROMPT)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        (truth,) = self.target.answer(request)
+        place = len(request.tokens) - len(PROMPT)
         return (truth if self.script[place] else truth + 1,)
 
 

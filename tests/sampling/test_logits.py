@@ -7,57 +7,57 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsi.core.messages import Sampling
-from dsi.sampling.logits import choose, noted, probabilities, ranked
-from dsi.sampling.noise import double, exponential, key, namespace
+from dsi.sampling.logits import probabilities, sample, top_k_tokens, top_logprobs
+from dsi.sampling.noise import array_namespace, exponential, float64, noise_key
 
-LOGS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
+LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
 
 
-def shares(**settings: float) -> list[float]:
+def rounded_probabilities(**settings: float) -> list[float]:
     sampling = Sampling(**{"temperature": 1.0, **settings})  # type: ignore[arg-type]
-    return [round(float(p), 4) for p in probabilities(LOGS, sampling)]
+    return [round(float(p), 4) for p in probabilities(LOGITS, sampling)]
 
 
 def test_temperature_sharpens_and_flattens() -> None:
-    assert shares() == [0.5, 0.3, 0.15, 0.05]
-    assert shares(temperature=0.5) == [0.6849, 0.2466, 0.0616, 0.0068]
-    assert shares(temperature=1e6) == [0.25, 0.25, 0.25, 0.25]
-    assert shares(temperature=1e-30) == shares(temperature=1e-60) == [1, 0, 0, 0]
+    assert rounded_probabilities() == [0.5, 0.3, 0.15, 0.05]
+    assert rounded_probabilities(temperature=0.5) == [0.6849, 0.2466, 0.0616, 0.0068]
+    assert rounded_probabilities(temperature=1e6) == [0.25, 0.25, 0.25, 0.25]
+    assert rounded_probabilities(temperature=1e-30) == rounded_probabilities(temperature=1e-60) == [1, 0, 0, 0]
 
 
 def test_top_k_keeps_the_k_likeliest() -> None:
-    assert shares(top_k=2) == [0.625, 0.375, 0, 0]
-    assert shares(top_k=4) == shares(top_k=9) == shares()
+    assert rounded_probabilities(top_k=2) == [0.625, 0.375, 0, 0]
+    assert rounded_probabilities(top_k=4) == rounded_probabilities(top_k=9) == rounded_probabilities()
 
 
-def test_top_p_keeps_the_fewest_that_reach_p() -> None:
-    assert shares(top_p=0.5) == [1, 0, 0, 0]
-    assert shares(top_p=0.51) == shares(top_p=0.8) == [0.625, 0.375, 0, 0]
-    assert shares(top_p=1e-9) == [1, 0, 0, 0]
+def test_top_p_keeps_the_smallest_set_reaching_p() -> None:
+    assert rounded_probabilities(top_p=0.5) == [1, 0, 0, 0]
+    assert rounded_probabilities(top_p=0.51) == rounded_probabilities(top_p=0.8) == [0.625, 0.375, 0, 0]
+    assert rounded_probabilities(top_p=1e-9) == [1, 0, 0, 0]
 
 
-def test_min_p_drops_what_is_far_below_the_likeliest() -> None:
-    assert shares(min_p=0.29) == [0.5263, 0.3158, 0.1579, 0]
-    assert shares(min_p=1) == [1, 0, 0, 0]
+def test_min_p_drops_tokens_far_below_the_likeliest() -> None:
+    assert rounded_probabilities(min_p=0.29) == [0.5263, 0.3158, 0.1579, 0]
+    assert rounded_probabilities(min_p=1) == [1, 0, 0, 0]
 
 
-def test_filters_apply_in_order() -> None:
-    """top-p counts shares of what top-k left: 0.625 alone does not reach 0.63, and did not reach 0.5."""
-    assert shares(top_k=2, top_p=0.63) == [0.625, 0.375, 0, 0]
-    assert shares(top_k=2, top_p=0.62) == [1, 0, 0, 0]
+def test_probabilities_apply_filters_in_order() -> None:
+    """top-p counts probabilities after top-k: 0.625 alone does not reach 0.63, and did not reach 0.5."""
+    assert rounded_probabilities(top_k=2, top_p=0.63) == [0.625, 0.375, 0, 0]
+    assert rounded_probabilities(top_k=2, top_p=0.62) == [1, 0, 0, 0]
 
 
-def test_ties_stay_together() -> None:
+def test_probabilities_keep_ties() -> None:
     flat = np.zeros(4, dtype=np.float32)
     for sampling in (Sampling(1.0, top_k=2), Sampling(1.0, top_p=0.3), Sampling(1.0, min_p=1.0)):
         assert probabilities(flat, sampling).tolist() == [0.25] * 4
 
 
 @pytest.mark.parametrize("k", [1, 2, 50, 299])
-def test_top_k_is_the_same_to_the_bit_as_by_a_sort(k: int) -> None:
-    scores = np.random.default_rng(k).normal(0, 3, 300).round(1).astype(np.float32)  # with ties
-    for row in (scores, torch.from_numpy(scores)):
-        weights = namespace(row).exp(double(row - row.max()))
+def test_top_k_is_bit_identical_to_a_full_sort(k: int) -> None:
+    logits = np.random.default_rng(k).normal(0, 3, 300).round(1).astype(np.float32)  # with ties
+    for row in (logits, torch.from_numpy(logits)):
+        weights = array_namespace(row).exp(float64(row - row.max()))
         kept = weights / weights.sum()
         kept = kept * (kept >= sorted(kept.tolist())[-k])
         kept = kept / kept.sum()
@@ -75,27 +75,27 @@ samplings = st.builds(
 
 
 @given(samplings, st.integers(0, 10**6), st.integers(0, 2**32))
-def test_numpy_and_torch_choose_the_same_token(sampling: Sampling, position: int, seed: int) -> None:
-    scores = np.random.default_rng(seed).normal(0, 3, 50).astype(np.float32)
-    assert choose(scores, sampling, position) == choose(torch.from_numpy(scores), sampling, position)
+def test_sample_agrees_in_numpy_and_torch(sampling: Sampling, position: int, seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, 3, 50).astype(np.float32)
+    assert sample(logits, sampling, position) == sample(torch.from_numpy(logits), sampling, position)
 
 
 @given(samplings, st.integers(0, 2**32))
 def test_probabilities_are_a_distribution_over_allowed_tokens(sampling: Sampling, seed: int) -> None:
-    scores = np.random.default_rng(seed).normal(0, 3, 50).astype(np.float32)
-    probs = probabilities(scores, sampling)
+    logits = np.random.default_rng(seed).normal(0, 3, 50).astype(np.float32)
+    probs = probabilities(logits, sampling)
     assert float(probs.sum()) == pytest.approx(1, abs=1e-5)
-    assert probs.argmax() == scores.argmax()
+    assert probs.argmax() == logits.argmax()
     assert sampling.top_k == 0 or (probs > 0).sum() <= sampling.top_k
 
 
-def test_greedy_takes_the_highest_score_whatever_the_seed() -> None:
-    assert {choose(LOGS, Sampling(seed=seed), 3) for seed in range(20)} == {0}
+def test_sample_greedy_ignores_the_seed() -> None:
+    assert {sample(LOGITS, Sampling(seed=seed), 3) for seed in range(20)} == {0}
 
 
-def test_an_impossible_token_is_never_chosen() -> None:
-    scores = np.array([0.0, -np.inf, 0.0], dtype=np.float32)
-    assert {choose(scores, Sampling(1.0, seed=s), 0) for s in range(200)} == {0, 2}
+def test_sample_never_returns_impossible_tokens() -> None:
+    logits = np.array([0.0, -np.inf, 0.0], dtype=np.float32)
+    assert {sample(logits, Sampling(1.0, seed=s), 0) for s in range(200)} == {0, 2}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_an_impossible_token_is_never_chosen() -> None:
         {"min_p": 1.5},
     ],
 )
-def test_impossible_settings_are_refused_by_name(settings: dict[str, float]) -> None:
+def test_sampling_refuses_invalid_settings_by_name(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         Sampling(**settings)  # type: ignore[arg-type]
 
@@ -125,37 +125,37 @@ floats = st.integers(-600, 600).map(lambda sixty_fourths: sixty_fourths / 64)  #
     st.integers(0, 2**40),
     st.integers(0, 999),
 )
-def test_the_runner_up_is_who_wins_without_the_winner(
-    scores: list[float], temperature: float, seed: int, position: int
+def test_top_k_tokens_gives_the_sample_without_the_first(
+    logits: list[float], temperature: float, seed: int, position: int
 ) -> None:
-    sampling, row = Sampling(temperature, seed=seed), np.array(scores, np.float32)
-    first, second = ranked(row, sampling, position, 2, 0.0)
-    assert first == choose(row, sampling, position)
-    assert ranked(torch.from_numpy(row), sampling, position, 2, 0.0) == (first, second)
+    sampling, row = Sampling(temperature, seed=seed), np.array(logits, np.float32)
+    first, second = top_k_tokens(row, sampling, position, 2, 0.0)
+    assert first == sample(row, sampling, position)
+    assert top_k_tokens(torch.from_numpy(row), sampling, position, 2, 0.0) == (first, second)
     row[first] = -np.inf
-    assert second == choose(row, sampling, position)
+    assert second == sample(row, sampling, position)
 
 
-def test_a_runner_up_counts_only_if_it_came_close() -> None:
+def test_top_k_tokens_respects_min_ratio() -> None:
     greedy, warm = Sampling(), Sampling(1.0, seed=3)
-    assert ranked(LOGS, greedy, 0, 9, 0.0) == (0, 1, 2, 3)
-    assert ranked(LOGS, greedy, 0, 9, 0.29) == (0, 1, 2)
-    assert ranked(LOGS, greedy, 0, 2, 0.29) == (0, 1)
-    assert ranked(LOGS, greedy, 0, 2, 0.61) == (0,)
-    marks = np.exp(LOGS) / exponential(key(3, 5), np.arange(4))
-    order = np.argsort(-marks)
-    share = float(marks[order[1]] / marks[order[0]])
-    assert ranked(LOGS, warm, 5, 2, share * 0.99) == tuple(order[:2])
-    assert ranked(LOGS, warm, 5, 2, share * 1.01) == (order[0],)
+    assert top_k_tokens(LOGITS, greedy, 0, 9, 0.0) == (0, 1, 2, 3)
+    assert top_k_tokens(LOGITS, greedy, 0, 9, 0.29) == (0, 1, 2)
+    assert top_k_tokens(LOGITS, greedy, 0, 2, 0.29) == (0, 1)
+    assert top_k_tokens(LOGITS, greedy, 0, 2, 0.61) == (0,)
+    weights = np.exp(LOGITS) / exponential(noise_key(3, 5), np.arange(4))
+    order = np.argsort(-weights)
+    share = float(weights[order[1]] / weights[order[0]])
+    assert top_k_tokens(LOGITS, warm, 5, 2, share * 0.99) == tuple(order[:2])
+    assert top_k_tokens(LOGITS, warm, 5, 2, share * 1.01) == (order[0],)
 
 
-def test_an_impossible_token_is_no_runner_up() -> None:
-    assert ranked(LOGS, Sampling(1.0, top_k=1), 0, 3, 0.0) == (0,)
+def test_top_k_tokens_excludes_impossible_tokens() -> None:
+    assert top_k_tokens(LOGITS, Sampling(1.0, top_k=1), 0, 3, 0.0) == (0,)
 
 
-@pytest.mark.parametrize("rows", [LOGS[None], torch.tensor(LOGS)[None]], ids=["numpy", "torch"])
-def test_a_note_names_the_likeliest_tokens_and_those_that_are_asked_about(rows: Any) -> None:
-    [note] = noted(rows + 7, 2, [(3, 0)])
-    assert [token for token, _ in note] == [0, 1, 3]
-    assert [round(float(np.exp(log)), 4) for _, log in note] == [0.5, 0.3, 0.05]
-    assert noted(rows, 0, [(2,)])[0][0][0] == 2
+@pytest.mark.parametrize("logits", [LOGITS[None], torch.tensor(LOGITS)[None]], ids=["numpy", "torch"])
+def test_top_logprobs_include_the_likeliest_and_the_required(logits: Any) -> None:
+    [logprobs] = top_logprobs(logits + 7, 2, [(3, 0)])
+    assert [token for token, _ in logprobs] == [0, 1, 3]
+    assert [round(float(np.exp(log)), 4) for _, log in logprobs] == [0.5, 0.3, 0.05]
+    assert top_logprobs(logits, 0, [(2,)])[0][0][0] == 2

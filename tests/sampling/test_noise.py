@@ -4,36 +4,36 @@ import numpy as np
 import pytest
 import torch
 
-from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, coin, exponential, key
+from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, exponential, noise_key, uniform
 
 NOISE_OF_SEED_1_AT_2 = [1.2983057316825584, 4.307674396442693, 0.6255722483402807, 0.674721475443079]
-COINS_OF_SEED_1_AT_2 = [0.003914287572248987, 0.23385000027080893, 0.22623008455765026]
+UNIFORMS_OF_SEED_1_AT_2 = [0.003914287572248987, 0.23385000027080893, 0.22623008455765026]
 IDS = np.arange(50_000, dtype=np.int64)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -7, 2**63, 2**64 + 5])
 @pytest.mark.parametrize("position", [0, 1, 131_071])
-def test_numpy_and_torch_agree_to_the_bit(seed: int, position: int) -> None:
-    ours = exponential(key(seed, position), IDS)
-    theirs = exponential(key(seed, position), torch.from_numpy(IDS)).numpy()
-    assert ours.dtype == theirs.dtype == np.float64
-    assert np.array_equal(ours.view(np.int64), theirs.view(np.int64))
+def test_exponential_is_bit_identical_in_numpy_and_torch(seed: int, position: int) -> None:
+    in_numpy = exponential(noise_key(seed, position), IDS)
+    in_torch = exponential(noise_key(seed, position), torch.from_numpy(IDS)).numpy()
+    assert in_numpy.dtype == in_torch.dtype == np.float64
+    assert np.array_equal(in_numpy.view(np.int64), in_torch.view(np.int64))
 
 
-def test_the_noise_never_changes() -> None:
+def test_noise_never_changes_between_versions() -> None:
     """Texts of old seeds must come out the same in every later version."""
-    assert key(1, 2) == key(1, 2, TOKEN, 0)
-    assert exponential(key(1, 2), IDS[:4]).tolist() == NOISE_OF_SEED_1_AT_2
-    assert [coin(key(1, 2, ACCEPT, block)) for block in range(3)] == COINS_OF_SEED_1_AT_2
+    assert noise_key(1, 2) == noise_key(1, 2, TOKEN, 0)
+    assert exponential(noise_key(1, 2), IDS[:4]).tolist() == NOISE_OF_SEED_1_AT_2
+    assert [uniform(noise_key(1, 2, ACCEPT, block)) for block in range(3)] == UNIFORMS_OF_SEED_1_AT_2
 
 
-def test_a_token_has_its_own_noise_whatever_the_vocabulary() -> None:
-    whole = exponential(key(3, 4), IDS)
-    assert exponential(key(3, 4), IDS[100:110]).tolist() == whole[100:110].tolist()
+def test_exponential_of_a_token_is_independent_of_the_vocabulary() -> None:
+    whole = exponential(noise_key(3, 4), IDS)
+    assert exponential(noise_key(3, 4), IDS[100:110]).tolist() == whole[100:110].tolist()
 
 
-def test_the_noise_is_exponential() -> None:
-    draws = np.concatenate([exponential(key(5, position), IDS) for position in range(20)])
+def test_exponential_follows_its_distribution() -> None:
+    draws = np.concatenate([exponential(noise_key(5, position), IDS) for position in range(20)])
     assert draws.min() > 0
     assert draws.mean() == pytest.approx(1, abs=5 / math.sqrt(len(draws)))
     ranks = np.sort(draws)
@@ -41,34 +41,45 @@ def test_the_noise_is_exponential() -> None:
     assert distance < 1.95 / math.sqrt(len(ranks))  # Kolmogorov-Smirnov at 0.1%
 
 
-def test_its_logarithm_is_right_to_the_last_bits() -> None:
-    from dsi.sampling.noise import _minus_log
+def test_neg_log_is_accurate_to_the_last_bits() -> None:
+    from dsi.sampling.noise import _neg_log
 
     u = np.concatenate([np.linspace(1e-9, 1 - 1e-9, 100_001), 2.0 ** -np.arange(1, 53), 1 - 2.0 ** -np.arange(1, 53)])
     exact = -np.log(u)
-    assert np.abs(_minus_log(u) / exact - 1).max() < 1e-14
+    assert np.abs(_neg_log(u) / exact - 1).max() < 1e-14
 
 
-def test_seeds_positions_and_tokens_are_independent() -> None:
-    keys = {key(seed, position) for seed in range(200) for position in range(200)}
+def test_noise_key_separates_seeds_positions_and_tokens() -> None:
+    keys = {noise_key(seed, position) for seed in range(200) for position in range(200)}
     assert len(keys) == 200 * 200
-    a, b = exponential(key(0, 0), IDS), exponential(key(0, 1), IDS)
+    a, b = exponential(noise_key(0, 0), IDS), exponential(noise_key(0, 1), IDS)
     assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(len(IDS))
     assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 5 / math.sqrt(len(IDS))
 
 
-def test_purposes_and_blocks_are_independent() -> None:
+def test_noise_key_separates_purposes_and_blocks() -> None:
     purposes = (TOKEN, DRAFT, ACCEPT, RESIDUAL)
-    keys = {key(1, at, why, block) for at in range(100) for why in purposes for block in range(100)}
+    keys = {
+        noise_key(1, position, purpose, block)
+        for position in range(100)
+        for purpose in purposes
+        for block in range(100)
+    }
     assert len(keys) == 100 * 4 * 100
-    draws = np.array([[coin(key(1, at, why, block)) for at in range(5_000)] for why in purposes for block in (0, 1)])
-    noise = np.array([[exponential(key(1, at, ACCEPT), IDS[1:2])[0] for at in range(5_000)]])
+    draws = np.array(
+        [
+            [uniform(noise_key(1, position, purpose, block)) for position in range(5_000)]
+            for purpose in purposes
+            for block in (0, 1)
+        ]
+    )
+    noise = np.array([[exponential(noise_key(1, position, ACCEPT), IDS[1:2])[0] for position in range(5_000)]])
     correlations = np.corrcoef(np.concatenate([draws, noise])) - np.eye(9)
     assert np.abs(correlations).max() < 5 / math.sqrt(5_000)
 
 
-def test_a_coin_is_even_and_strictly_between_0_and_1() -> None:
-    draws = np.sort([coin(key(7, position, ACCEPT)) for position in range(50_000)])
+def test_uniform_is_uniform_on_the_open_interval() -> None:
+    draws = np.sort([uniform(noise_key(7, position, ACCEPT)) for position in range(50_000)])
     assert np.abs(draws - (np.arange(50_000) + 0.5) / 50_000).max() < 1.95 / math.sqrt(50_000)
-    # Every coin is an odd number of 2**-53, which a float64 holds exactly: 0 and 1 are none.
+    # Every draw is an odd multiple of 2**-53, which a float64 holds exactly: 0 and 1 are not.
     assert {float(draw * 2**53) % 2 for draw in draws} == {1.0}

@@ -34,7 +34,7 @@ class ServerUsage:
     role: str
     busy: Time = 0
     forwards: int = 0  # guesses and verdicts
-    answering: Time = 0  # what those took: `busy` but for what was given up, failed or only read
+    poll_answer: Time = 0  # what those took: `busy` but for what was given up, failed or only read
     since: Time = 0  # when the forward it is at began
 
     def end(self, start: Time, end: Time, event: Event | None) -> None:
@@ -44,7 +44,7 @@ class ServerUsage:
         self.since = end
         if event.__class__ in ANSWERS:
             self.forwards += 1
-            self.answering += took
+            self.poll_answer += took
 
     def until(self, now: Time) -> ServerUsage:
         """With the forward that it is at."""
@@ -186,7 +186,7 @@ def _forward(before: ServerUsages, after: ServerUsages, target: bool) -> Time | 
     """The mean time of the forwards between, of targets or of drafters."""
     names = [name for name, toll in after.items() if (toll.role == TARGET) == target]
     count = sum(after[name].forwards for name in names) - sum(_of(before, name).forwards for name in names)
-    time = sum(after[name].answering for name in names) - sum(_of(before, name).answering for name in names)
+    time = sum(after[name].poll_answer for name in names) - sum(_of(before, name).poll_answer for name in names)
     return time / count if count else None
 
 

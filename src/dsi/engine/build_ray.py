@@ -66,8 +66,8 @@ class RemoteModel:
     def __reduce__(self) -> tuple[Callable[..., Model], tuple[Any, ...]]:
         return self._make, self._details
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        self.forward(ask.tokens)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        self.forward(request.tokens)
 
     def forward(self, tokens: Sequence[int], *_: Any) -> NoReturn:
         raise RuntimeError(f"a model that lives elsewhere was asked about {len(tokens)} tokens here")

@@ -124,7 +124,7 @@ class Busy:
 
     def _begin(self) -> None:
         self._counts, self._began = True, perf_counter()
-        self.steps = self._model.answering(self._ask)
+        self.steps = self._model.poll_answer(self._ask)
 
     def look(self) -> None:
         if next(self.steps, DONE) is DONE:
@@ -145,7 +145,7 @@ def guess_ms(drafter: Pollable, targets: Sequence[Pollable], prompt: int, room: 
     text = [TOKEN] * prompt
     crew = [Busy(target, text + [TOKEN] * WIDE, WIDE) for target in targets]
     times = [perf_counter()]
-    for token in drafter.guessing(ForwardRequest(text, prompt), min(3 * ROUNDS, room - prompt)):
+    for token in drafter.poll_draft(ForwardRequest(text, prompt), min(3 * ROUNDS, room - prompt)):
         if token is not None:
             times.append(perf_counter())
         for each in crew:

@@ -27,10 +27,17 @@ from dsi.core.sequence import Tokens
 from dsi.experiments.acceptance import CERTAIN, interval
 from dsi.experiments.alone import write
 from dsi.models.protocol import NEVER, Backend, SamplingModel
-from dsi.sampling.acceptance_rules import accepts, coupled, excess, match, residual, standing
+from dsi.sampling.acceptance_rules import (
+    match,
+    match_acceptance_rate,
+    prefix_acceptance,
+    rejection_acceptance_rate,
+    residual,
+    residual_weights,
+)
 from dsi.sampling.logits import probabilities
-from dsi.sampling.noise import WORD, Array, scramble
-from dsi.sampling.verify import guessed, judged
+from dsi.sampling.noise import UINT64_MAX, Array, splitmix64
+from dsi.sampling.verify import draw_guesses, verify_block
 
 ANY = "any"  # without chance all rules are one
 Fresh = Callable[[], Backend]  # a model's rows, with nothing read yet
@@ -125,7 +132,7 @@ def trials(
     found: dict[tuple[float, str], list[RuleTrial]] = defaultdict(list)
     for temperature, each in samplings.items():
         for number, prompt in enumerate(prompts):
-            own = scramble(seed & WORD) + number  # or places of prompts of one length would share their luck
+            own = splitmix64(seed & UINT64_MAX) + number  # or places of prompts of one length would share their luck
             text = written(target(), drafter(), prompt, tokens, ends, Sampling(temperature, seed=own))
             rows = text.rows()
             for name, sampling in each.items():
@@ -175,9 +182,11 @@ def trial(text: WrittenText, rows: tuple[Array, Array], sampling: Sampling, look
     guesses = [guess(row, sampling, start + i) for i, row in enumerate(rows[1])]
     return replace(
         together,
-        hits=tuple(token in ids(about) for token, about in zip(judged(rows[0], sampling, start, guesses), guesses)),
+        hits=tuple(
+            token in ids(about) for token, about in zip(verify_block(rows[0], sampling, start, guesses), guesses)
+        ),
         promises=tuple(promise(p, q, sampling) for p, q in pairs),
-        ceilings=tuple(accepts(p, q) for p, q in pairs),
+        ceilings=tuple(rejection_acceptance_rate(p, q) for p, q in pairs),
     )
 
 
@@ -191,7 +200,7 @@ def block(text: WrittenText, start: int, sampling: Sampling, lookahead: int) -> 
         guesses.append(about)
         known.append(ids(about)[0])
     judging = text.target.forward(known[:-1], start, NEVER)
-    found = judged(judging, sampling, start, guesses)
+    found = verify_block(judging, sampling, start, guesses)
     pairs = list(odds(judging, rows, sampling))
     return stood(found, guesses), expected(pairs, found, guesses, sampling) if pairs else None
 
@@ -200,7 +209,7 @@ def guess(row: Array, sampling: Sampling, position: int, start: int = 0) -> Gues
     """What a drafter's server says of a place."""
     if not sampling.needs_guess:
         return tuple((token, None) for token in match([row], sampling, position))
-    tokens, odds = guessed(row, sampling, position, start)
+    tokens, odds = draw_guesses(row, sampling, position, start)
     return tuple((token, odds) for token in tokens)
 
 
@@ -233,11 +242,11 @@ def odds(target: Iterable[Array], drafter: Iterable[Array], sampling: Sampling) 
 def promise(p: Array, q: Array, sampling: Sampling) -> float:
     """How likely a place is to be guessed: with several guesses, each meets what the last ones left over."""
     if sampling.rule == "match":
-        return coupled(p, q)
+        return match_acceptance_rate(p, q)
     missed = 1.0
     for _ in range(sampling.guesses):
-        missed *= 1 - accepts(p, q)
-        p = residual(p, *excess(p, 0, q))
+        missed *= 1 - rejection_acceptance_rate(p, q)
+        p = residual(p, *residual_weights(p, 0, q))
     return 1 - missed
 
 
@@ -251,7 +260,7 @@ def expected(
     """
     if sampling.rule == "block":
         known = [(ids(about)[0], q) for about, (_, q) in zip(guesses, pairs)]
-        return sum(standing([p for p, _ in pairs], known)[1:])
+        return sum(prefix_acceptance([p for p, _ in pairs], known)[1:])
     return sum(promise(p, q, sampling) for p, q in pairs[: followed(found, guesses) + 1])
 
 

@@ -31,8 +31,10 @@ class Asked:
     def __init__(self, model: Model, sampling: Sampling) -> None:
         self._model, self._sampling = model, sampling
 
-    def answer(self, ask: ForwardRequest) -> tuple[int, ...]:
-        return self._model.answer(ForwardRequest(ask.tokens, ask.start, ask.kept, self._sampling, ask.cancelled))
+    def answer(self, request: ForwardRequest) -> tuple[int, ...]:
+        return self._model.answer(
+            ForwardRequest(request.tokens, request.start, request.num_cached, self._sampling, request.cancelled)
+        )
 
 
 def divergences(

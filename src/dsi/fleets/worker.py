@@ -28,9 +28,9 @@ from dsi.models.protocol import (
     ForwardRequest,
     Model,
     Pollable,
-    drawn,
-    ranking,
-    scored,
+    draw_or_answer,
+    logprobs_or_answer,
+    top_k_or_answer,
 )
 
 
@@ -126,17 +126,17 @@ def steps(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterator[E
 def _once(job: Prefill | Verify, server: Server, page: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event | None]:
     width = job.width if isinstance(job, Verify) else 0
     sampling, guesses = (job.sampling, job.guesses) if isinstance(job, Verify) else (GREEDY, ())
-    ask = ForwardRequest(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled, guesses)
+    request = ForwardRequest(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled, guesses)
     model = server.model
     if server.prefixes.shared_kv:
         page.kept = len(page.tokens)
     notes: tuple[TopLogprobs, ...] = ()
     if _is_polled(model):
-        answer = yield from model.answering(ask)
+        answer = yield from model.poll_answer(request)
     elif sampling.logprobs is None:
-        answer = model.answer(ask)
+        answer = model.answer(request)
     else:
-        answer, notes = scored(model, ask)
+        answer, notes = logprobs_or_answer(model, request)
     if not (job.fits(answer) if isinstance(job, Verify) else not answer):
         raise ValueError(f"{len(answer)} tokens in answer to {width} places")
     yield Verified(job.id, answer, notes) if width else Prefilled(job.id)
@@ -154,26 +154,26 @@ def _stream(job: Draft, server: Server, page: CachedPrefix, cancelled: CancelFla
 def _guesses(job: Draft, model: Model, page: CachedPrefix, cancelled: CancelFlag) -> Iterator[Drafted | None]:
     """One after the other: the page grows with each that has been taken."""
     if _is_polled(model):
-        ask = ForwardRequest(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        for token in model.guessing(ask, job.count):
+        request = ForwardRequest(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
+        for token in model.poll_draft(request, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
     plain = job.branches == 1 and not job.sampling.needs_guess
     for _ in range(job.count):
-        ask = ForwardRequest(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        yield Drafted(job.id, model.answer(ask)[0]) if plain else _guess(job, model, ask)
+        request = ForwardRequest(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
+        yield Drafted(job.id, model.answer(request)[0]) if plain else _guess(job, model, request)
 
 
-def _guess(job: Draft, model: Model, ask: ForwardRequest) -> Drafted:
+def _guess(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
     if job.sampling.needs_guess:
-        return _drawn(job, model, ask)
-    token, *others = ranking(model, ask, job.branches, job.doubt)
+        return _drawn(job, model, request)
+    token, *others = top_k_or_answer(model, request, job.branches, job.doubt)
     return Drafted(job.id, token, others=tuple(others))
 
 
-def _drawn(job: Draft, model: Model, ask: ForwardRequest) -> Drafted:
-    start = job.start + (ask.start - job.start) // job.block * job.block
-    (token, *others), odds = drawn(model, ask, start)
+def _drawn(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
+    start = job.start + (request.start - job.start) // job.block * job.block
+    (token, *others), odds = draw_or_answer(model, request, start)
     return Drafted(job.id, token, odds, tuple(others))
 
 

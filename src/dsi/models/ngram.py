@@ -16,9 +16,9 @@ class NGram:
     longest: int = 4
     shortest: int = 2
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
+    def answer(self, request: ForwardRequest) -> Tokens:
         """A text that never said anything like its end has no guess: the draft fails, and costs nothing."""
-        return tuple(self.guess(ask.tokens[:i]) for i in range(ask.start, len(ask.tokens) + 1))
+        return tuple(self.guess(request.tokens[:i]) for i in range(request.start, len(request.tokens) + 1))
 
     def guess(self, tokens: Sequence[int]) -> int:
         for length in range(self.longest, self.shortest - 1, -1):

@@ -19,20 +19,20 @@ class Oracle:
     body: CudaGraphModel  # whose forwards are computed, and whose answers nobody hears
     mind: Model  # whose answers are given
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        self.body.answer(ask)
-        return self._said(ask)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        self.body.answer(request)
+        return self._said(request)
 
-    def answering(self, ask: ForwardRequest) -> Generator[None, None, Tokens]:
+    def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
         """The mind is asked while the body computes: a model that speaks for itself has none to wait for."""
         said: Tokens | None = None
-        for _ in self.body.answering(ask):
+        for _ in self.body.poll_answer(request):
             yield None
-            said = self._said(ask) if said is None else said
-        return self._said(ask) if said is None else said
+            said = self._said(request) if said is None else said
+        return self._said(request) if said is None else said
 
-    def guessing(self, ask: ForwardRequest, count: int) -> Iterator[int | None]:
-        return self.body.guessing(ask, count, self.mind)
+    def poll_draft(self, request: ForwardRequest, count: int) -> Iterator[int | None]:
+        return self.body.poll_draft(request, count, self.mind)
 
-    def _said(self, ask: ForwardRequest) -> Tokens:
-        return self.mind.answer(ask) if ask.places else ()
+    def _said(self, request: ForwardRequest) -> Tokens:
+        return self.mind.answer(request) if request.num_positions else ()

@@ -12,9 +12,9 @@ from typing import Protocol, runtime_checkable
 
 from dsi.core.messages import GREEDY, Guess, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
-from dsi.sampling.logits import noted, ranked
+from dsi.sampling.logits import top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
-from dsi.sampling.verify import DraftProbs, guessed, judged
+from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
 
 
 class Cancelled(Exception):
@@ -50,18 +50,18 @@ class ForwardRequest:
 
     tokens: Sequence[int]
     start: int
-    kept: int | None = None  # how many of these the server has read before; None: the request is new to it
+    num_cached: int | None = None  # how many of these the server has read before; None: the request is new to it
     sampling: Sampling = GREEDY
     cancelled: CancelFlag = NEVER
     guesses: tuple[tuple[Guess, ...], ...] = ()  # about each place, where the rule needs them
 
     @property
-    def places(self) -> int:
+    def num_positions(self) -> int:
         return len(self.tokens) + 1 - self.start
 
 
 class Model(Protocol):
-    def answer(self, ask: ForwardRequest) -> Tokens:
+    def answer(self, request: ForwardRequest) -> Tokens:
         """One token for each place asked about, or `Cancelled`."""
         ...
 
@@ -70,53 +70,53 @@ class Model(Protocol):
 class SupportsDraw(Model, Protocol):
     """A model that can say how it drew its guesses."""
 
-    def draw(self, ask: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
+    def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         """Guesses about the place after this text, which lies in a block of guesses that began at `start`."""
         ...
 
 
-def drawn(model: Model, ask: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
+def draw_or_answer(model: Model, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
     """Of a model that knows no odds, the guess counts as the only one it could have made."""
-    return model.draw(ask, start) if isinstance(model, SupportsDraw) else (model.answer(ask), None)
+    return model.draw(request, start) if isinstance(model, SupportsDraw) else (model.answer(request), None)
 
 
 @runtime_checkable
 class SupportsTopK(Model, Protocol):
     """A model that can name runners-up."""
 
-    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
         """What `answer` says about the place after this text, then up to `count - 1` that came close."""
         ...
 
 
-def ranking(model: Model, ask: ForwardRequest, count: int, doubt: float) -> Tokens:
+def top_k_or_answer(model: Model, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
     """A model that knows no runners-up has its guess alone."""
-    return model.rank(ask, count, doubt) if isinstance(model, SupportsTopK) else model.answer(ask)
+    return model.top_k(request, count, min_ratio) if isinstance(model, SupportsTopK) else model.answer(request)
 
 
 @runtime_checkable
 class SupportsLogprobs(Model, Protocol):
     """A model that can say what it thinks of each place."""
 
-    def score(self, ask: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
+    def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
         """What `answer` says, and a note on each: the likeliest tokens, the answer and the guesses."""
         ...
 
 
-def scored(model: Model, ask: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
+def logprobs_or_answer(model: Model, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
     """A model that has no scores leaves no notes."""
-    return model.score(ask) if isinstance(model, SupportsLogprobs) else (model.answer(ask), ())
+    return model.answer_with_logprobs(request) if isinstance(model, SupportsLogprobs) else (model.answer(request), ())
 
 
 @runtime_checkable
 class Pollable(Model, Protocol):
     """A model that computes elsewhere, on a GPU say, and is looked at now and then."""
 
-    def answering(self, ask: ForwardRequest) -> Generator[None, None, Tokens]:
+    def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
         """As `answer`, but it yields while the answer is being computed."""
         ...
 
-    def guessing(self, ask: ForwardRequest, count: int) -> Iterator[int | None]:
+    def poll_draft(self, request: ForwardRequest, count: int) -> Iterator[int | None]:
         """The token after this text, the one after that, and so on, and None while one is being computed."""
         ...
 
@@ -133,21 +133,21 @@ class SamplingModel:
 
     backend: Backend
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        rows = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
-        return judged(rows, ask.sampling, ask.start, ask.guesses)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        rows = self.backend.forward(request.tokens, request.start, request.cancelled)
+        return verify_block(rows, request.sampling, request.start, request.guesses)
 
-    def score(self, ask: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-        rows = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
-        found = judged(rows, ask.sampling, ask.start, ask.guesses)
-        about = ask.guesses or ((),) * len(found)
+    def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
+        rows = self.backend.forward(request.tokens, request.start, request.cancelled)
+        found = verify_block(rows, request.sampling, request.start, request.guesses)
+        about = request.guesses or ((),) * len(found)
         named = [(token, *(guess for guess, _ in each)) for token, each in zip(found, about)]
-        return found, noted(rows, ask.sampling.logprobs or 0, named)
+        return found, top_logprobs(rows, request.sampling.logprobs or 0, named)
 
-    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:
-        [row] = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
-        return ranked(row, ask.sampling, ask.start, count, doubt)
+    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+        [row] = self.backend.forward(request.tokens, request.start, request.cancelled)
+        return top_k_tokens(row, request.sampling, request.start, count, min_ratio)
 
-    def draw(self, ask: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
-        [row] = self.backend.forward(ask.tokens, ask.start, ask.cancelled)
-        return guessed(row, ask.sampling, ask.start, start)
+    def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
+        [row] = self.backend.forward(request.tokens, request.start, request.cancelled)
+        return draw_guesses(row, request.sampling, request.start, start)

@@ -15,7 +15,7 @@ import numpy as np
 from dsi.core.sequence import Tokens
 from dsi.models.protocol import CancelFlag, ForwardRequest
 from dsi.sampling.acceptance_rules import match
-from dsi.sampling.noise import WORD, Array, scramble
+from dsi.sampling.noise import UINT64_MAX, Array, splitmix64
 
 VOCABULARY = 64
 HALF = VOCABULARY // 2
@@ -26,18 +26,20 @@ def place(about: int, seed: int, tokens: Sequence[int], i: int) -> int:
     """64 bits for what comes after tokens[:i]. Python's hash of small numbers is equal on every machine."""
     last = tokens[i - 1] if i > 0 else VOCABULARY
     before = tokens[i - 2] if i > 1 else VOCABULARY
-    return scramble(hash((about, seed < 0, abs(seed), i, last, before)) & WORD)
+    return splitmix64(hash((about, seed < 0, abs(seed), i, last, before)) & UINT64_MAX)
 
 
 @dataclass(frozen=True)
 class ToyTarget:
     seed: int = 0
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
+    def answer(self, request: ForwardRequest) -> Tokens:
         """Greedy answers come straight from the hash: the same as the largest score, and much faster."""
-        if ask.sampling.temperature:
-            return match(self.forward(ask.tokens, ask.start, ask.cancelled), ask.sampling, ask.start)
-        return tuple(self.truth(ask.tokens, i) for i in range(ask.start, len(ask.tokens) + 1))
+        if request.sampling.temperature:
+            return match(
+                self.forward(request.tokens, request.start, request.cancelled), request.sampling, request.start
+            )
+        return tuple(self.truth(request.tokens, i) for i in range(request.start, len(request.tokens) + 1))
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:  # noqa: ARG002
         return np.stack([self.scores(tokens, i) for i in range(start, len(tokens) + 1)])
@@ -67,19 +69,19 @@ class ToyDrafter:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 1")
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        truths = self.target.answer(ask)
-        errs = (self.errs(ask.tokens, i) for i in range(ask.start, len(ask.tokens) + 1))
+    def answer(self, request: ForwardRequest) -> Tokens:
+        truths = self.target.answer(request)
+        errs = (self.errs(request.tokens, i) for i in range(request.start, len(request.tokens) + 1))
         return tuple(truth + err for truth, err in zip(truths, errs))
 
-    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:  # noqa: ARG002
+    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:  # noqa: ARG002
         """A second guess beside the first; further ones are never right, and left out."""
-        [truth], [guess] = self.target.answer(ask), self.answer(ask)
-        if count < 2 or (guess == truth and self.luck(SURE, ask.tokens, ask.start) < self.sure):
+        [truth], [guess] = self.target.answer(request), self.answer(request)
+        if count < 2 or (guess == truth and self.luck(SURE, request.tokens, request.start) < self.sure):
             return (guess,)
         if guess == truth:
             return guess, truth + 1
-        right = self.luck(SECOND, ask.tokens, ask.start) < self.second
+        right = self.luck(SECOND, request.tokens, request.start) < self.second
         return guess, truth if right else (truth + 3) % VOCABULARY
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:

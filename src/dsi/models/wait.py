@@ -8,7 +8,7 @@ from random import Random
 
 from dsi.core.messages import Time
 from dsi.core.sequence import Tokens
-from dsi.models.protocol import Cancelled, ForwardRequest, Model, drawn, ranking
+from dsi.models.protocol import Cancelled, ForwardRequest, Model, draw_or_answer, top_k_or_answer
 from dsi.sampling.verify import DraftProbs
 
 
@@ -39,12 +39,12 @@ class Latency:
                 f"per token {self.per_token}, jitter {self.jitter}: must be at least 0, and jitter below 1"
             )
 
-    def forward(self, ask: ForwardRequest) -> Time:
-        places = ask.places
+    def forward(self, request: ForwardRequest) -> Time:
+        places = request.num_positions
         answer = self.tpot if places else 0
-        if ask.kept is None:
+        if request.num_cached is None:
             return answer + (0 if self.ttft is None else self.ttft - self.tpot)
-        new = max(len(ask.tokens) - ask.kept, places)
+        new = max(len(request.tokens) - request.num_cached, places)
         if self.steps:
             return next((time for width, time in self.steps if new <= width), self.steps[-1][1]) if new else 0
         return answer + self.per_token * (new - bool(places))
@@ -62,21 +62,21 @@ class Wait:
     def __post_init__(self) -> None:
         self.dice = Random(self.seed)
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        self._wait(ask)
-        return self.model.answer(ask) if ask.places else ()
+    def answer(self, request: ForwardRequest) -> Tokens:
+        self._wait(request)
+        return self.model.answer(request) if request.num_positions else ()
 
-    def rank(self, ask: ForwardRequest, count: int, doubt: float) -> Tokens:
-        self._wait(ask)
-        return ranking(self.model, ask, count, doubt)
+    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+        self._wait(request)
+        return top_k_or_answer(self.model, request, count, min_ratio)
 
-    def draw(self, ask: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
-        self._wait(ask)
-        return drawn(self.model, ask, start)
+    def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
+        self._wait(request)
+        return draw_or_answer(self.model, request, start)
 
-    def _wait(self, ask: ForwardRequest) -> None:
-        seconds = self.latency.forward(ask)
+    def _wait(self, request: ForwardRequest) -> None:
+        seconds = self.latency.forward(request)
         if self.latency.jitter:
             seconds *= 1 + self.latency.jitter * self.dice.uniform(-1, 1)
-        if ask.cancelled.wait(seconds):
+        if request.cancelled.wait(seconds):
             raise Cancelled

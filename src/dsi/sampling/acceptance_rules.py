@@ -1,7 +1,7 @@
-"""Acceptance rules as pure functions of rows. A rule says what the target's text is.
+"""Acceptance rules as pure functions: which tokens a verification outputs, given the draft tokens.
 
-`match` reads rows of scores. The other rules read rows of probabilities, the target's `p` and the drafter's
-`q`, both normalised and in float64, and are handed their coins and noise: they know no seed and no position.
+`match` takes logits. The other rules take probabilities, the target's `p` and the drafter's `q`, normalised
+and in float64, together with their random numbers: seeds and positions are handled in `verify.py`.
 """
 
 from __future__ import annotations
@@ -9,110 +9,112 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dsi.core.messages import Sampling
-from dsi.sampling.logits import choose, race
-from dsi.sampling.noise import Array, namespace
+from dsi.sampling.logits import gumbel_argmax, sample
+from dsi.sampling.noise import Array, array_namespace
 
-Guess = tuple[int, Array | None]  # a token and the row it was drawn from; None if it could be no other token
+# A draft token and the distribution it was drawn from; None for a deterministic drafter (a point mass).
+DraftToken = tuple[int, Array | None]
 
 
-def match(rows: Array, sampling: Sampling, position: int) -> tuple[int, ...]:
-    """Seed-coupled exact match (Daliri, Musco and Suresh, 2024): each row's own token.
+def match(logits: Array, sampling: Sampling, position: int) -> tuple[int, ...]:
+    """Seed-coupled exact match (Daliri, Musco and Suresh, 2024): sample each row with its position's noise.
 
-    The first row is about `position`. A drafter that draws with the same noise is right wherever its
-    token is the same, and the text is the target's own whatever the drafter says.
+    The first row is for `position`. A drafter that samples with the same noise is accepted wherever it gives
+    the same token; the output is the target's own whatever the draft tokens are.
     """
-    return tuple(choose(row, sampling, position + i) for i, row in enumerate(rows))
+    return tuple(sample(row, sampling, position + i) for i, row in enumerate(logits))
 
 
-def reject(p: Array, token: int, q: Array | None, coin: float, noise: Array) -> int:
-    """Rejection sampling (Leviathan et al., 2023; Chen et al., 2023): the guess, or a correction."""
-    return several(p, [(token, q)], [coin], noise)
+def reject(p: Array, token: int, q: Array | None, uniform: float, noise: Array) -> int:
+    """Rejection sampling (Leviathan et al., 2023; Chen et al., 2023): the draft token, or a correction."""
+    return specinfer(p, [(token, q)], [uniform], noise)
 
 
-def several(p: Array, guesses: Sequence[Guess], coins: Sequence[float], noise: Array) -> int:
-    """Several guesses for one place (Miao et al., 2024): the first that stands, or what they leave over.
+def specinfer(p: Array, guesses: Sequence[DraftToken], uniforms: Sequence[float], noise: Array) -> int:
+    """Multi-round rejection over several draft tokens for one position (SpecInfer, Miao et al., 2024).
 
-    Their order may not depend on their tokens. Of guesses drawn without replacement, each comes with the
-    row it was drawn from: without the tokens before it, and renormalised.
+    Return the first token accepted, or a sample of the final residual. The order of the guesses must not
+    depend on their tokens. Guesses drawn without replacement each come with the distribution they were drawn
+    from: without the tokens before them, and renormalised.
     """
-    for (token, q), coin in zip(guesses, coins, strict=True):
-        if coin < chance(p, token, q):
+    for (token, q), u in zip(guesses, uniforms, strict=True):
+        if u < acceptance_probability(p, token, q):
             return token
-        p = residual(p, *excess(p, token, q))
-    return race(p, noise)
+        p = residual(p, *residual_weights(p, token, q))
+    return gumbel_argmax(p, noise)
 
 
 def block(
-    ps: Sequence[Array], guesses: Sequence[Guess], coins: Sequence[float], noise: Callable[[int], Array]
+    ps: Sequence[Array], guesses: Sequence[DraftToken], uniforms: Sequence[float], noise: Callable[[int], Array]
 ) -> tuple[int, ...]:
-    """Block verification (Sun et al., 2025): the longest start of the guesses that stands, then a correction.
+    """Block verification (Sun et al., 2025): the longest accepted prefix of the draft, then a correction.
 
-    Each row of `ps` is the target's after the guesses before it. When all stand nothing more is drawn, and
-    the next block begins afresh. `noise(i)` is asked for only if the i-th token has to be drawn.
+    Row i of `ps` is the target's distribution after the first i guesses. When all are accepted no further
+    token is drawn: the next block starts there. `noise(i)` is called only if the i-th token is drawn.
     """
-    tokens, chances = tuple(token for token, _ in guesses), standing(ps, guesses)
-    if not tokens or coins[len(tokens) - 1] < chances[-1]:
+    tokens, accepted = tuple(token for token, _ in guesses), prefix_acceptance(ps, guesses)
+    if not tokens or uniforms[len(tokens) - 1] < accepted[-1]:
         return tokens
-    # From the longest down: that a shorter start falls is no reason for a longer one to fall.
+    # From the longest down: rejecting a shorter prefix does not imply rejecting a longer one.
     for length in reversed(range(len(tokens))):
-        left, mass = excess(ps[length], *guesses[length], chances[length])
-        if length == 0 or coins[length - 1] < holds(chances[length], mass):
+        weights, mass = residual_weights(ps[length], *guesses[length], accepted[length])
+        if length == 0 or uniforms[length - 1] < backoff_acceptance(accepted[length], mass):
             break
-    return *tokens[:length], race(residual(ps[length], left, mass), noise(length))
+    return *tokens[:length], gumbel_argmax(residual(ps[length], weights, mass), noise(length))
 
 
-def chance(p: Array, token: int, q: Array | None, before: float = 1.0) -> float:
-    """How likely a guess is to stand, if what came before it stands with chance `before`."""
-    drawn = 1.0 if q is None else float(q[token])
-    if drawn == 0:
+def acceptance_probability(p: Array, token: int, q: Array | None, prefix: float = 1.0) -> float:
+    """The probability of accepting a draft token, if its prefix is accepted with probability `prefix`."""
+    draft_probability = 1.0 if q is None else float(q[token])
+    if draft_probability == 0:
         raise ValueError(f"token {token} was guessed, but the row it was drawn from gives it probability 0")
-    return min(1.0, before * float(p[token]) / drawn)
+    return min(1.0, prefix * float(p[token]) / draft_probability)
 
 
-def standing(ps: Sequence[Array], guesses: Sequence[Guess]) -> list[float]:
-    """The chance of each start of a block, from the empty one to the whole: P of Sun et al."""
-    chances = [1.0]
+def prefix_acceptance(ps: Sequence[Array], guesses: Sequence[DraftToken]) -> list[float]:
+    """The acceptance probability of every prefix of a block, from the empty to the whole one: P of Sun et al."""
+    accepted = [1.0]
     for p, (token, q) in zip(ps, guesses, strict=True):
-        chances.append(chance(p, token, q, chances[-1]))
-    return chances
+        accepted.append(acceptance_probability(p, token, q, accepted[-1]))
+    return accepted
 
 
-def holds(standing: float, mass: float) -> float:
-    """How likely a start of a block is to stand once every longer one has fallen: h of Sun et al."""
-    fallen = 1 - standing
-    return mass / (mass + fallen) if mass + fallen > 0 else 1.0
+def backoff_acceptance(prefix: float, mass: float) -> float:
+    """The probability of accepting a prefix once all longer ones were rejected: h of Sun et al."""
+    rejected = 1 - prefix
+    return mass / (mass + rejected) if mass + rejected > 0 else 1.0
 
 
-def excess(p: Array, token: int, q: Array | None, before: float = 1.0) -> tuple[Array, float]:
-    """Where the target wants more than the drafter gave, (before p - q)+, and how much in all."""
-    left = before * p  # a row of our own, to write into
+def residual_weights(p: Array, token: int, q: Array | None, prefix: float = 1.0) -> tuple[Array, float]:
+    """Return the positive part of `prefix * p - q`, and its sum."""
+    weights = prefix * p  # a copy, modified in place
     if q is None:
-        left[token] = 0.0
+        weights[token] = 0.0
     else:
-        left -= q
-        left = left.clip(0.0)
-    return left, float(left.sum())
+        weights -= q
+        weights = weights.clip(0.0)
+    return weights, float(weights.sum())
 
 
-def residual(p: Array, left: Array, mass: float) -> Array:
-    """What is left over, as a distribution; `p` itself if rounding left nothing."""
-    return left / mass if mass > 0 else p
+def residual(p: Array, weights: Array, mass: float) -> Array:
+    """Normalise the residual weights; `p` itself if rounding left no mass."""
+    return weights / mass if mass > 0 else p
 
 
-def accepts(p: Array, q: Array) -> float:
-    """How often `reject` accepts a guess drawn from `q`: 1 - TV(p, q)."""
-    return min(1.0, float(namespace(p).minimum(p, q).sum()))
+def rejection_acceptance_rate(p: Array, q: Array) -> float:
+    """The probability that `reject` accepts a token drawn from `q`: 1 - TV(p, q)."""
+    return min(1.0, float(array_namespace(p).minimum(p, q).sum()))
 
 
-def coupled(p: Array, q: Array) -> float:
-    """How often `match` accepts: the sum over i of 1 / sum over j of max(p_j/p_i, q_j/q_i).
+def match_acceptance_rate(p: Array, q: Array) -> float:
+    """The probability that `match` accepts: the sum over i of 1 / sum over j of max(p_j/p_i, q_j/q_i).
 
-    The maximum is p_j/p_i for the tokens whose p/q is no less than that of i, and q_j/q_i for the others:
-    in the order of p/q both sums are running totals.
+    The maximum is p_j/p_i for the tokens j whose p/q is no less than that of i, and q_j/q_i for the others:
+    sorted by p/q, both sums are cumulative sums.
     """
     possible = p + q > 0
     p, q = p[possible], q[possible]
-    order = (q / (p + q)).argsort()  # as p/q falls, and no division by zero
+    order = (q / (p + q)).argsort()  # descending in p/q, without division by zero
     p, q = p[order], q[order]
-    shares = p * q / (q * p.cumsum(0) + p * (q.sum() - q.cumsum(0)))
-    return min(1.0, float(shares.sum()))
+    agreement = p * q / (q * p.cumsum(0) + p * (q.sum() - q.cumsum(0)))
+    return min(1.0, float(agreement.sum()))

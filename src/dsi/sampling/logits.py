@@ -1,4 +1,4 @@
-"""From a row of scores to a distribution to a token, the same text for numpy and torch."""
+"""Logits processing and sampling: one row of logits -> a distribution -> a token, in numpy or torch."""
 
 from __future__ import annotations
 
@@ -7,81 +7,76 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsi.core.messages import Sampling, TopLogprobs
-from dsi.sampling.noise import Array, double, exponential, key, namespace
+from dsi.sampling.noise import Array, array_namespace, exponential_noise, float64, noise_key
 
 
-def probabilities(scores: Array, sampling: Sampling) -> Array:
-    """A row of scores as probabilities: temperature, then top-k, top-p and min-p, each renormalised."""
-    scores = double(scores - scores.max()) / sampling.temperature  # no overflow, however cold
-    probs = _normalised(namespace(scores).exp(scores))
+def probabilities(logits: Array, sampling: Sampling) -> Array:
+    """Convert logits to probabilities: temperature, then top-k, top-p and min-p, each renormalised."""
+    logits = float64(logits - logits.max()) / sampling.temperature  # no overflow at low temperatures
+    probs = _normalise(array_namespace(logits).exp(logits))
     if 0 < sampling.top_k < len(probs):
-        probs = _at_least(_largest(probs, sampling.top_k), probs)
+        probs = _keep_at_least(_kth_largest(probs, sampling.top_k), probs)
     if sampling.top_p < 1:
-        probs = _at_least(_nucleus(_descending(probs), sampling.top_p), probs)
-    return _at_least(sampling.min_p * probs.max(), probs)
+        probs = _keep_at_least(_nucleus_threshold(_descending(probs), sampling.top_p), probs)
+    return _keep_at_least(sampling.min_p * probs.max(), probs)
 
 
-def race(probs: Array, noise: Array) -> int:
-    """Sample by an exponential race: the largest p / e wins. Equal noise couples any two models."""
+def gumbel_argmax(probs: Array, noise: Array) -> int:
+    """Sample by the Gumbel-max trick, as an exponential race: argmax p / e. Equal noise couples two models."""
     return int((probs / noise).argmax())
 
 
-def choose(scores: Array, sampling: Sampling, position: int) -> int:
-    """The token that a row of scores gives at this position of the text."""
+def sample(logits: Array, sampling: Sampling, position: int) -> int:
+    """Sample the token at this position of the text."""
     if sampling.temperature == 0:
-        return int(scores.argmax())
-    return race(probabilities(scores, sampling), noise(scores, key(sampling.seed, position)))
+        return int(logits.argmax())
+    noise = exponential_noise(logits, noise_key(sampling.seed, position))
+    return gumbel_argmax(probabilities(logits, sampling), noise)
 
 
-def ranked(scores: Array, sampling: Sampling, position: int, count: int, doubt: float) -> tuple[int, ...]:
-    """The token that `choose` gives, and up to `count - 1` runners-up that came to `doubt` of it or more."""
-    marks = _marks(scores, sampling, position)
-    found = [int(marks.argmax())]
-    least = doubt * float(marks[found[0]])
+def top_k_tokens(logits: Array, sampling: Sampling, position: int, count: int, min_ratio: float) -> tuple[int, ...]:
+    """Return the token that `sample` gives, then up to `count - 1` runners-up of at least `min_ratio` its weight."""
+    weights = _race_weights(logits, sampling, position)
+    tokens = [int(weights.argmax())]
+    threshold = min_ratio * float(weights[tokens[0]])
     for _ in range(count - 1):
-        marks[found[-1]] = 0.0  # out of the race
-        token = int(marks.argmax())
-        if not least <= float(marks[token]) > 0:
+        weights[tokens[-1]] = 0.0
+        token = int(weights.argmax())
+        if not threshold <= float(weights[token]) > 0:
             break
-        found.append(token)
-    return tuple(found)
+        tokens.append(token)
+    return tuple(tokens)
 
 
-def noted(rows: Array, count: int, named: Sequence[Sequence[int]]) -> tuple[TopLogprobs, ...]:
-    """The likeliest tokens of each row, and those that are named, by what the model itself says.
+def top_logprobs(logits: Array, count: int, required: Sequence[Sequence[int]]) -> tuple[TopLogprobs, ...]:
+    """For each row, return the log-probabilities of the `count` likeliest tokens and of the required ones.
 
-    Without temperature or anything else that a request may do to its scores.
+    These are the model's own, before temperature and any other logits processing.
     """
-    return tuple(_note(row, count, names) for row, names in zip(rows, named))
+    return tuple(_row_logprobs(row, count, tokens) for row, tokens in zip(logits, required))
 
 
-def _note(scores: Array, count: int, named: Sequence[int]) -> TopLogprobs:
-    scores = double(scores - scores.max())
-    logs = scores - namespace(scores).log(namespace(scores).exp(scores).sum())
-    best = (-logs).argsort()[:count].tolist()
-    found = {int(token): float(logs[token]) for token in (*best, *named)}
-    return tuple(sorted(found.items(), key=lambda each: -each[1]))
+def _row_logprobs(logits: Array, count: int, required: Sequence[int]) -> TopLogprobs:
+    logits = float64(logits - logits.max())
+    logprobs = logits - array_namespace(logits).log(array_namespace(logits).exp(logits).sum())
+    likeliest = (-logprobs).argsort()[:count].tolist()
+    by_token = {int(token): float(logprobs[token]) for token in (*likeliest, *required)}
+    return tuple(sorted(by_token.items(), key=lambda item: -item[1]))
 
 
-def _marks(scores: Array, sampling: Sampling, position: int) -> Array:
-    """What the race is decided by, p / e, up to a factor; without noise, p."""
+def _race_weights(logits: Array, sampling: Sampling, position: int) -> Array:
+    """What the argmax is taken of: p / e up to a factor, or p without noise."""
     if sampling.temperature == 0:
-        return namespace(scores).exp(double(scores) - double(scores).max())
-    return probabilities(scores, sampling) / noise(scores, key(sampling.seed, position))
+        return array_namespace(logits).exp(float64(logits) - float64(logits).max())
+    return probabilities(logits, sampling) / exponential_noise(logits, noise_key(sampling.seed, position))
 
 
-def noise(row: Array, number: int) -> Array:
-    """A draw from Exp(1) for each token of a row, under one key."""
-    xp = namespace(row)
-    return exponential(number, xp.arange(len(row), dtype=xp.int64, device=row.device))
-
-
-def _normalised(weights: Array) -> Array:
+def _normalise(weights: Array) -> Array:
     return weights / weights.sum()
 
 
-def _largest(probs: Array, k: int) -> Array:
-    """The k-th largest, without a sort of all the others."""
+def _kth_largest(probs: Array, k: int) -> Array:
+    """The k-th largest probability, by partial selection instead of a full sort."""
     if isinstance(probs, np.ndarray):
         return np.partition(probs, len(probs) - k)[len(probs) - k]
     return probs.topk(k).values[-1]
@@ -91,12 +86,12 @@ def _descending(probs: Array) -> Array:
     return probs[(-probs).argsort()]
 
 
-def _nucleus(ordered: Array, top_p: float) -> Array:
-    """The smallest probability among the fewest that together reach `top_p`."""
+def _nucleus_threshold(ordered: Array, top_p: float) -> Array:
+    """The smallest probability in the smallest set of tokens that reaches `top_p`."""
     kept = int((ordered.cumsum(0) - ordered < top_p).sum())
     return ordered[max(kept, 1) - 1]
 
 
-def _at_least(floor: Array, probs: Array) -> Array:
-    """Drop what lies below `floor`. Ties stay in, so that the order of a sort does not matter."""
-    return _normalised(probs * (probs >= floor))
+def _keep_at_least(threshold: Array, probs: Array) -> Array:
+    """Drop tokens below the threshold. Ties stay in, so that the order of a sort does not matter."""
+    return _normalise(probs * (probs >= threshold))

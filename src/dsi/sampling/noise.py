@@ -1,8 +1,8 @@
-"""Random numbers that are a function of (seed, position, token), equal to the bit in numpy and torch.
+"""Counter-based random numbers: a function of (seed, position, token), bit-identical in numpy and torch.
 
-An integer hash gives the bits; the exponential is computed from them with additions, multiplications and
-divisions alone, each of which IEEE 754 rounds in one way only. A library's `log` would differ in its
-last bit from machine to machine, and one bit can change a token.
+splitmix64 gives the bits. The exponential is computed from them with additions, multiplications and
+divisions alone, which IEEE 754 rounds in exactly one way; a library's `log` may differ in its last bit
+between machines, and one bit can change a token.
 """
 
 from __future__ import annotations
@@ -13,49 +13,55 @@ from typing import Any
 import numpy as np
 
 Array = Any  # a numpy array or a torch tensor
-GOLDEN = 0x9E3779B97F4A7C15
-FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele, Lea and Flood, 2014)
-WORD = (1 << 64) - 1
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele, Lea and Flood, 2014)
+UINT64_MAX = (1 << 64) - 1
 LN2 = 0.6931471805599453
-TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # what chance decides at a position: each has numbers of its own
+TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # the random decisions at one position; each has its own key
 
 
-def namespace(array: Array) -> Any:
-    """The module whose functions this array takes."""
+def array_namespace(array: Array) -> Any:
+    """Return the module (numpy or torch) whose functions take this array."""
     return np if isinstance(array, np.ndarray) else sys.modules["torch"]
 
 
-def key(seed: int, position: int, purpose: int = TOKEN, block: int = 0) -> int:
-    """One 64-bit number for all the tokens that could stand at this position.
+def noise_key(seed: int, position: int, purpose: int = TOKEN, block: int = 0) -> int:
+    """Derive the 64-bit key of one random decision at one position.
 
-    A rule that decides more than the token takes a key for each purpose, and one for each block (or each
-    of several guesses) in which the position is judged.
+    A rule that decides more than the token uses one key per purpose, and one per block (or per draft token
+    of several) in which the position is verified.
     """
-    here = scramble(scramble(seed & WORD) ^ (position * GOLDEN & WORD))
-    aside = (block << 8 | purpose) & WORD
-    return scramble(here ^ scramble(aside)) if aside else here  # texts of old seeds stay as they were
+    key = splitmix64(splitmix64(seed & UINT64_MAX) ^ (position * GOLDEN_GAMMA & UINT64_MAX))
+    stream = (block << 8 | purpose) & UINT64_MAX
+    return splitmix64(key ^ splitmix64(stream)) if stream else key  # stream 0 keeps the texts of old seeds
 
 
-def coin(key: int) -> float:
-    """A number drawn evenly from between 0 and 1."""
-    # The complement, because scramble(key) is already the noise of token 1.
-    return float(_between(scramble(~key & WORD) >> 12))
+def uniform(key: int) -> float:
+    """Draw from the uniform distribution on the open interval (0, 1)."""
+    # The complement, because splitmix64(key) is already the noise of token 1.
+    return float(_open_unit(splitmix64(~key & UINT64_MAX) >> 12))
 
 
 def exponential(key: int, tokens: Array) -> Array:
-    """A draw from Exp(1), float64, for each token id of an int64 array."""
-    bits = _scramble_all(tokens * _signed(GOLDEN) + _signed(key))
-    return _minus_log(_between(double(_shift(bits, 12))))
+    """Draw from Exp(1), in float64, for each token id of an int64 array."""
+    bits = _mix_array(tokens * _as_int64(GOLDEN_GAMMA) + _as_int64(key))
+    return _neg_log(_open_unit(float64(_logical_shift(bits, 12))))
 
 
-def _between(bits: Array) -> Array:
-    """52 bits and a half: strictly between 0 and 1, and exact."""
+def exponential_noise(logits: Array, key: int) -> Array:
+    """Draw from Exp(1) for every token of a row of logits or probabilities, on the same device."""
+    xp = array_namespace(logits)
+    return exponential(key, xp.arange(len(logits), dtype=xp.int64, device=logits.device))
+
+
+def _open_unit(bits: Array) -> Array:
+    """Map 52 bits, plus one half, exactly into the open interval (0, 1)."""
     return bits * 2.0**-52 + 2.0**-53
 
 
-def _minus_log(u: Array) -> Array:
+def _neg_log(u: Array) -> Array:
     """-ln(u) by ln m = 2 artanh((m - 1) / (m + 1)) for m in [sqrt(1/2), sqrt(2)), to 1e-16."""
-    mantissa, exponent = namespace(u).frexp(u)
+    mantissa, exponent = array_namespace(u).frexp(u)
     low = mantissa < 0.7071067811865476
     mantissa = mantissa + mantissa * low
     exponent = exponent - low * 1
@@ -64,33 +70,33 @@ def _minus_log(u: Array) -> Array:
     series = square * 0.0
     for power in range(21, 0, -2):
         series = series * square + 1.0 / power
-    return -(double(exponent) * LN2 + 2.0 * s * series)
+    return -(float64(exponent) * LN2 + 2.0 * s * series)
 
 
-def double(x: Array) -> Array:
-    """Spelled out: a product with a Python float is a float32 in torch."""
-    xp = namespace(x)
+def float64(x: Array) -> Array:
+    """Convert explicitly: in torch, a product of a float32 tensor and a Python float stays float32."""
+    xp = array_namespace(x)
     return xp.asarray(x, dtype=xp.float64)
 
 
-def scramble(x: int) -> int:
-    """A 64-bit number, well mixed."""
-    x = (x + GOLDEN) & WORD
-    x = (x ^ (x >> 30)) * FIRST & WORD
-    x = (x ^ (x >> 27)) * SECOND & WORD
+def splitmix64(x: int) -> int:
+    """One step of the splitmix64 generator: a well-mixed 64-bit hash of `x`."""
+    x = (x + GOLDEN_GAMMA) & UINT64_MAX
+    x = (x ^ (x >> 30)) * MIX_1 & UINT64_MAX
+    x = (x ^ (x >> 27)) * MIX_2 & UINT64_MAX
     return x ^ (x >> 31)
 
 
-def _scramble_all(x: Array) -> Array:
-    """The same on an int64 array, whose products wrap and whose shifts keep the sign."""
-    x = (x ^ _shift(x, 30)) * _signed(FIRST)
-    x = (x ^ _shift(x, 27)) * _signed(SECOND)
-    return x ^ _shift(x, 31)
+def _mix_array(x: Array) -> Array:
+    """splitmix64's finalizer on an int64 array, whose products wrap and whose shifts keep the sign."""
+    x = (x ^ _logical_shift(x, 30)) * _as_int64(MIX_1)
+    x = (x ^ _logical_shift(x, 27)) * _as_int64(MIX_2)
+    return x ^ _logical_shift(x, 31)
 
 
-def _shift(x: Array, by: int) -> Array:
+def _logical_shift(x: Array, by: int) -> Array:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _signed(x: int) -> int:
+def _as_int64(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x

@@ -1,99 +1,119 @@
-"""The rules with a request's seed: what a drafter guesses, and which tokens stand.
+"""Drafting and verification under a request's seed: which tokens a drafter guesses and which a target outputs.
 
-Every coin is keyed by the seed, the position, what it decides and, under `block`, where the block began:
-never by a server, a try or the time. So the text is the same whoever judges it, and whenever.
+Every random number is keyed by the seed, the position, its purpose and, under `block`, the start of the block;
+never by the server, the attempt or the time. The output is the same whichever server verifies it, and when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dsi.core.messages import Guess, Sampling
-from dsi.sampling.acceptance_rules import block, match, several
-from dsi.sampling.logits import choose, noise, probabilities, race
-from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, Array, coin, double, key, namespace
+from dsi.sampling.acceptance_rules import block, match, specinfer
+from dsi.sampling.logits import gumbel_argmax, probabilities, sample
+from dsi.sampling.noise import (
+    ACCEPT,
+    DRAFT,
+    RESIDUAL,
+    Array,
+    array_namespace,
+    exponential_noise,
+    float64,
+    noise_key,
+    uniform,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
-    """The row that a guess was drawn from, as it travels: in float32, and only the tokens that can be."""
+    """The distribution a draft token was drawn from, as it is sent: float32, without impossible tokens."""
 
     size: int
     tokens: np.ndarray | None  # None: all
-    shares: np.ndarray
+    probs: np.ndarray
 
     @classmethod
-    def of(cls, row: np.ndarray) -> DraftProbs:
-        [tokens] = row.nonzero()
-        if 2 * len(tokens) > len(row):
-            return cls(len(row), None, row.astype(np.float32))
-        return cls(len(row), tokens.astype(np.int32), row[tokens].astype(np.float32))
+    def from_dense(cls, probs: np.ndarray) -> DraftProbs:
+        [tokens] = probs.nonzero()
+        if 2 * len(tokens) > len(probs):
+            return cls(len(probs), None, probs.astype(np.float32))
+        return cls(len(probs), tokens.astype(np.int32), probs[tokens].astype(np.float32))
 
-    def row(self) -> np.ndarray:
-        """As both ends compute with it: what was rounded away is no part of the draw either."""
+    def dense(self) -> np.ndarray:
+        """The distribution that drafter and target both compute with, renormalised after the rounding."""
         full = np.zeros(self.size)
-        full[slice(None) if self.tokens is None else self.tokens] = self.shares
+        full[slice(None) if self.tokens is None else self.tokens] = self.probs
         return np.asarray(full / full.sum())
 
 
-def guessed(scores: Array, sampling: Sampling, position: int, start: int = 0) -> tuple[list[int], DraftProbs]:
-    """The guesses about a position, drawn independently, and the odds of each."""
-    row = probabilities(scores, sampling)
-    odds = DraftProbs.of(row if isinstance(row, np.ndarray) else row.cpu().numpy())
-    row = odds.row()
-    draws = [start + 1] if sampling.rule == "block" else range(sampling.guesses)
-    return [race(row, noise(row, key(sampling.seed, position, DRAFT, draw))) for draw in draws], odds
+def draw_guesses(
+    logits: Array, sampling: Sampling, position: int, block_start: int = 0
+) -> tuple[list[int], DraftProbs]:
+    """Draw the draft tokens for a position independently, and return them with their distribution."""
+    probs = probabilities(logits, sampling)
+    draft_probs = DraftProbs.from_dense(probs if isinstance(probs, np.ndarray) else probs.cpu().numpy())
+    q = draft_probs.dense()
+    draws = [block_start + 1] if sampling.rule == "block" else range(sampling.guesses)
+    keys = [noise_key(sampling.seed, position, DRAFT, draw) for draw in draws]
+    return [gumbel_argmax(q, exponential_noise(q, key)) for key in keys], draft_probs
 
 
-def judged(rows: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[Guess]]) -> tuple[int, ...]:
-    """The tokens that stand, the first of them at `position`."""
-    if not sampling.needs_guess:
-        return match(rows, sampling, position)
-    if sampling.rule == "block":
-        return _judged_together(rows, sampling, position, guesses)
-    return tuple(_judged(row, sampling, position + i, each) for i, (row, each) in enumerate(zip(rows, guesses)))
-
-
-def _judged(scores: Array, sampling: Sampling, position: int, guesses: Sequence[Guess]) -> int:
-    if not guesses:
-        return choose(scores, sampling, position)
-    p, known = probabilities(scores, sampling), _rows_like(scores, guesses)
-    if len(known) == 1:  # noise takes longer than all the rest: only if it is needed
-        [token] = block([p], known, [_coin(sampling, position, 0)], lambda _: _residual(p, sampling, position, 0))
-        return token
-    coins = [_coin(sampling, position, i) for i in range(len(known))]
-    return several(p, known, coins, _residual(p, sampling, position, 0))
-
-
-def _judged_together(
-    rows: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[Guess]]
+def verify_block(
+    logits: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[Guess]]
 ) -> tuple[int, ...]:
-    """A block of guesses, and after it perhaps a place about which there is none."""
-    known = _rows_like(rows[0], [guess for [guess] in filter(None, guesses)])
-    ps = [probabilities(row, sampling) for row in rows[: len(known)]]
-    coins = [_coin(sampling, position + i, position + 1) for i in range(len(known))]
-    drawn: Callable[[int], Array] = lambda i: _residual(ps[i], sampling, position + i, position + 1)  # noqa: E731
-    found = block(ps, known, coins, drawn)
-    stood = found == tuple(token for token, _ in known)
-    free = rows[len(known) :] if stood else ()
-    return (*found, *(choose(row, sampling, position + len(known) + i) for i, row in enumerate(free)))
+    """Apply the sampling's acceptance rule: the output tokens, the first of them at `position`."""
+    if not sampling.needs_guess:
+        return match(logits, sampling, position)
+    if sampling.rule == "block":
+        return _verify_jointly(logits, sampling, position, guesses)
+    rows = enumerate(zip(logits, guesses))
+    return tuple(_verify_position(row, sampling, position + i, candidates) for i, (row, candidates) in rows)
 
 
-def _rows_like(scores: Array, guesses: Sequence[Guess]) -> list[tuple[int, Array | None]]:
-    """With the odds as rows of the same kind as the scores."""
-    xp = namespace(scores)
+def _verify_position(logits: Array, sampling: Sampling, position: int, guesses: Sequence[Guess]) -> int:
+    if not guesses:
+        return sample(logits, sampling, position)
+    p, candidates = probabilities(logits, sampling), _with_dense_probs(logits, guesses)
+    if len(candidates) == 1:  # the noise costs more than everything else: `block` draws it only if needed
+        u = _acceptance_uniform(sampling, position, 0)
+        [token] = block([p], candidates, [u], lambda _: _residual_noise(p, sampling, position, 0))
+        return token
+    uniforms = [_acceptance_uniform(sampling, position, i) for i in range(len(candidates))]
+    return specinfer(p, candidates, uniforms, _residual_noise(p, sampling, position, 0))
+
+
+def _verify_jointly(
+    logits: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[Guess]]
+) -> tuple[int, ...]:
+    """Verify a block of guesses, and sample the position after it, which may have no guess."""
+    draft = _with_dense_probs(logits[0], [guess for [guess] in filter(None, guesses)])
+    ps = [probabilities(row, sampling) for row in logits[: len(draft)]]
+    uniforms = [_acceptance_uniform(sampling, position + i, position + 1) for i in range(len(draft))]
+
+    def noise(i: int) -> Array:
+        return _residual_noise(ps[i], sampling, position + i, position + 1)
+
+    tokens = block(ps, draft, uniforms, noise)
+    all_accepted = tokens == tuple(token for token, _ in draft)
+    unguessed = logits[len(draft) :] if all_accepted else ()
+    return *tokens, *(sample(row, sampling, position + len(draft) + i) for i, row in enumerate(unguessed))
+
+
+def _with_dense_probs(logits: Array, guesses: Sequence[Guess]) -> list[tuple[int, Array | None]]:
+    """Pair each draft token with its dense distribution, of the logits' array type and device."""
+    xp = array_namespace(logits)
     return [
-        (token, None if odds is None else double(xp.asarray(odds.row(), device=scores.device)))
-        for token, odds in guesses
+        (token, None if probs is None else float64(xp.asarray(probs.dense(), device=logits.device)))
+        for token, probs in guesses
     ]
 
 
-def _coin(sampling: Sampling, position: int, draw: int) -> float:
-    return coin(key(sampling.seed, position, ACCEPT, draw))
+def _acceptance_uniform(sampling: Sampling, position: int, draw: int) -> float:
+    return uniform(noise_key(sampling.seed, position, ACCEPT, draw))
 
 
-def _residual(row: Array, sampling: Sampling, position: int, draw: int) -> Array:
-    return noise(row, key(sampling.seed, position, RESIDUAL, draw))
+def _residual_noise(probs: Array, sampling: Sampling, position: int, draw: int) -> Array:
+    return exponential_noise(probs, noise_key(sampling.seed, position, RESIDUAL, draw))

@@ -45,7 +45,7 @@ def test_it_writes_what_the_model_writes_to_the_end_of_its_room(model: Any) -> N
 def test_guesses_stream_as_if_asked_for_one_by_one(model: Any) -> None:
     text = written(model, [4, 4, 2], 20)
     tokens = [
-        token for token in CudaGraphModel(model, ROOM).guessing(ForwardRequest([4, 4, 2], 3), 20) if token is not None
+        token for token in CudaGraphModel(model, ROOM).poll_draft(ForwardRequest([4, 4, 2], 3), 20) if token is not None
     ]
     assert tokens == text[3:]
 
@@ -62,10 +62,10 @@ def test_a_chain_of_guesses_is_what_one_after_the_other_would_be(model: Any) -> 
     """To the end of the room and no further."""
     text = written(model, [4, 4, 2], ROOM - 2)
     chained = in_a_chain(model)
-    tokens = [token for token in chained.guessing(ForwardRequest([4, 4, 2], 3), 20) if token is not None]
+    tokens = [token for token in chained.poll_draft(ForwardRequest([4, 4, 2], 3), 20) if token is not None]
     assert tokens == text[3:23]
     assert chained.held == text[:22]
-    stream = chained.guessing(ForwardRequest(text[:30], 30), 99)
+    stream = chained.poll_draft(ForwardRequest(text[:30], 30), 99)
     for token in text[30:]:
         assert next(token for token in stream if token is not None) == token
     with pytest.raises(ValueError, match=f"a text of {ROOM + 1} tokens: there is room for {ROOM}"):
@@ -78,7 +78,7 @@ def test_a_chain_that_is_broken_off_leaves_no_trace(looks: int) -> None:
     llama = MODELS["llama"]().eval()
     chained, plain = in_a_chain(llama), SamplingModel(Transformer(llama, slots=1))
     with pytest.raises(Cancelled):
-        list(chained.guessing(ForwardRequest([1, 2, 3], 3, cancelled=After(looks)), 30))
+        list(chained.poll_draft(ForwardRequest([1, 2, 3], 3, cancelled=After(looks)), 30))
     held = chained.held
     assert chained.answer(ForwardRequest(held, 1)) == plain.answer(ForwardRequest(held, 1))
     other = [1, 2, 3, *held[3:5], 7, 7]
@@ -92,8 +92,8 @@ def test_it_answers_as_if_it_had_no_memory(asks: list[tuple[list[int], int]]) ->
     llama = MODELS["llama"]().eval()
     graphed, plain = CudaGraphModel(llama, ROOM), SamplingModel(Transformer(llama, slots=1))
     for text, start in asks:
-        ask = ForwardRequest(text, min(start, len(text) + 1))
-        assert graphed.answer(ask) == plain.answer(ask)
+        request = ForwardRequest(text, min(start, len(text) + 1))
+        assert graphed.answer(request) == plain.answer(request)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8, seed=3), Sampling(1.0, 20, 0.9, seed=7)])
@@ -103,7 +103,7 @@ def test_a_seed_gives_the_same_tokens_as_without_a_static_cache(sampling: Sampli
     text = list(range(30))
     asked = ForwardRequest(text, 11, sampling=sampling)
     assert CudaGraphModel(llama, ROOM).answer(asked) == SamplingModel(Transformer(llama)).answer(asked)
-    stream = CudaGraphModel(llama, ROOM).guessing(ForwardRequest([1, 2], 2, sampling=sampling), 9)
+    stream = CudaGraphModel(llama, ROOM).poll_draft(ForwardRequest([1, 2], 2, sampling=sampling), 9)
     found = [1, 2]
     for _ in range(9):
         found += SamplingModel(Transformer(llama)).answer(ForwardRequest(found, len(found), sampling=sampling))
@@ -162,7 +162,7 @@ def test_an_oracle_says_what_its_mind_says_and_computes_with_its_body() -> None:
         text += mind.answer(ForwardRequest(text, len(text)))
     assert oracle.answer(ForwardRequest(text, 4)) == mind.answer(ForwardRequest(text, 4))
     assert oracle.answer(ForwardRequest(text, len(text) + 1)) == ()
-    assert [token for token in oracle.guessing(ForwardRequest([1, 2, 3], 3), 8) if token is not None] == text[3:]
+    assert [token for token in oracle.poll_draft(ForwardRequest([1, 2, 3], 3), 8) if token is not None] == text[3:]
     assert body.held == text[:-1]  # it has read what the mind said, not what it found itself
 
 
@@ -171,20 +171,20 @@ def test_an_oracle_thinks_while_its_body_computes() -> None:
     looks: list[int] = []
 
     class Body:
-        def answering(self, ask: ForwardRequest) -> Iterator[None]:  # noqa: ARG002
+        def poll_answer(self, request: ForwardRequest) -> Iterator[None]:  # noqa: ARG002
             for look in range(3):
                 looks.append(look)
                 yield None
 
     class AdaptiveController:
-        def answer(self, ask: ForwardRequest) -> tuple[int, ...]:
-            return (len(looks),) * ask.places
+        def answer(self, request: ForwardRequest) -> tuple[int, ...]:
+            return (len(looks),) * request.num_positions
 
-    answering = Oracle(Body(), AdaptiveController()).answering(ForwardRequest([1, 2, 3], 2))  # type: ignore[arg-type]
+    poll_answer = Oracle(Body(), AdaptiveController()).poll_answer(ForwardRequest([1, 2, 3], 2))  # type: ignore[arg-type]
     for _ in range(3):
-        next(answering)
+        next(poll_answer)
     with pytest.raises(StopIteration) as end:
-        next(answering)
+        next(poll_answer)
     assert end.value.value == (1, 1)
 
 

@@ -121,16 +121,16 @@ class Play:
         self.flying: dict[int, tuple[ForwardRequest, Wish, Any]] = {}
         self.dead: set[int] = set()
 
-    def ask(self, server: int, wish: str, amount: int) -> None:
+    def request(self, server: int, wish: str, amount: int) -> None:
         if wish == "branch":
             self.text = self.text[: max(1, len(self.text) - amount)]
         self.text = (self.text + [(7 * amount + len(self.text)) % 50] * amount)[: ROOM - 8]
         flag = Wish()
-        ask = ForwardRequest(list(self.text), max(1, len(self.text) + 1 - amount), cancelled=flag)
-        self.flying[server] = ask, flag, self.crew[server].answering(ask)
+        request = ForwardRequest(list(self.text), max(1, len(self.text) + 1 - amount), cancelled=flag)
+        self.flying[server] = request, flag, self.crew[server].poll_answer(request)
 
     def look(self, server: int) -> None:
-        ask, flag, steps = self.flying[server]
+        request, flag, steps = self.flying[server]
         try:
             next(steps)
             return
@@ -142,7 +142,7 @@ class Play:
         if found is None:
             assert flag.gone
         else:
-            assert found == self.plain.answer(ForwardRequest(ask.tokens, ask.start))
+            assert found == self.plain.answer(ForwardRequest(request.tokens, request.start))
 
     def cancel(self, server: int, wish: str) -> None:
         """A server that is killed computes no more; what others build on goes on without it."""
@@ -168,7 +168,7 @@ def test_whatever_the_order_each_answers_as_if_alone(
     play = Play(crew, llama)
     for server, wish, amount in moves:
         if server not in play.flying and server not in play.dead:
-            play.ask(server, wish, amount)
+            play.request(server, wish, amount)
         elif server in play.flying and wish in ("cancel", "kill"):
             play.cancel(server, wish)
         for _ in range(amount):
@@ -181,11 +181,11 @@ def test_whatever_the_order_each_answers_as_if_alone(
 def test_a_server_reads_only_what_no_other_is_reading(crew: list[CudaGraphModel]) -> None:
     text = list(range(20, 40))
     shelf = crew[0]._shelf
-    first = crew[0].answering(ForwardRequest(text[:12], 12))
+    first = crew[0].poll_answer(ForwardRequest(text[:12], 12))
     for _ in range(8):
         next(first)
     before = len(shelf.tokens)
-    second = crew[1].answering(ForwardRequest(text, 13))
+    second = crew[1].poll_answer(ForwardRequest(text, 13))
     next(second)
     assert (before, shelf._flying[-1].begin) == (12, 12)
     for steps in (first, second):

@@ -121,9 +121,9 @@ def test_through_text_and_back_a_model_agrees_with_itself(sampling: Sampling) ->
     slem, target = SLEM(LlamaCpu(model), own, own, 512), SamplingModel(LlamaCpu(model))
     tokens, right = list(text.encode("Tom and his dog")), 0
     for _ in range(32):
-        ask = ForwardRequest(tokens, len(tokens), sampling=sampling)
-        [truth] = target.answer(ask)
-        right += slem.answer(ask) == (truth,)
+        request = ForwardRequest(tokens, len(tokens), sampling=sampling)
+        [truth] = target.answer(request)
+        right += slem.answer(request) == (truth,)
         tokens.append(truth)
     assert right >= 30
 

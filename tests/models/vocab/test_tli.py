@@ -137,8 +137,8 @@ def test_a_drafter_that_differs_in_its_ids_alone_is_always_right(sampling: Sampl
     target = SamplingModel(LlamaCpu(llama("byte_level")))
     tokens = list(tongue("byte_level").encode("北京 \t🙂 once"))
     for _ in range(60):
-        ask = ForwardRequest(tokens, len(tokens), sampling=sampling)
-        [truth] = target.answer(ask)
+        request = ForwardRequest(tokens, len(tokens), sampling=sampling)
+        [truth] = target.answer(request)
         if truth < len(tongue("byte_level")):  # rows beyond the tokenizer mean nothing to anybody
-            assert drafter.answer(ask) == (truth,)
+            assert drafter.answer(request) == (truth,)
         tokens.append(truth)

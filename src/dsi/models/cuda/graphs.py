@@ -337,8 +337,8 @@ class CudaGraphModel:
         told.copy_(self._found[:size], non_blocking=True)
         return rows
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        steps = self.answering(ask)
+    def answer(self, request: ForwardRequest) -> Tokens:
+        steps = self.poll_answer(request)
         while True:
             try:
                 next(steps)
@@ -346,41 +346,41 @@ class CudaGraphModel:
                 found: Tokens = end.value
                 return found
 
-    def answering(self, ask: ForwardRequest) -> Generator[None, None, Tokens]:
+    def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
         """As `answer`, but it yields while the GPU computes."""
-        self._check(ask)
+        self._check(request)
         while self._shelf.reader is not None:
             yield None
-        begin = self._kept(ask)
+        begin = self._kept(request)
         found: Tokens = ()
         try:
-            while begin < len(ask.tokens):
-                fresh, size = self._next(ask.tokens, begin)
-                self._shelf.reader = self if begin + len(fresh) < len(ask.tokens) else None
-                found += yield from self._reading(ask, begin, fresh, size)
+            while begin < len(request.tokens):
+                fresh, size = self._next(request.tokens, begin)
+                self._shelf.reader = self if begin + len(fresh) < len(request.tokens) else None
+                found += yield from self._reading(request, begin, fresh, size)
                 begin += len(fresh)
         finally:
             if self._shelf.reader is self:
                 self._shelf.reader = None
-        return found[len(found) - ask.places :]
+        return found[len(found) - request.num_positions :]
 
-    def guessing(self, ask: ForwardRequest, count: int, mind: Model | None = None) -> Iterator[int | None]:
+    def poll_draft(self, request: ForwardRequest, count: int, mind: Model | None = None) -> Iterator[int | None]:
         """Guess after guess; `mind` says what is guessed in place of the model itself."""
-        [token] = yield from self.answering(ask)
+        [token] = yield from self.poll_answer(request)
         if mind is not None:
-            [token] = mind.answer(ask)
-        if self._followers and ask.sampling.temperature == 0:
-            yield from self._chain(ask, token, count, mind)
+            [token] = mind.answer(request)
+        if self._followers and request.sampling.temperature == 0:
+            yield from self._chain(request, token, count, mind)
         else:
-            yield from self._one_by_one(ask, token, count, mind)
+            yield from self._one_by_one(request, token, count, mind)
 
-    def _chain(self, ask: ForwardRequest, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
+    def _chain(self, request: ForwardRequest, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
         """Each forward is sent after the one before it shortly before that ends: the GPU has no gaps."""
-        text = [*ask.tokens, token]
+        text = [*request.tokens, token]
         forwards = min(count - 1, self.context + 1 - len(text))
         if forwards:
             self._ids_now[0], self._length_now[0] = token, len(text) - 1
-            link = DraftPipeline(self._forwards[1], ask.cancelled, self._guess_seconds)
+            link = DraftPipeline(self._forwards[1], request.cancelled, self._guess_seconds)
         yield token
         for place in range(forwards):
             said = mind.answer(ForwardRequest(text, len(text))) if mind is not None else ()
@@ -390,28 +390,28 @@ class CudaGraphModel:
             text.append(token)
             yield token
         if forwards < count - 1:
-            yield from self.answering(ForwardRequest(text, len(text)))  # which says that there is no room
+            yield from self.poll_answer(ForwardRequest(text, len(text)))  # which says that there is no room
 
-    def _one_by_one(self, ask: ForwardRequest, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
-        text = [*ask.tokens, token]
+    def _one_by_one(self, request: ForwardRequest, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
+        text = [*request.tokens, token]
         yield token
         for _ in range(count - 1):
-            further = ForwardRequest(text, len(text), None, ask.sampling, ask.cancelled)
-            [token] = yield from self.answering(further)
+            further = ForwardRequest(text, len(text), None, request.sampling, request.cancelled)
+            [token] = yield from self.poll_answer(further)
             if mind is not None:
                 [token] = mind.answer(further)
             text.append(token)
             yield token
 
-    def _check(self, ask: ForwardRequest) -> None:
-        if ask.start < 1:
+    def _check(self, request: ForwardRequest) -> None:
+        if request.start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
-        if len(ask.tokens) > self.context:
-            raise ValueError(f"a text of {len(ask.tokens)} tokens: there is room for {self.context}")
+        if len(request.tokens) > self.context:
+            raise ValueError(f"a text of {len(request.tokens)} tokens: there is room for {self.context}")
 
-    def _kept(self, ask: ForwardRequest) -> int:
+    def _kept(self, request: ForwardRequest) -> int:
         """How much of this text need not be read again."""
-        return min(common(self.held, ask.tokens), ask.start - 1)
+        return min(common(self.held, request.tokens), request.start - 1)
 
     def _next(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
         """What one forward reads after the first tokens, and how wide a forward."""
@@ -422,16 +422,18 @@ class CudaGraphModel:
         self._ids_now[: len(fresh)], self._length_now[0] = fresh, begin
         return self._shelf.begin(forward, begin, fresh, cancelled)
 
-    def _reading(self, ask: ForwardRequest, begin: int, fresh: list[int], size: int) -> Generator[None, None, Tokens]:
+    def _reading(
+        self, request: ForwardRequest, begin: int, fresh: list[int], size: int
+    ) -> Generator[None, None, Tokens]:
         """One forward over these tokens of the text, and the tokens found after each of its places."""
         forward, new = self._forwards[size], len(fresh)
-        yield from self._shelf.going_on(self._begin(forward, begin, fresh, ask.cancelled))
-        if ask.sampling.temperature == 0:
+        yield from self._shelf.going_on(self._begin(forward, begin, fresh, request.cancelled))
+        if request.sampling.temperature == 0:
             found: Tokens = tuple(self._found_now[:new].tolist())
             return found
-        asked = max(0, ask.start - begin - 1)  # rows before it are not asked about
+        asked = max(0, request.start - begin - 1)  # rows before it are not asked about
         with torch.inference_mode(), on(self._stream):
-            return match(forward.rows[asked:new].float(), ask.sampling, begin + 1 + asked)
+            return match(forward.rows[asked:new].float(), request.sampling, begin + 1 + asked)
 
     def _size(self, begin: int, new: int) -> int:
         """The next recorded size that holds all that is new; at the end of the room, one without padding."""

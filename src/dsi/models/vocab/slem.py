@@ -17,7 +17,7 @@ from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.models.protocol import Backend, ForwardRequest
 from dsi.models.vocab.vocabulary import SEAM, Vocabulary, Written, fitting, unfinished
-from dsi.sampling.logits import choose
+from dsi.sampling.logits import sample
 
 REACH = 24  # tokens that the drafter writes at most for one guess
 BEHIND = 8  # tokens before the new ones that are encoded with them, so that they divide as they would
@@ -33,13 +33,13 @@ class SLEM:
         self._written = Written(target)
         self._steps: OrderedDict[tuple[Tokens, Sampling], int] = OrderedDict()
 
-    def answer(self, ask: ForwardRequest) -> Tokens:
-        if ask.start > len(ask.tokens):
-            read = fitting(self._drafter.read(self._text(ask.tokens)), self._context)
-            self._backend.forward(read, len(read) + 1, ask.cancelled)
-        return tuple(self._guess(ask.tokens[:i], ask) for i in range(ask.start, len(ask.tokens) + 1))
+    def answer(self, request: ForwardRequest) -> Tokens:
+        if request.start > len(request.tokens):
+            read = fitting(self._drafter.read(self._text(request.tokens)), self._context)
+            self._backend.forward(read, len(read) + 1, request.cancelled)
+        return tuple(self._guess(request.tokens[:i], request) for i in range(request.start, len(request.tokens) + 1))
 
-    def _guess(self, tokens: Sequence[int], ask: ForwardRequest) -> int:
+    def _guess(self, tokens: Sequence[int], request: ForwardRequest) -> int:
         """What the drafter writes from the beginning of the last word, if it agrees with the word so far.
 
         For the target may have written half of it, and the drafter may have no token that begins there. If
@@ -50,20 +50,20 @@ class SLEM:
         start = last_seam(text, end)
         found = None
         if start < end:
-            found = self._continued(text, start, before, ask, strict=True)
+            found = self._continued(text, start, before, request, strict=True)
         if found is None:
-            found = self._continued(text, end, before, ask, strict=False)
+            found = self._continued(text, end, before, request, strict=False)
         if found is None:
             return tokens[-1] if tokens else 0  # nothing sensible: as good a token as any
         return found
 
-    def _continued(self, text: bytes, start: int, before: bytes, ask: ForwardRequest, strict: bool) -> int | None:
+    def _continued(self, text: bytes, start: int, before: bytes, request: ForwardRequest, strict: bool) -> int | None:
         """The token that follows `text` if the drafter writes on after its first `start` bytes."""
         read, rest, written = self._drafter.read(text[:start]), text[start:], b""
         space = b" " if self._drafter.leads and not start else b""  # which it puts before every text
         found: Tokens | None = ()
         for _ in range(REACH):
-            token, said = self._step(read, ask), written.removeprefix(space)
+            token, said = self._step(read, request), written.removeprefix(space)
             if token in self._drafter.ends:
                 return found[0] if found else self._target.end if said.startswith(rest) else None
             piece = self._drafter.piece(token)
@@ -90,13 +90,13 @@ class SLEM:
         """No token of the target begins with all that is new and goes on: more text makes no longer one."""
         return not self._target.can_go_on(b" " * (self._target.leads and not before) + new)
 
-    def _step(self, read: Tokens, ask: ForwardRequest) -> int:
+    def _step(self, read: Tokens, request: ForwardRequest) -> int:
         """The drafter's own next token; its noise is that of its own place and vocabulary."""
-        key = (read, ask.sampling)
+        key = (read, request.sampling)
         if key not in self._steps:
             fits = fitting(read, self._context)
-            row = self._backend.forward(fits, len(fits), ask.cancelled)[0]
-            self._steps[key] = choose(row, ask.sampling, len(read))
+            row = self._backend.forward(fits, len(fits), request.cancelled)[0]
+            self._steps[key] = sample(row, request.sampling, len(read))
             if len(self._steps) > STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)

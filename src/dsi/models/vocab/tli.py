@@ -13,7 +13,7 @@ from dsi.models.hf import common
 from dsi.models.protocol import Backend, CancelFlag
 from dsi.models.vocab.token_map import carried, shared
 from dsi.models.vocab.vocabulary import Vocabulary, fitting, unfinished
-from dsi.sampling.noise import namespace
+from dsi.sampling.noise import array_namespace
 
 LONGEST = 64  # tokens that are written anew together: so much is done again for each token more
 
@@ -91,7 +91,7 @@ class TLI:
             read = self._read(tokens)
             return self._backend.forward(read, len(read) + 1, cancelled)
         rows = [self._row(tokens[:i], cancelled) for i in range(start, len(tokens) + 1)]
-        found = rows[0] if len(rows) == 1 else namespace(rows[0]).concatenate(rows)
+        found = rows[0] if len(rows) == 1 else array_namespace(rows[0]).concatenate(rows)
         return carried(found, self.shared, self._size)
 
     def _row(self, tokens: Sequence[int], cancelled: CancelFlag) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dsi.sampling.noise import Array, namespace
+from dsi.sampling.noise import Array, array_namespace
 
 Meaning = bytes | str  # what a token writes, or the name of one that writes nothing
 NOTHING = ""  # the name of an id that no token has
@@ -135,7 +135,7 @@ def shared(drafter: TokenMap, target: TokenMap) -> Shared:
 
 def carried(rows: Array, tokens: Shared, size: int) -> Array:
     """Rows over the drafter's vocabulary as rows over the target's; what is not shared cannot win."""
-    xp = namespace(rows)
+    xp = array_namespace(rows)
     found = xp.full((len(rows), size), -float("inf"), dtype=rows.dtype, device=rows.device)
     here, there = (xp.asarray(ids, device=rows.device) for ids in (tokens.drafter, tokens.target))
     found[:, there] = rows[:, here]
