@@ -45,7 +45,7 @@ bench: setup
 	$(BIN)/python benchmarks/rules.py
 	$(BIN)/python benchmarks/serve.py
 	$(BIN)/python benchmarks/cluster.py
-	$(BIN)/python benchmarks/ray.py
+	$(BIN)/python benchmarks/ray_cluster.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,17 +1,17 @@
 """What one event costs, and whether that grows with the text. Measured.
 
-A single DSI request on seven targets in virtual time: `loop` is everything (engine, core, dispatch, heap,
+A single DSI request on seven targets in virtual time: `loop` is everything (engine, core, scheduler, heap,
 toy models), `core` is the state machine alone. Processor time, so that a busy machine does not count.
-Target: a loop under 25 microseconds, flat within 25%.
+Goal: a loop under 25 microseconds, flat within 25%.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+from functools import partial
 from statistics import median
 from time import process_time
 
+import harness
 from dsi.core.messages import Event, Step
 from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
@@ -21,21 +21,23 @@ LENGTHS = (50, 500, 5000)
 MOST_MICROSECONDS, MOST_GROWTH = 25.0, 1.25
 
 
-def run(tokens: int, seed: int) -> tuple[float, float]:
-    """Microseconds per event, of the loop and of the core."""
+def microseconds_per_event(tokens: int, seed: int) -> tuple[float, float]:
+    """Time the whole loop, and the core alone in a second run."""
     setting = SimulationConfig(20.0, 2.0, 0.8, sp=7, tokens=tokens)
-    engine = EngineLoop(setting.simulated(seed))
+    return loop_microseconds(setting, seed), core_microseconds(setting, seed)
+
+
+def loop_microseconds(setting: SimulationConfig, seed: int) -> float:
+    engine, events = EngineLoop(setting.simulated(seed)), 0
     began = process_time()
-    live = engine.submit(Request(PROMPT, tokens, setting.policy("dsi")))
-    events = 0
+    live = engine.submit(Request(PROMPT, setting.tokens, setting.policy("dsi")))
     while not live.done:
         engine.step()
         events += 1
-    return (process_time() - began) / events * 1e6, core(setting, seed)
+    return (process_time() - began) / events * 1e6
 
 
-def core(setting: SimulationConfig, seed: int) -> float:
-    """The same run again, with a stopwatch around the state machine."""
+def core_microseconds(setting: SimulationConfig, seed: int) -> float:
     engine = EngineLoop(setting.simulated(seed))
     live = engine.submit(Request(PROMPT, setting.tokens, setting.policy("dsi")))
     handle, spent, events = live.generation.handle, 0.0, 0
@@ -54,32 +56,23 @@ def core(setting: SimulationConfig, seed: int) -> float:
     return spent / events * 1e6
 
 
-def measure(repeats: int) -> dict[int, tuple[float, float]]:
-    """Medians, the lengths interleaved so that a noisy moment falls on all of them."""
-    times: dict[int, list[tuple[float, float]]] = {tokens: [] for tokens in LENGTHS}
-    for seed in range(repeats):
-        for tokens in LENGTHS:
-            times[tokens].append(run(tokens, seed))
-    return {tokens: (median(a for a, _ in runs), median(b for _, b in runs)) for tokens, runs in times.items()}
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found = measure(options.repeats)
-    loops = [loop for loop, _ in found.values()]
+    options = harness.arguments(__doc__, "--repeats 3", repeats=15).parse_args()
+    contenders = {tokens: partial(microseconds_per_event, tokens) for tokens in LENGTHS}
+    runs = harness.interleave(contenders, range(options.repeats))
+    rows = [
+        {"tokens": tokens, "loop_us": median(loop for loop, _ in times), "core_us": median(core for _, core in times)}
+        for tokens, times in runs.items()
+    ]
+    loops = [row["loop_us"] for row in rows]
     growth = max(loops) / min(loops)
     met = max(loops) < MOST_MICROSECONDS and growth < MOST_GROWTH
-    if options.json:
-        rows = [{"tokens": n, "loop_us": loop, "core_us": core} for n, (loop, core) in found.items()]
-        print(json.dumps({"label": "measured", "rows": rows, "growth": growth, "met": met}))
-        return
-    print("tokens   loop us/event   core us/event   (measured)")
-    for tokens, (loop, alone) in found.items():
-        print(f"{tokens:6}   {loop:13.1f}   {alone:13.1f}")
-    print(f"growth {growth:.2f}; under {MOST_MICROSECONDS:g} us and flat within 25%: {'yes' if met else 'NO'}")
+    lines = harness.table(
+        ("tokens", "loop us/event", "core us/event (measured)"),
+        [(row["tokens"], f"{row['loop_us']:.1f}", f"{row['core_us']:.1f}") for row in rows],
+    )
+    verdict = f"growth {growth:.2f}; under {MOST_MICROSECONDS:g} us and flat within 25%: {'yes' if met else 'NO'}"
+    harness.report(options, "measured", {"rows": rows, "growth": growth, "met": met}, [*lines, verdict])
 
 
 if __name__ == "__main__":

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 from time import perf_counter
 
+import harness
 from dsi.paper.figures import figure2, figure3, headings
 from dsi.paper.grid import TOKENS, grid
 from dsi.plot.heatmap import png
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = harness.arguments(__doc__, "--tokens 20", tokens=TOKENS).parse_args()
     began = perf_counter()
-    found = grid(options.tokens)
+    speeds = grid(options.tokens)
     computed = perf_counter() - began
-    for panels, heading in zip((figure2(found), figure3(found)), headings(found)):
+    for panels, heading in zip((figure2(speeds), figure3(speeds)), headings(speeds)):
         png(list(panels.values()), heading)
     total = perf_counter() - began
-    if options.json:
-        figures = {"settings": found.settings, "seconds": computed, "seconds_with_pictures": total}
-        print(json.dumps({"label": "measured", "tokens": options.tokens, **figures}))
-    else:
-        rate = found.settings / computed
-        print(f"{found.settings:,} settings of {options.tokens} tokens in {computed:.2f} s: {rate:,.0f}/s")
-        print(f"both figures, pictures included: {total:.2f} s (measured)")
+    results = {
+        "tokens": options.tokens,
+        "settings": speeds.settings,
+        "seconds": computed,
+        "seconds_with_pictures": total,
+    }
+    lines = [
+        f"{speeds.settings:,} settings of {options.tokens} tokens in {computed:.2f} s: "
+        f"{speeds.settings / computed:,.0f}/s",
+        f"both figures, pictures included: {total:.2f} s (measured)",
+    ]
+    harness.report(options, "measured", results, lines)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import transformers
 
+from divergence import divergences
 from dsi.core.messages import DRAFTER, GREEDY, TARGET, Sampling
 from dsi.core.policies import named
 from dsi.core.request import Completion, Request
 from dsi.engine.build import quiet
 from dsi.engine.profile_cuda import Costs, costs, in_order
-from dsi.experiments.divergence import divergences
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.worker import PrefixTable, Server

@@ -17,7 +17,6 @@ from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
 from dsi.engine.build import load_apart
-from dsi.experiments.unbiased import Remembered, chi_square
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.worker import Server
@@ -28,6 +27,7 @@ from dsi.sampling import acceptance_rules as rules
 from dsi.sampling import verify
 from dsi.sampling.logits import probabilities
 from fate import Fate, law
+from unbiased import CachedLogits, chi_square
 
 WORDS = 3
 LENGTH = 4
@@ -233,12 +233,12 @@ def test_several_drafters_are_refused_where_arrival_would_choose() -> None:
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[Remembered, Remembered]:
+def pair() -> tuple[CachedLogits, CachedLogits]:
     found = load_apart("builtin", "builtin")
-    return Remembered(found.target.backend), Remembered(found.drafter.backend)
+    return CachedLogits(found.target.backend), CachedLogits(found.drafter.backend)
 
 
-SAMPLES = 1500  # `benchmarks/rules.py` takes enough to see a total variation of 0.02
+SAMPLES = 1500  # `benchmarks/unbiased.py` takes enough to see a total variation of 0.02
 PROMPT = (407, 311, 68, 272)
 
 

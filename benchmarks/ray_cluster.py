@@ -5,12 +5,9 @@ Waited: models that wait instead of computing, on real actors. `--only` picks pa
 
 from __future__ import annotations
 
-import sys
-
-sys.path.pop(0)  # or this file would be what `import ray` finds
-
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections import Counter
