@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dsi.engine.build import quiet
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import PROMPTS
-from dsi.models.names import folder
+from dsi.models.names import model_path
 
 Write = Callable[[str], tuple[tuple[int, ...], float]]  # a prompt to its tokens and seconds
 
@@ -44,8 +44,10 @@ def ours(engine: Engine, algorithm: str, lookahead: int | None, tokens: int) -> 
 
 def theirs(tokens: int, threads: int, assisted: bool) -> Write:
     """transformers' generate, in this process, with all cores."""
-    target, drafter = (AutoModelForCausalLM.from_pretrained(folder("builtin", role)) for role in ("target", "drafter"))
-    tokenizer = AutoTokenizer.from_pretrained(folder("builtin", "target"))
+    target, drafter = (
+        AutoModelForCausalLM.from_pretrained(model_path("builtin", role)) for role in ("target", "drafter")
+    )
+    tokenizer = AutoTokenizer.from_pretrained(model_path("builtin", "target"))
     target, drafter = target.float().eval(), drafter.float().eval()
     options: dict[str, Any] = {"assistant_model": drafter} if assisted else {}
 

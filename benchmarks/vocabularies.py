@@ -21,7 +21,7 @@ from dsi.core.messages import Sampling
 from dsi.engine.build import backend, quiet, tokenizer
 from dsi.experiments.compare import PROMPTS
 from dsi.models.hf import load
-from dsi.models.names import folder
+from dsi.models.names import model_path
 from dsi.models.protocol import CancelFlag, ForwardRequest, Model, SamplingModel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.slem import SLEM
@@ -125,8 +125,8 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=80)
     asked = options.parse_args()
     quiet()
-    model = load(folder("builtin", "target"))
-    text = tokenizer(folder("builtin", "target"), model)
+    model = load(model_path("builtin", "target"))
+    text = tokenizer(model_path("builtin", "target"), model)
     own = Vocabulary(text, model.config.vocab_size)
     stories = written(model, text, asked.stories, 160)
     tongues = {"the target's": text.tokenizer}

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from command import document, dsi
 from dsi.experiments.profile import Profile
-from dsi.models.names import folder
+from dsi.models.names import model_path
 
 LATENCY = {
     "target": {"ttft_ms": {"mean": 30.0}, "tpot_ms": {"mean": 20.0}},
@@ -41,7 +41,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         max_position_embeddings=96,
     )
     LlamaForCausalLM(config).save_pretrained(path)
-    AutoTokenizer.from_pretrained(folder("builtin", "target")).save_pretrained(path)
+    AutoTokenizer.from_pretrained(model_path("builtin", "target")).save_pretrained(path)
     return path
 
 

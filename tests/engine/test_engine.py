@@ -22,7 +22,7 @@ from transformers import (
 from dsi.core.policies import ALGORITHMS
 from dsi.engine.build import load_pair, place
 from dsi.engine.engine import Engine
-from dsi.models.names import folder
+from dsi.models.names import model_path
 
 PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")
 
@@ -36,8 +36,8 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
     """What transformers' own greedy generation writes."""
-    tokenizer = AutoTokenizer.from_pretrained(folder("builtin", "target"))
-    model = AutoModelForCausalLM.from_pretrained(folder("builtin", "target"), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_path("builtin", "target"))
+    model = AutoModelForCausalLM.from_pretrained(model_path("builtin", "target"), dtype=torch.float32)
     texts = {}
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt")
@@ -154,7 +154,7 @@ def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
         vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(folder("builtin", "target"))
+    tokenizer = AutoTokenizer.from_pretrained(model_path("builtin", "target"))
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"another vocabulary \(4097 tokens\) than the target builtin \(4096"):
@@ -180,7 +180,7 @@ def test_it_drops_into_transformers(role: str) -> None:
     import dsi
 
     if role == "builtin":
-        big, small = (AutoModelForCausalLM.from_pretrained(folder("builtin", r)) for r in ("target", "drafter"))
+        big, small = (AutoModelForCausalLM.from_pretrained(model_path("builtin", r)) for r in ("target", "drafter"))
         big, small = big.float(), small.float()
     else:
         torch.manual_seed(0)

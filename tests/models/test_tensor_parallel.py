@@ -22,7 +22,7 @@ from dsi.engine.build import backend
 from dsi.engine.engine import Engine
 from dsi.models import tensor_parallel as parallel
 from dsi.models.hf import Transformer, load
-from dsi.models.names import folder
+from dsi.models.names import model_path
 from dsi.models.protocol import Cancelled
 from dsi.models.tensor_parallel import Lost, TensorParallel, check
 
@@ -99,7 +99,7 @@ def test_the_rows_are_those_of_the_whole_model(split: Callable[..., TensorParall
 
 
 def test_the_rows_of_the_built_in_target_are_the_same(split: Callable[..., TensorParallel]) -> None:
-    model = load(folder("builtin", "target"))
+    model = load(model_path("builtin", "target"))
     assert same_rows(model, backend(model), split(model), 25)
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from dsi.models.names import folder
+from dsi.models.names import model_path
 from dsi.models.tokenizer import Detokenizer, Stops, Tokenizer
 
 
@@ -24,7 +24,7 @@ def byte_tokenizer() -> Any:
 
 
 BYTES = Tokenizer(byte_tokenizer())
-PAIR = Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder("builtin", "target")))
+PAIR = Tokenizer(PreTrainedTokenizerFast.from_pretrained(model_path("builtin", "target")))
 WORDS = st.text(st.sampled_from("ab é雪🙂\n.") | st.characters(codec="utf-8", exclude_characters="\ufffd"), max_size=20)
 
 
@@ -88,11 +88,11 @@ def test_special_tokens_end_a_text_and_are_not_shown() -> None:
 
 
 def test_vocabularies_are_compared() -> None:
-    assert PAIR.same_vocabulary(Tokenizer(PreTrainedTokenizerFast.from_pretrained(folder("builtin", "drafter"))))
+    assert PAIR.same_vocabulary(Tokenizer(PreTrainedTokenizerFast.from_pretrained(model_path("builtin", "drafter"))))
     assert not PAIR.same_vocabulary(BYTES)
 
 
 def test_the_pair_is_in_the_package() -> None:
-    sizes = [file.stat().st_size for file in Path(folder("builtin", "target")).parent.rglob("*") if file.is_file()]
+    sizes = [file.stat().st_size for file in Path(model_path("builtin", "target")).parent.rglob("*") if file.is_file()]
     assert sum(sizes) < 40e6
     assert max(sizes) < 16e6

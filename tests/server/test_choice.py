@@ -7,7 +7,7 @@ from dsi.core.generation import ACCEPTED, CORRECTED, PLAIN
 from dsi.core.sequence import TokenSequence
 from dsi.engine.build import Pace
 from dsi.fleets.spans import Span
-from dsi.models.names import folder
+from dsi.models.names import model_path
 from dsi.models.tokenizer import Tokenizer
 from dsi.server.choice import ChoiceOutput
 from dsi.server.engine_thread import EngineOutput
@@ -16,7 +16,7 @@ from dsi.server.estimate import nonsi_seconds, own_pace, si_seconds
 
 @pytest.fixture(scope="module")
 def tongue() -> Tokenizer:
-    return Tokenizer(AutoTokenizer.from_pretrained(folder("builtin", "target")))
+    return Tokenizer(AutoTokenizer.from_pretrained(model_path("builtin", "target")))
 
 
 def updates(tongue: Tokenizer, text: str, each: int = 1) -> list[EngineOutput]:

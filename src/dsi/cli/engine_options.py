@@ -57,7 +57,7 @@ def needs_of(options: dict[str, Any]) -> dict[str, Any]:
     asked = {role: text for role, text in given.items() if text is not None}
     if asked and options["fleet"] is None:
         [(role, text), *_] = asked.items()
-        raise ValueError(f"{role} needs {text!r}: are for --fleet ray")
+        raise ValueError(f"{role} resources {text!r}: are for --fleet ray")
     if not asked:
         return {}
     from dsi.fleets.ray_actors import parse_resources

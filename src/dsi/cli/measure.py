@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsi.cli import output as show
-from dsi.models.names import check_apart, full_name
+from dsi.engine.config import EngineConfig
+from dsi.models.names import full_name
 
 if TYPE_CHECKING:
     from dsi.engine.build import ModelPair
@@ -244,7 +245,7 @@ def _bench(options: dict[str, Any], **least: int) -> Bench:
     for name, bound in least.items():
         if options[name] < bound:
             raise ValueError(f"{name} {options[name]}: must be at least {bound}")
-    check_apart(*(options[name] for name in MEANS))
+    EngineConfig(**{name: options[name] for name in MEANS}).check_measurable()
     texts = prompts.read(options["dataset"], options["field"], options["template"])
     profile = _profile(options)
     pair = _load(options)

@@ -10,7 +10,7 @@ import typer
 
 from dsi.cli import output as show
 from dsi.cli.options import Dtype, Json, Profile
-from dsi.models.names import check_apart
+from dsi.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from dsi.planning.plan import Change, Evidence, Offer
@@ -149,8 +149,7 @@ def gathered(
 
 
 def here(target: str, drafters: list[str], cores: int, dtype: str) -> Evidence:
-    for name in drafters:
-        check_apart(target, name, dtype, None)  # before anything that takes seconds
+    EngineConfig(target, tuple(drafters), dtype=dtype).check_measurable()  # before anything that takes seconds
     with show.working(f"loading {target} and {', '.join(drafters)}"):
         from dsi.engine.profile_cpu import measured, steps_of_measuring
     with show.progress("measurements", steps_of_measuring(cores, len(drafters))) as advance:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from dsi.core.latency_table import LatencyTable
 from dsi.core.messages import DRAFTER, TARGET
+from dsi.engine.config import EngineConfig
 from dsi.experiments.simulate import fastest_patience
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.processes import FORK, ProcessFleet
@@ -24,11 +25,12 @@ from dsi.fleets.worker import Server
 from dsi.models.child_process import die_with_parent
 from dsi.models.hf import Transformer, load
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.names import AUTO, NGRAM, SAME, check_apart, folder
+from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
 from dsi.models.tensor_parallel import Lost, TensorParallel
 from dsi.models.tokenizer import Tokenizer
+from dsi.models.vocab import AUTO, SAME
 from dsi.models.vocab.translate import ORDINARY, translated
 from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.planning.choose import Choice
@@ -165,11 +167,11 @@ class ModelPair:
 
 def load_apart(target: str, drafter: str, dtype: str = "float32", threads: int | None = None) -> ModelPair:
     """Each as an engine with one target would place it, but in this process."""
-    check_apart(target, drafter, dtype, threads)
+    EngineConfig(target, (drafter,), dtype=dtype, threads=threads).check_measurable()
     quiet()
-    big, small = load(folder(target, TARGET), dtype), load(folder(drafter, DRAFTER), dtype)
-    text = tokenizer(folder(target, TARGET), big)
-    check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), small), target, drafter)
+    big, small = load(model_path(target, TARGET), dtype), load(model_path(drafter, DRAFTER), dtype)
+    text = tokenizer(model_path(target, TARGET), big)
+    check_vocabulary(text, tokenizer(model_path(drafter, DRAFTER), small), target, drafter)
     cores = place([TARGET], [DRAFTER], sorted(os.sched_getaffinity(0)))
     slow, fast = (
         LocalModel(backend(model), threads or len(cores[role])) for model, role in ((big, TARGET), (small, DRAFTER))
@@ -202,12 +204,12 @@ def load_pair(
 
     `vocab` is how guesses reach the target: `same` tokens, by token (`tli`) or by text (`slem`) from a
     drafter with another vocabulary, or `auto`. `mp` is how many processes each target is split over. All
-    this has been checked (`means.check_asked`).
+    this has been checked (`EngineConfig`).
     """
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
-    big = load(folder(target, TARGET), dtype)
-    text = tokenizer(folder(target, TARGET), big)
+    big = load(model_path(target, TARGET), dtype)
+    text = tokenizer(model_path(target, TARGET), big)
     judge = backend(big, texts) if mp == 1 else TensorParallel(big, mp, texts, threads)
     guessers = [guesser(name, text, big, target, dtype, vocab, texts) for name in drafters]
     names = drafter_names(len(guessers))
@@ -231,8 +233,8 @@ def load_pair(
 def guesser(name: str, text: Tokenizer, big: Any, target: str, dtype: str, vocab: str, texts: int) -> LoadedDrafter:
     if name == NGRAM:
         return LoadedDrafter(NGram())  # it guesses from the target's own tokens, whatever they mean
-    model = load(folder(name, DRAFTER), dtype)
-    own, small = tokenizer(folder(name, DRAFTER), model), backend(model, texts)
+    model = load(model_path(name, DRAFTER), dtype)
+    own, small = tokenizer(model_path(name, DRAFTER), model), backend(model, texts)
     if vocab == SAME or (vocab == AUTO and text.same_vocabulary(own)):
         check_vocabulary(text, own, target, name)
         return LoadedDrafter(SamplingModel(small), forward_ms(small), small.context)

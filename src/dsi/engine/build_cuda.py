@@ -16,6 +16,7 @@ from dsi.engine.build import (
     quiet,
     tokenizer,
 )
+from dsi.engine.config import check_dtype
 from dsi.engine.devices import Place, Placement, check
 from dsi.engine.profile_cuda import costs, in_order
 from dsi.fleets.cuda import CudaFleet
@@ -24,7 +25,7 @@ from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import streams
 from dsi.models.device_map import spread
 from dsi.models.hf import load
-from dsi.models.names import check_means, folder
+from dsi.models.names import model_path
 from dsi.models.shapes import random_model
 from dsi.planning.choose import DEGREES, choose
 from dsi.planning.curves import rising
@@ -41,11 +42,11 @@ def load_placed(
     quiet()
     lanes = slice_streams(chosen)
     everywhere = {place.device for place in chosen.targets}
-    big = {device: load_on(folder(target, TARGET), dtype, device) for device in sorted(everywhere)}
-    small = load_on(folder(drafter, DRAFTER), dtype, chosen.drafter.device)
+    big = {device: load_on(model_path(target, TARGET), dtype, device) for device in sorted(everywhere)}
+    small = load_on(model_path(drafter, DRAFTER), dtype, chosen.drafter.device)
     first = next(iter(big.values()))
-    text = tokenizer(folder(target, TARGET), first)
-    check_vocabulary(text, tokenizer(folder(drafter, DRAFTER), small), target, drafter)
+    text = tokenizer(model_path(target, TARGET), first)
+    check_vocabulary(text, tokenizer(model_path(drafter, DRAFTER), small), target, drafter)
     room = min(context_of(first), context_of(small), ROOM)
     judges = placed_targets(chosen, big, room, lanes)
     guesser = recorded(small, room, chosen.drafter, lanes, guesses=True)
@@ -83,7 +84,7 @@ def remarks(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
 
 def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> CudaGraphModel:
     """A model of a shape, by itself on a device, or made here and spread over several."""
-    check_means(dtype, None)
+    check_dtype(dtype)
     quiet()
     devices = device.split("+")
     made = random_model(shape, dtype, device if len(devices) == 1 else "cpu", room)

@@ -33,11 +33,12 @@ from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, Resourc
 from dsi.fleets.worker import Server
 from dsi.models.device_map import spread
 from dsi.models.hf import load
-from dsi.models.names import AUTO, NGRAM, SAME, folder
+from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
 from dsi.models.tensor_parallel import TensorParallel, check
 from dsi.models.tokenizer import Tokenizer
+from dsi.models.vocab import AUTO, SAME
 from dsi.models.vocab.translate import translated
 from dsi.models.vocab.vocabulary import Vocabulary
 
@@ -78,9 +79,9 @@ def speaker(name: str, role: str, dtype: str, threads: int, texts: int, gpus: in
     quiet()
     if mp > 1:
         torch.set_num_threads(1)  # a pool of threads would not survive the fork
-        return SamplingModel(TensorParallel(load(folder(name, role), dtype), mp, texts, threads))
+        return SamplingModel(TensorParallel(load(model_path(name, role), dtype), mp, texts, threads))
     torch.set_num_threads(threads)
-    return SamplingModel(backend(spread(load(folder(name, role), dtype), devices(gpus)), texts))
+    return SamplingModel(backend(spread(load(model_path(name, role), dtype), devices(gpus)), texts))
 
 
 def devices(gpus: int) -> list[str]:
@@ -108,7 +109,7 @@ def load_on_ray(
     hang_seconds: float = HANG_SECONDS,
     start_seconds: float = START_SECONDS,
 ) -> Deployment:
-    """What is asked for has been checked (`means.check_asked`). `address` None: on a cluster of its own."""
+    """What is asked for has been checked (`EngineConfig`). `address` None: on a cluster of its own."""
     asked = needs_in_parts(needs or {}, mp)
     quiet()
     big = outline(target, TARGET)
@@ -157,7 +158,7 @@ def needs_in_parts(needs: Mapping[str, ResourceRequest], mp: int) -> dict[str, R
 def check_parts(target: str, mp: int) -> None:
     """By its shape, without its weights."""
     if mp > 1:
-        config = AutoConfig.from_pretrained(folder(target, TARGET))
+        config = AutoConfig.from_pretrained(model_path(target, TARGET))
         with torch.device("meta"):
             check(AutoModelForCausalLM.from_config(config), mp)
 
@@ -175,7 +176,7 @@ def guesser(name: str, target: str, big: ModelInfo, vocab: str, means: tuple[Any
 
 
 def outline(name: str, role: str) -> ModelInfo:
-    path = folder(name, role)
+    path = model_path(name, role)
     try:
         config, found = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except Exception as error:

@@ -14,9 +14,8 @@ from dsi.core.messages import Sampling
 from dsi.core.policies import AUTO, check_algorithm, check_named, considerate, named
 from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
-from dsi.engine.devices import placement
+from dsi.engine.config import EngineConfig
 from dsi.fleets.loop import EngineLoop
-from dsi.models.names import NGRAM, SAME, address_of, check_apart, check_asked
 from dsi.models.tokenizer import Detokenizer, Stops
 
 if TYPE_CHECKING:
@@ -122,64 +121,55 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
         one. The `plan` `auto` measures the pair on this machine's cores first, as `dsi plan --cores` does,
         and takes the arrangement and algorithm that come out fastest.
         """
-        if plan is not None:
-            return cls._planned(plan, target, drafter, dtype, (sp, threads, target_devices, fleet))
         check_named(algorithm)
         numbers = whole("lookahead", lookahead, 1), whole("patience", patience, 0)
         if algorithm == AUTO:
             check_free(*numbers)
-        drafters = [drafter] if isinstance(drafter, str) else list(drafter)
-        degree = 1 if sp is None else sp
-        check_asked(target, drafters, degree, target_mp, dtype, threads, vocab)
-        given = {"hang_seconds": hang_seconds, "start_seconds": start_seconds}
-        limits: dict[str, Any] = {name: seconds for name, seconds in given.items() if seconds is not None}
-        if fleet is not None:
-            if target_devices is not None or drafter_device is not None:
-                raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
-            address = address_of(fleet)
+        config = EngineConfig(
+            target,
+            (drafter,) if isinstance(drafter, str) else tuple(drafter),
+            vocab,
+            sp,
+            target_mp,
+            dtype,
+            threads,
+            target_devices,
+            drafter_device,
+            fleet,
+            resources=needs or {},
+            hang_seconds=hang_seconds,
+            start_seconds=start_seconds,
+            max_num_seqs=texts,
+            plan=plan,
+        )
+        if plan is not None:
+            return cls._planned(config)
+        degree = config.sp or 1
+        if config.fleet is not None:
             from dsi.engine.build_ray import load_on_ray
 
-            means = dtype, threads, vocab, texts, needs, target_mp
-            return cls(load_on_ray(target, drafters, degree, address, *means, **limits), algorithm, *numbers)
-        for name, seconds in limits.items():
-            raise ValueError(f"{name.replace('_', ' ')} {seconds:g}: is for servers on Ray; say --fleet ray")
-        if target_devices is None:
-            if drafter_device is not None:
-                raise ValueError(f"drafter device {drafter_device!r}: the targets need devices as well")
+            given = {"hang_seconds": hang_seconds, "start_seconds": start_seconds}
+            limits: dict[str, Any] = {name: seconds for name, seconds in given.items() if seconds is not None}
+            means = dtype, threads, vocab, texts, config.requested_resources, target_mp
+            pair = load_on_ray(target, config.drafter, degree, config.ray_address, *means, **limits)
+            return cls(pair, algorithm, *numbers)
+        chosen = config.placement
+        if chosen is None:
             from dsi.engine.build import TEXTS, load_pair
 
-            pair = load_pair(target, drafters, degree, dtype, threads, vocab, texts or TEXTS, target_mp)
+            pair = load_pair(target, config.drafter, degree, dtype, threads, vocab, texts or TEXTS, target_mp)
             return cls(pair, algorithm, *numbers)
-        if target_mp != 1:
-            raise ValueError(
-                f"target mp {target_mp}: on devices a target is spread by its layers, as cuda:0+cuda:1; "
-                "leave one of them out"
-            )
-        if len(drafters) > 1 or threads is not None:
-            raise ValueError(f"target devices {target_devices!r}: take one drafter, and no threads")
-        if vocab not in (SAME, AUTO):
-            raise ValueError(
-                f"vocab {vocab!r}: on devices the drafter must have the target's vocabulary; leave them out"
-            )
-        if NGRAM in drafters:
-            raise ValueError(f"{NGRAM}: is no model, and needs no device; leave out the devices to use it")
-        chosen = placement(target_devices, drafter_device, sp)
         from dsi.engine.build_cuda import load_placed
 
-        return cls(load_placed(target, drafters[0], chosen, dtype, sp), algorithm, *numbers)
+        return cls(load_placed(target, config.drafter[0], chosen, dtype, sp), algorithm, *numbers)
 
     @classmethod
-    def _planned(cls, plan: str, target: str, drafter: str | Sequence[str], dtype: str, said: Sequence[object]) -> Self:
-        if plan != AUTO:
-            raise ValueError(f"plan {plan!r}: must be {AUTO}")
-        if not isinstance(drafter, str) or any(each is not None for each in said):
-            raise ValueError(f"plan {plan!r}: finds its own arrangement of one drafter; leave the rest out")
-        check_apart(target, drafter, dtype, None)
+    def _planned(cls, config: EngineConfig) -> Self:
         from dsi.engine.build import load_pair
         from dsi.engine.profile_cpu import arranged
 
-        chosen = arranged(target, drafter, dtype)
-        pair = load_pair(target, [drafter], chosen.sp, dtype, chosen.threads)
+        chosen = arranged(config.target, config.drafter[0], config.dtype)
+        pair = load_pair(config.target, config.drafter, chosen.sp, config.dtype, chosen.threads)
         engine = cls(pair, chosen.algorithm, chosen.lookahead, None, chosen.acceptance)
         engine.plan = chosen.offers
         return engine

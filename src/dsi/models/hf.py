@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
-from dsi.models.names import check_there
+from dsi.models.names import check_exists
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
 SPARED = 32  # tokens that one text may cost another in a cache: reading so many again is nothing
@@ -200,7 +200,7 @@ def layers(model: Any) -> nn.ModuleList:
 
 def load(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
     """The model of a local folder or of the hub."""
-    check_there(folder)
+    check_exists(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, dtype))

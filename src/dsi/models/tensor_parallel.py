@@ -26,7 +26,6 @@ from torch import Tensor, distributed, nn
 from dsi.models.child_process import die_with_parent, keep_only
 from dsi.models.hf import Transformer, common
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.names import check_size
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
 COLUMNS, ROWS = "colwise", "rowwise"
@@ -265,8 +264,9 @@ def _still(weight: Tensor) -> nn.Parameter:
 
 def check(model: Any, size: int) -> None:
     """A model that cannot be split so is refused before anything is started."""
-    check_size(size)
     says, kind = f"target mp {size}:", model.config.model_type
+    if size < 1:
+        raise ValueError(f"{says} must be at least 1")
     if not getattr(model.config, "base_model_tp_plan", None):
         raise ValueError(f"{says} a {kind} model has no plan by which it could be split")
     found = planned(model)

@@ -14,7 +14,7 @@ from dsi.core.messages import GREEDY, Sampling
 from dsi.engine.build import tokenizer as loaded
 from dsi.models.hf import load
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.names import folder
+from dsi.models.names import model_path
 from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Never, SamplingModel
 from dsi.models.vocab.slem import SLEM, last_seam
 from dsi.models.vocab.vocabulary import Vocabulary, unfinished
@@ -114,7 +114,7 @@ def test_what_was_cancelled_is_not_remembered() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=3)])
 def test_through_text_and_back_a_model_agrees_with_itself(sampling: Sampling) -> None:
     """With one tokenizer its noise is that of the same places: when last seen, 400 of 400 were right."""
-    where = folder("builtin", "target")
+    where = model_path("builtin", "target")
     model = load(where)
     text = loaded(where, model)
     own = Vocabulary(text, 4096)

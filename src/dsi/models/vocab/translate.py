@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dsi.models.names import AUTO, BY_TEXT, BY_TOKEN
 from dsi.models.protocol import Backend, Model, SamplingModel
+from dsi.models.vocab import AUTO, BY_TEXT, BY_TOKEN
 from dsi.models.vocab.slem import SLEM
 from dsi.models.vocab.tli import TLI
 from dsi.models.vocab.vocabulary import Vocabulary

@@ -1,0 +1,206 @@
+"""What an engine is built from: models, devices, fleet. Validated here, before torch is imported.
+
+Importing torch and transformers takes seconds; a mistake in a name or a number is reported at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dsi.engine.devices import Placement, placement
+from dsi.models.names import BUILTIN, NGRAM, check_exists, full_name
+from dsi.models.vocab import AUTO, SAME, VOCAB_METHODS
+
+if TYPE_CHECKING:
+    from dsi.fleets.ray_actors import ResourceRequest
+
+RAY = "ray"
+DTYPES = ("float32", "bfloat16")
+OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources"}  # arguments of `Engine.load`, kept for one release
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The models of an engine and where they run.
+
+    Arguments of `Engine.load` and options of the commands are these fields; `help` is the text of an option.
+    """
+
+    target: str = field(
+        default=BUILTIN, metadata={"help": "A model folder, a name on the hub or in the paper, or builtin."}
+    )
+    drafter: tuple[str, ...] = field(
+        default=(BUILTIN,), metadata={"help": "A smaller model, likewise, or ngram; dsi can use several."}
+    )
+    vocab: str = field(
+        default=AUTO,
+        metadata={
+            "help": "How draft tokens reach the target: same tokens or, with another vocabulary, tli (the tokens "
+            "both have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem."
+        },
+    )
+    sp: int | None = field(
+        default=None, metadata={"help": "SP degree: how many targets. 1, or with devices the fastest."}
+    )
+    target_mp: int = field(
+        default=1,
+        metadata={
+            "help": "MP degree: processes that each target is split over, on its cores; on Ray each asks for the "
+            "CPUs of a whole one."
+        },
+    )
+    dtype: str = field(default=DTYPES[0], metadata={"help": "float32 or bfloat16."})
+    threads: int | None = field(
+        default=None, metadata={"help": "Threads of each server; without it, one for each of its cores."}
+    )
+    target_devices: str | None = field(
+        default=None,
+        metadata={
+            "help": "GPUs for the targets: cuda:1,cuda:2, slices of one, cuda:0/8, or one target over several, "
+            "cuda:1+cuda:2; the CPU without it."
+        },
+    )
+    drafter_device: str | None = field(
+        default=None, metadata={"help": "The drafter's GPU, cuda:0; without it, the last of the target devices."}
+    )
+    fleet: str | None = field(
+        default=None,
+        metadata={
+            "help": "Where the servers run: ray starts a Ray cluster here, ray=ADDRESS joins one; without it, "
+            "processes on this machine."
+        },
+    )
+    target_resources: str | None = field(
+        default=None,
+        metadata={"help": "On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a."},
+    )
+    drafter_resources: str | None = field(
+        default=None, metadata={"help": "On Ray, what the drafter asks for, likewise."}
+    )
+    resources: Mapping[str, ResourceRequest] = field(
+        default_factory=dict,
+        metadata={"help": "On Ray, what servers ask for, by server name or role; from Python only."},
+    )
+    hang_seconds: float | None = field(
+        default=None,
+        metadata={"help": "On Ray, how long a server may be silent at its work before it counts as dead: 60."},
+    )
+    start_seconds: float | None = field(
+        default=None, metadata={"help": "On Ray, how long a server may take to come, its model loaded: 120."}
+    )
+    max_num_seqs: int | None = field(
+        default=None, metadata={"help": "Sequences that each server keeps in its KV cache; 4 without it."}
+    )
+    plan: str | None = field(
+        default=None,
+        metadata={"help": "auto: measure the pair on this machine's cores and use the fastest configuration."},
+    )
+
+    def __post_init__(self) -> None:
+        names = (self.drafter,) if isinstance(self.drafter, str) else tuple(self.drafter)
+        object.__setattr__(self, "drafter", names)
+        if self.plan is not None:
+            self._check_plan()
+        check_at_least_1("SP degree", self.sp)
+        check_at_least_1("target mp", self.target_mp)
+        check_dtype(self.dtype)
+        check_at_least_1("threads", self.threads)
+        if self.vocab not in VOCAB_METHODS:
+            raise ValueError(f"vocab {self.vocab!r}: must be {', '.join(VOCAB_METHODS[:-1])} or {VOCAB_METHODS[-1]}")
+        for name in (self.target, *self.drafter):
+            check_exists(full_name(name))
+        if self.fleet is None:
+            self._check_no_ray_options()
+        else:
+            self._check_ray_options(self.fleet)
+        if self.target_devices is not None:
+            self._check_device_options(self.target_devices)
+        elif self.drafter_device is not None:
+            raise ValueError(f"drafter device {self.drafter_device!r}: the targets need devices as well")
+
+    def check_measurable(self) -> None:
+        """Refuse a pair whose forwards cannot be measured."""
+        if NGRAM in (self.target, *self.drafter):
+            raise ValueError(f"{NGRAM}: is no model, so there are no forwards to measure")
+
+    @property
+    def placement(self) -> Placement | None:
+        """The devices of the servers; None on CPU cores and on Ray."""
+        return None if self.target_devices is None else placement(self.target_devices, self.drafter_device, self.sp)
+
+    @property
+    def ray_address(self) -> str | None:
+        """The address of the Ray cluster to join; None to start one."""
+        return None if self.fleet is None else parse_fleet(self.fleet)
+
+    @property
+    def requested_resources(self) -> dict[str, ResourceRequest]:
+        """What servers on Ray ask for, by server name or role."""
+        from dsi.fleets.ray_actors import needs
+
+        by_role = {"target": self.target_resources, "drafter": self.drafter_resources}
+        return {**self.resources, **{role: needs(text) for role, text in by_role.items() if text is not None}}
+
+    def _check_plan(self) -> None:
+        if self.plan != AUTO:
+            raise ValueError(f"plan {self.plan!r}: must be {AUTO}")
+        if len(self.drafter) > 1 or any((self.sp, self.threads, self.target_devices, self.fleet)):
+            raise ValueError(f"plan {self.plan!r}: finds its own arrangement of one drafter; leave the rest out")
+        self.check_measurable()
+
+    def _check_ray_options(self, fleet: str) -> None:
+        if self.target_devices is not None or self.drafter_device is not None:
+            raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
+        parse_fleet(fleet)
+        for name, seconds in self._ray_limits.items():
+            if not seconds > 0:
+                raise ValueError(f"{name} {seconds:g}: must be above 0")
+        _ = self.requested_resources
+
+    def _check_no_ray_options(self) -> None:
+        for name, seconds in self._ray_limits.items():
+            raise ValueError(f"{name} {seconds:g}: is for servers on Ray; say --fleet ray")
+        for role, text in (("target", self.target_resources), ("drafter", self.drafter_resources)):
+            if text is not None:
+                raise ValueError(f"{role} resources {text!r}: are for --fleet ray")
+
+    @property
+    def _ray_limits(self) -> dict[str, float]:
+        limits = {"hang seconds": self.hang_seconds, "start seconds": self.start_seconds}
+        return {name: seconds for name, seconds in limits.items() if seconds is not None}
+
+    def _check_device_options(self, devices: str) -> None:
+        if self.target_mp != 1:
+            raise ValueError(
+                f"target mp {self.target_mp}: on devices a target is spread by its layers, as cuda:0+cuda:1; "
+                "leave one of them out"
+            )
+        if len(self.drafter) > 1 or self.threads is not None:
+            raise ValueError(f"target devices {devices!r}: take one drafter, and no threads")
+        if self.vocab not in (SAME, AUTO):
+            raise ValueError(
+                f"vocab {self.vocab!r}: on devices the drafter must have the target's vocabulary; leave them out"
+            )
+        if NGRAM in self.drafter:
+            raise ValueError(f"{NGRAM}: is no model, and needs no device; leave out the devices to use it")
+        _ = self.placement
+
+
+def check_dtype(dtype: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
+
+
+def check_at_least_1(name: str, number: int | None) -> None:
+    if number is not None and number < 1:
+        raise ValueError(f"{name} {number}: must be at least 1")
+
+
+def parse_fleet(fleet: str) -> str | None:
+    """The address in `ray=ADDRESS`; None for `ray`, which starts a cluster."""
+    kind, _, address = fleet.partition("=")
+    if kind != RAY or (address == "" and "=" in fleet):
+        raise ValueError(f"fleet {fleet!r}: must be ray, or ray=ADDRESS")
+    return address or None
