@@ -138,10 +138,10 @@ class EngineConfig:
     @property
     def requested_resources(self) -> dict[str, ResourceRequest]:
         """What servers on Ray ask for, by server name or role."""
-        from dsi.fleets.ray_actors import needs
+        from dsi.fleets.ray_actors import parse_resources
 
         by_role = {"target": self.target_resources, "drafter": self.drafter_resources}
-        return {**self.resources, **{role: needs(text) for role, text in by_role.items() if text is not None}}
+        return {**self.resources, **{role: parse_resources(text) for role, text in by_role.items() if text is not None}}
 
     def _check_plan(self) -> None:
         if self.plan != AUTO:
