@@ -12,7 +12,7 @@ from dsi.experiments.alone import write
 from dsi.experiments.compare import PROMPTS
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.hf import Transformer, load
-from dsi.models.names import folder
+from dsi.models.names import model_path
 from dsi.models.protocol import SamplingModel
 
 
@@ -34,7 +34,7 @@ def divergences(
 ) -> list[dict[str, Any]]:
     """Compare the built-in target's texts after each prompt."""
     quiet()
-    name = folder("builtin", TARGET)
+    name = model_path("builtin", TARGET)
     reference = Transformer(load(name))
     text = tokenizer(name, reference.model)
     models = SamplingModel(reference), CudaGraphModel(load(name, dtype, device), reference.context)
