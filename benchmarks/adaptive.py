@@ -108,7 +108,7 @@ def waited(number: int) -> Row:
         ms["si"].append(si.run("si", seed, True).ms)
         ms["auto"].append(setting.run(adaptive(known, setting), seed, True).ms)
         ms["planned"].append(setting.run(guide(way, setting), seed, True).ms)
-    tried = {each: fmean(setting.run(guide(each, setting), seed).ms for seed in SEEDS) for each in known.ways}
+    tried = {each: fmean(setting.run(guide(each, setting), seed).ms for seed in SEEDS) for each in known.configs}
     return Row(
         number,
         setting,
@@ -222,7 +222,7 @@ def seconds() -> dict[str, Any]:
     for rate in (0.4, 0.63, 0.8):
         setting = SimulationConfig(20.0, 2.0, rate, 8, TOKENS, second_hit=0.5, sure=0.5, pieces=8, eager=False)
         known, without = outlook(setting), outlook(setting)
-        without.sparing.clear()
+        without.best_with_spares.clear()
         times = [fmean(setting.run(adaptive(each, setting), seed).ms for seed in SEEDS) for each in (known, without)]
         found[str(rate)] = times[0] / times[1]
         print(f"second guesses, half of them right, acceptance {rate}: {times[0] / times[1]:.2f} of the time")

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 
 from dsi.core.messages import Sampling
-from dsi.core.policies import DOUBT
 from dsi.core.sequence import Tokens
+from dsi.core.spec import MIN_RATIO
 from dsi.engine.build import ModelPair, load_apart
 from dsi.experiments import datasets as shelf
 from dsi.experiments.acceptance import interval
@@ -110,7 +110,7 @@ def judged(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling) -> 
     found = []
     for position, (row, truth) in enumerate(zip(rows, text[len(prompt) :]), len(prompt)):
         first, second = top_k_tokens(row, sampling, position, 2, 0.0)
-        close = len(top_k_tokens(row, sampling, position, 2, DOUBT)) == 2
+        close = len(top_k_tokens(row, sampling, position, 2, MIN_RATIO)) == 2
         found.append((first == truth, second == truth, close))
     return found
 
@@ -120,7 +120,7 @@ def show_measured(row: dict[str, float]) -> None:
         f"temperature {row['temperature']:g}: first guess right {row['acceptance']:.3f} of {row['places']} "
         f"places; where it is wrong, the runner-up is right {row['second']:.3f} "
         f"(95%: {row['low']:.3f} to {row['high']:.3f}), {row['close_second']:.3f} if only those that came "
-        f"to {DOUBT:g} of the winner count; then {row['sure']:.3f} of the right guesses stay alone (measured)"
+        f"to {MIN_RATIO:g} of the winner count; then {row['sure']:.3f} of the right guesses stay alone (measured)"
     )
 
 

@@ -29,8 +29,9 @@ import transformers
 
 from divergence import divergences
 from dsi.core.messages import DRAFTER, GREEDY, TARGET, Sampling
-from dsi.core.policies import named
+from dsi.core.policies import policy_for
 from dsi.core.request import Completion, Request
+from dsi.core.spec import SpecConfig
 from dsi.engine.build import quiet
 from dsi.engine.profile_cuda import Costs, costs, in_order
 from dsi.fleets.cuda import CudaFleet
@@ -105,7 +106,7 @@ def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None)
 
 def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> Completion:
     fleet = bench.fleet(choice.sp, acceptance, seed)
-    policy = named(choice.algorithm, choice.lookahead, patience=choice.patience, horizon=choice.horizon)
+    policy = policy_for(SpecConfig(choice.algorithm, choice.lookahead, choice.patience, choice.horizon))
     try:
         [done] = EngineLoop(fleet).run(Request((1,) * PROMPT, tokens, policy))
         return done

@@ -16,9 +16,10 @@ from statistics import median
 from typing import Any
 
 from dsi.core.messages import Verify
-from dsi.core.policies import autoregressive, distributed, named
+from dsi.core.policies import autoregressive, distributed, policy_for
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
+from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.ray_actors import FaultInjector, RayFleet, ResourceRequest, hush, ray
@@ -83,7 +84,7 @@ def speed(repeats: int) -> dict[str, Any]:
         fleet.wait_until_ready()
         loop = EngineLoop(fleet)
         for name in ("si", "dsi", "si", "dsi"):  # the first of each warms up
-            policy = named(name, blocks[name])
+            policy = policy_for(SpecConfig(name, blocks[name]))
             [done] = loop.run(Request((1, 2, 3), PAPER.tokens, policy))
             [free] = EngineLoop(PAPER.simulated(seed)).run(Request((1, 2, 3), PAPER.tokens, policy))
             if done.tokens != free.tokens:

@@ -36,7 +36,7 @@ def guessed(g: Generation, token: int, *others: int) -> list[tuple[tuple[int, ..
 
 
 def test_a_second_guess_that_is_true_finds_its_continuation_judged() -> None:
-    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     assert watches(g.start().start) == [((7,), 1, False)]
     assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
     assert g.handle(Verified(open_watch(g, 7, 2), (5,))).emit == ()
@@ -46,7 +46,7 @@ def test_a_second_guess_that_is_true_finds_its_continuation_judged() -> None:
 
 
 def test_a_second_guess_that_became_the_root_is_not_watched_twice_and_no_longer_aside() -> None:
-    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
     guessed(g, 1, 2)
     aside = open_watch(g, 7, 2)
@@ -56,7 +56,7 @@ def test_a_second_guess_that_became_the_root_is_not_watched_twice_and_no_longer_
 
 
 def test_no_more_second_guesses_are_looked_past_than_there_are_targets_to_spare() -> None:
-    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
     assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
     assert guessed(g, 3, 4) == [((7, 1, 3), 1, False)]
@@ -67,7 +67,7 @@ def test_no_more_second_guesses_are_looked_past_than_there_are_targets_to_spare(
 
 
 def test_a_block_is_watched_before_the_second_guesses_in_it() -> None:
-    g = Generation((7,), 20, distributed(3, branches=2, spare=9))
+    g = Generation((7,), 20, distributed(3, branches=2, spare_targets=9))
     g.start()
     assert guessed(g, 1, 2) == [((7, 2), 1, True)]  # the root is watched
     assert guessed(g, 3, 4) == []
@@ -76,20 +76,20 @@ def test_a_block_is_watched_before_the_second_guesses_in_it() -> None:
 
 
 def test_a_failed_look_aside_is_asked_for_again_as_one() -> None:
-    g = Generation((7,), 20, distributed(1, branches=2, spare=1))
+    g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
     guessed(g, 1, 2)
     assert watches(g.handle(Failed(open_watch(g, 7, 2))).start) == [((7, 2), 1, True)]
 
 
 def test_nothing_follows_a_stop_token() -> None:
-    g = Generation((7,), 20, distributed(1, branches=2, spare=9), stop={2})
+    g = Generation((7,), 20, distributed(1, branches=2, spare_targets=9), stop={2})
     g.start()
     assert guessed(g, 1, 2) == [((7, 1), 1, False)]
 
 
 def test_a_look_aside_waits_for_all_others_until_it_becomes_the_watch_on_the_root() -> None:
-    g = Generation((7,), 20, distributed(1, branches=2, spare=9))
+    g = Generation((7,), 20, distributed(1, branches=2, spare_targets=9))
     dispatch = Scheduler({"t": "target"})
     for step in (g.start(), g.handle(Drafted(open_draft(g), 1, others=(2,)))):
         for job in step.start:
@@ -103,18 +103,20 @@ def test_a_look_aside_waits_for_all_others_until_it_becomes_the_watch_on_the_roo
     assert order == [(7,), (7, 1), (7, 1, 3), (7, 2)]
 
 
-def setting(acceptance: float, spare: int, second_hit: float, lookahead: int, branches: int = 2) -> SimulationConfig:
+def setting(
+    acceptance: float, spare_targets: int, second_hit: float, lookahead: int, branches: int = 2
+) -> SimulationConfig:
     """As many targets as one chain can ever want, and some to spare."""
     needed = servers_needed(TARGET_MS, DRAFTER_MS, lookahead) + 1
     return SimulationConfig(
         TARGET_MS,
         DRAFTER_MS,
         acceptance,
-        needed + spare,
+        needed + spare_targets,
         TOKENS,
         lookahead,
         branches=branches,
-        spare=spare,
+        spare=spare_targets,
         second_hit=second_hit,
     )
 
@@ -127,15 +129,15 @@ def times(what: SimulationConfig, seeds: int = 20) -> list[float]:
 @pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
 def test_second_guesses_that_are_never_right_cost_no_time(acceptance: float, lookahead: int) -> None:
     chain = times(setting(acceptance, 0, 0.0, lookahead, branches=1))
-    for spare in (1, 4):
-        assert times(setting(acceptance, spare, 0.0, lookahead)) == chain
+    for spare_targets in (1, 4):
+        assert times(setting(acceptance, spare_targets, 0.0, lookahead)) == chain
 
 
 @pytest.mark.parametrize("lookahead", [1, 3])
 @pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
 def test_second_guesses_that_are_right_save_time_and_the_more_the_more_spare(acceptance: float, lookahead: int) -> None:
     chain = times(setting(acceptance, 0, 0.0, lookahead, branches=1))
-    few, many = (times(setting(acceptance, spare, 1.0, lookahead)) for spare in (1, 11))
+    few, many = (times(setting(acceptance, spare_targets, 1.0, lookahead)) for spare_targets in (1, 11))
     assert all(mine <= theirs for mine, theirs in zip(many, chain))  # on every path, not only on average
     assert fmean(many) < fmean(few) < fmean(chain)
 
@@ -163,9 +165,9 @@ def test_rules_that_judge_the_guesses_refuse_second_ones(rule: str) -> None:
 
 
 def test_impossible_numbers_are_refused() -> None:
-    for branches, spare in ((0, 1), (2, -1)):
+    for branches, spare_targets in ((0, 1), (2, -1)):
         with pytest.raises(ValueError, match="must be at least"):
-            distributed(1, branches=branches, spare=spare)
+            distributed(1, branches=branches, spare=spare_targets)
     possible = SimulationConfig(10, 1, 0.5, 3, 9, branches=2, spare=2, second_hit=0.5)
     for wrong in ({"spare": 3}, {"second_hit": 1.5}, {"sure": -0.1}, {"branches": 0}):
         with pytest.raises(ValueError, match="must be"):
@@ -174,6 +176,6 @@ def test_impossible_numbers_are_refused() -> None:
 
 def test_drafter_is_asked_for_second_guesses_only_if_they_are_wanted() -> None:
     for branches in (1, 2):
-        g = Generation((7,), 20, distributed(1, branches=branches, doubt=0.3))
+        g = Generation((7,), 20, distributed(1, branches=branches, min_ratio=0.3))
         [job] = [job for job in g.start().start if isinstance(job, Draft)]
-        assert (job.model, job.branches, job.doubt) == (DRAFTER, branches, 0.3)
+        assert (job.model, job.branches, job.min_ratio) == (DRAFTER, branches, 0.3)

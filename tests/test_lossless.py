@@ -35,7 +35,7 @@ policies = st.one_of(
         st.integers(0, 6),
         st.sampled_from([1, 1.5, 3, 8, 1e9]),
         branches=st.integers(1, 2),
-        spare=st.sampled_from([0, 1, 3, 1000]),
+        spare_targets=st.sampled_from([0, 1, 3, 1000]),
     ),
 )
 samplings = st.builds(
@@ -190,8 +190,8 @@ def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float)
         speculative(4),
         pearl(4),
         distributed(2),
-        distributed(3, patience=3),
-        distributed(3, branches=2, spare=2),
+        distributed(3, min_draft=3),
+        distributed(3, branches=2, spare_targets=2),
     ]
     for policy in policies:
         servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(targets)]

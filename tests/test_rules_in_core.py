@@ -132,12 +132,12 @@ def distance(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch) -> floa
 EXACT = {
     "reject, SI": ("reject", speculative(1)),
     "reject, PEARL": ("reject", pearl(1)),
-    "reject, DSI": ("reject", distributed(2, horizon=2)),
-    "reject, patient DSI": ("reject", distributed(1, patience=2, horizon=2)),
+    "reject, DSI": ("reject", distributed(2, max_lead=2)),
+    "reject, patient DSI": ("reject", distributed(1, min_draft=2, max_lead=2)),
     "block, SI": ("block", speculative(2)),
     "block, PEARL": ("block", pearl(2)),
-    "block, DSI": ("block", distributed(2, horizon=3)),
-    "specinfer, DSI": ("specinfer", distributed(1, horizon=1)),
+    "block, DSI": ("block", distributed(2, max_lead=3)),
+    "specinfer, DSI": ("specinfer", distributed(1, max_lead=1)),
 }
 
 
@@ -188,8 +188,8 @@ def test_a_seed_gives_one_text_whatever_the_servers_the_timing_and_the_failures(
 ) -> None:
     """`worlds` are numbers of targets, the patience, and how often a target's forward fails."""
     texts = set()
-    for sp, patience, failures in worlds:
-        policy = distributed(lookahead, patience=patience, horizon=3 + seed % 9)
+    for sp, min_draft, failures in worlds:
+        policy = distributed(lookahead, min_draft=min_draft, max_lead=3 + seed % 9)
         sampling = Sampling(1.0, seed=seed, rule=rule)
         dice = Random(f"{seed} {worlds}")
         latencies = [Latency(1 + dice.random() * 9, jitter=dice.random() * 0.9) for _ in range(sp + 1)]
@@ -228,7 +228,7 @@ def test_a_lost_drafter_leaves_the_target_to_draw_freely() -> None:
 def test_several_drafters_are_refused_where_arrival_would_choose() -> None:
     servers = [Server(TARGET, TARGET, Wait(SamplingModel(P), Latency(3)))]
     policy = distributed(2, (DRAFTER, "second"))
-    with pytest.raises(ValueError, match="rule reject with 2 drafters: whose guess is judged would depend"):
+    with pytest.raises(ValueError, match="rule reject with 2 drafters: whose draft token is verified would depend"):
         EngineLoop(SimulatedFleet(servers)).run(Request((1,), 9, policy, Sampling(1.0, rule="reject")))
 
 

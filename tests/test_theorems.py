@@ -138,4 +138,4 @@ def test_with_one_target_and_patience_dsi_is_si() -> None:
     """The two ends of one family: at SP 1, patience = lookahead judges the same blocks as SI."""
     setting = SimulationConfig(Fraction(7), Fraction(1), 0.0, sp=1, tokens=30)
     for seed in range(5):
-        assert took(setting, distributed(4, patience=4), seed) == took(setting, speculative(4), seed)
+        assert took(setting, distributed(4, min_draft=4), seed) == took(setting, speculative(4), seed)

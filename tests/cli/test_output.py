@@ -7,11 +7,11 @@ import pytest
 
 from dsi.cli.output import figures, summary, writable
 from dsi.core.generation import Tally
-from dsi.core.latency_table import Decision, SpecConfig
 from dsi.core.request import Completion
+from dsi.core.spec import Decision, SpecConfig
 from dsi.core.stats import ServerUsage, overlap
 
-AHEAD, PLAIN = SpecConfig(2, 4, 1), SpecConfig()
+AHEAD, PLAIN = SpecConfig("dsi", 4, 1, max_targets=2), SpecConfig("nonsi")
 
 
 def done(*decisions: Decision) -> Completion:
@@ -25,8 +25,8 @@ def done(*decisions: Decision) -> Completion:
 
 def test_figures_tell_each_rejection_and_each_decision() -> None:
     decisions = (
-        Decision(0, AHEAD, ("drafter",), "start", 0.7),
-        Decision(1, PLAIN, ("drafter",), "latency", 0.25),
+        Decision(0, AHEAD, "start", 0.7),
+        Decision(1, PLAIN, "latency", 0.25),
     )
     said = json.loads(json.dumps(figures(done(*decisions))))
     assert said["overlap"]["losses"] == [{"token": 1, "at_ms": 750, "lost_ms": 500}]
@@ -56,8 +56,8 @@ def test_figures_tell_each_rejection_and_each_decision() -> None:
 
 
 def test_a_summary_says_where_speculation_was_given_up() -> None:
-    ahead, plain = Decision(0, AHEAD, ("a",), "start", 0.7), Decision(1, PLAIN, ("a",), "acceptance", 0.1)
-    again = Decision(2, AHEAD, ("a",), "acceptance", 0.5)
+    ahead, plain = Decision(0, AHEAD, "start", 0.7), Decision(1, PLAIN, "acceptance", 0.1)
+    again = Decision(2, AHEAD, "acceptance", 0.5)
     assert "0 target forwards, 2 tokens without speculation (acceptance) (measured)" in summary(
         "auto", done(ahead, plain)
     )

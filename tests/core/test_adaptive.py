@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from dsi.core.adaptive import AcceptanceEMA, AdaptiveController, LatencyMonitor
-from dsi.core.latency_table import LatencyTable, SpecConfig
+from dsi.core.latency_table import LatencyTable
 from dsi.core.messages import Sampling
 from dsi.core.policies import autoregressive
 from dsi.core.request import Completion, Request
+from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
@@ -30,7 +31,7 @@ def written(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None 
 
 
 def ways(done: Completion) -> list[SpecConfig]:
-    return [decision.way for _, decision in done.decisions]
+    return [decision.spec for _, decision in done.decisions]
 
 
 def test_guesses_that_are_never_right_end_speculation() -> None:
@@ -89,12 +90,12 @@ def test_of_two_drafters_the_better_one_is_used() -> None:
     loop = EngineLoop(SimulatedFleet([bad if each.name == "drafter" else each for each in servers]))
     mind = AdaptiveController(OUTLOOK, ("drafter", "drafter-2"), 0.7)
     [done] = loop.run(Request((1, 2, 3), 100, mind))
-    assert done.decisions[-1][1].drafters != ("drafter",)
+    assert done.decisions[-1][1].spec.drafters != ("drafter",)
     assert mind.luck[("drafter",)].rate < 0.2 < 0.8 < mind.luck[("drafter-2",)].rate
 
 
 def test_no_more_targets_work_than_a_way_has() -> None:
-    known = LatencyTable((SpecConfig(2, 1, 0),), (1.0,), (((1.0, 1.0),),))
+    known = LatencyTable((SpecConfig("dsi", 1, 0, max_targets=2),), (1.0,), (((1.0, 1.0),),))
     log: list[Span] = []
     setting = replace(SETTING, sp=6, acceptance=1.0, drafter_ms=1.0, tokens=40)
     fleet = setting.simulated(0, log)
@@ -110,13 +111,13 @@ def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -
     setting = replace(SETTING, sp=6, contention=0.0, acceptance=0.4, second_hit=second, drafter_ms=6.0)
     known = outlook(setting)
     without = replace(known)
-    without.sparing.clear()
+    without.best_with_spares.clear()
     times = []
     for each in (known, without):
         loop = EngineLoop(setting.simulated(1))
         [done] = loop.run(Request((1, 2, 3), 200, AdaptiveController(each, ("drafter",), 0.7)))
         times.append(done.elapsed)
-        assert (done.decisions[0][1].way.spare > 0) == (each is known)
+        assert (done.decisions[0][1].spec.branches > 1) == (each is known)
     assert times[0] < most * times[1]
 
 
@@ -131,8 +132,10 @@ def test_luck_forgets() -> None:
 
 
 def test_an_outlook_knows_the_best_way_for_each_rate() -> None:
-    known = LatencyTable((SpecConfig(), SpecConfig(1, 4, 2)), (1.0,), (((10.0, 10.0, 10.0), (15.0, 9.0, 3.0)),))
+    known = LatencyTable(
+        (SpecConfig("nonsi"), SpecConfig("dsi", 4, 2, max_targets=1)), (1.0,), (((10.0, 10.0, 10.0), (15.0, 9.0, 3.0)),)
+    )
     assert known.best == ((0, 1, 1),)
-    assert [known.part(rate) for rate in (0.0, 0.2, 0.3, 1.0)] == [0, 0, 1, 2]
-    assert str(known.ways[0]) == "no speculation"
-    assert str(known.ways[1]) == "SP 1, lookahead 4, patience 2"
+    assert [known.rate_index(rate) for rate in (0.0, 0.2, 0.3, 1.0)] == [0, 0, 1, 2]
+    assert str(known.configs[0]) == "no speculation"
+    assert str(known.configs[1]) == "SP 1, lookahead 4, min draft 2"

@@ -189,7 +189,7 @@ def test_a_failed_draft_goes_on_from_its_last_guess() -> None:
     assert story.says(Failed(story.drafting())) == ((), [(DRAFTER, (7, 1), 7)])
 
 
-@pytest.mark.parametrize("policy", [speculative(2), distributed(2, patience=2)])
+@pytest.mark.parametrize("policy", [speculative(2), distributed(2, min_draft=2)])
 def test_a_lost_drafter_is_done_without_until_the_root_moves(policy: Policy) -> None:
     story = Story(policy)
     for _ in range(TRIES - 1):

@@ -4,7 +4,8 @@ import pytest
 
 from dsi.core.generation import Generation
 from dsi.core.messages import DRAFTER, Draft, Drafted, Job, Sampling, Verified, Verify
-from dsi.core.policies import Load, considerate, distributed, pearl, speculative
+from dsi.core.policies import Load, distributed, load_aware, pearl, speculative
+from dsi.core.spec import SpecConfig
 
 
 def verifications(jobs: tuple[Job, ...]) -> list[tuple[tuple[int, ...], int]]:
@@ -38,20 +39,20 @@ def test_pearl_drafts_one_block_while_another_is_verified_and_no_more() -> None:
 
 
 def test_patience_holds_the_watch_on_a_fresh_root_until_guesses_are_there() -> None:
-    g = Generation((7,), 20, distributed(5, patience=2))
+    g = Generation((7,), 20, distributed(5, min_draft=2))
     assert verifications(g.start().start) == []
     assert verifications(g.handle(Drafted(open_draft(g), 1)).start) == []
     assert verifications(g.handle(Drafted(open_draft(g), 2)).start) == [((7, 1, 2), 3)]
 
 
 def test_patience_ends_where_the_room_does() -> None:
-    g = Generation((7,), 2, distributed(5, patience=4))
+    g = Generation((7,), 2, distributed(5, min_draft=4))
     assert verifications(g.start().start) == []
     assert verifications(g.handle(Drafted(open_draft(g), 1)).start) == [((7, 1), 2)]
 
 
 def test_the_horizon_bounds_how_far_a_drafter_runs_ahead() -> None:
-    g = Generation((7,), 50, distributed(5, horizon=3))
+    g = Generation((7,), 50, distributed(5, max_lead=3))
     assert drafts(g.start().start) == [(DRAFTER, (7,), 3)]
     steps = [g.handle(Drafted(open_draft(g), guess)) for guess in (1, 2, 3)]
     assert [drafts(step.start) for step in steps] == [[], [], []]
@@ -114,8 +115,8 @@ def test_when_no_branch_survives_all_begin_at_the_root() -> None:
         lambda: speculative(0),
         lambda: pearl(0),
         lambda: distributed(0),
-        lambda: distributed(1, patience=-1),
-        lambda: distributed(1, horizon=0),
+        lambda: distributed(1, min_draft=-1),
+        lambda: distributed(1, max_lead=0),
         lambda: distributed(1, drafters=()),
         lambda: Generation((7,), 9, lambda g: g.draft(g.root, 0)).start(),
     ],
@@ -127,7 +128,7 @@ def test_impossible_numbers_are_refused(refused: object) -> None:
 
 def among(targets: int, requests: int, verifying: int) -> Generation:
     crowd = Load(targets, requests, verifying)
-    return Generation((7,), 50, considerate(distributed(5, horizon=20), 3, [DRAFTER], crowd))
+    return Generation((7,), 50, load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), crowd))
 
 
 def test_a_request_alone_goes_as_far_ahead_as_it_may() -> None:
@@ -156,6 +157,6 @@ def test_with_several_targets_for_each_it_goes_as_far_as_its_share() -> None:
 
 def test_a_rule_whose_text_depends_on_its_blocks_keeps_to_them_in_a_crowd() -> None:
     crowd = Load(1, 9, 1)
-    policy = considerate(distributed(5, horizon=20), 3, [DRAFTER], crowd)
+    policy = load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), crowd)
     g = Generation((7,), 50, policy, sampling=Sampling(temperature=1.0, rule="reject"))
     assert drafts(g.start().start) == [(DRAFTER, (7,), 20)]

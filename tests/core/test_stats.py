@@ -47,7 +47,7 @@ def test_dsi_loses_to_a_rejection_what_a_forward_exceeds_a_guess_by_and_nothing_
 
 
 def test_patience_makes_each_rejection_cost_its_guesses() -> None:
-    found = done(distributed(1, patience=3))
+    found = done(distributed(1, min_draft=3))
     assert [loss.lost for loss in found.losses] == [18 + 3 * 2] * 2
     assert found.lost == 48
 
@@ -74,7 +74,7 @@ def test_the_lead_is_how_far_guesses_stand_beyond_the_sure_text() -> None:
     """All right, and a target ten times as slow: at 20 there are 10 guesses, of which one is sure now."""
     setting = replace(SETTING, wrong=frozenset(), tokens=12)
     assert done(distributed(1), setting).lead == (9 + sum(range(10))) / 11  # 9, 9, 8, ... 0
-    assert done(distributed(1, horizon=4), setting).lead < 4
+    assert done(distributed(1, max_lead=4), setting).lead < 4
 
 
 @pytest.mark.parametrize("policy", [autoregressive(), speculative(3), pearl(10), distributed(1), distributed(4)])

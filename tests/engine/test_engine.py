@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from dsi.core.policies import ALGORITHMS
+from dsi.core.spec import ALGORITHMS
 from dsi.engine.build import load_pair, place
 from dsi.engine.engine import Engine
 from dsi.models.names import model_path

@@ -86,9 +86,9 @@ def test_a_wire_carries_messages_of_any_size_in_order() -> None:
 
 def test_second_guesses_and_the_wish_for_them_arrive_as_they_were() -> None:
     sender, receiver, text = Sender(), Receiver(), TokenSequence.of((1, 2))
-    draft = receiver.unpack(sender.pack(Draft(1, text, 3, branches=2, doubt=0.2)))
+    draft = receiver.unpack(sender.pack(Draft(1, text, 3, branches=2, min_ratio=0.2)))
     assert isinstance(draft, Draft)
-    assert (draft.count, draft.branches, draft.doubt) == (3, 2, 0.2)
+    assert (draft.count, draft.branches, draft.min_ratio) == (3, 2, 0.2)
     watch = receiver.unpack(sender.pack(Verify(2, text, 1, 1, aside=True)))
     assert isinstance(watch, Verify)
     assert (watch.width, watch.aside) == (1, True)

@@ -5,10 +5,11 @@ import pytest
 
 import dsi
 from dsi.core.messages import Sampling, Verify
-from dsi.core.policies import autoregressive, considerate, distributed
+from dsi.core.policies import autoregressive, distributed, load_aware
 from dsi.core.request import Request
 from dsi.core.scheduler import REMEMBERED
 from dsi.core.sequence import Tokens
+from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import FAILURES, EngineLoop, FleetError
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
@@ -132,7 +133,7 @@ def test_many_lost_drafters_do_not_end_a_request() -> None:
 def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> None:
     loop = EngineLoop(SETTING.simulated(1))
     loop.crowd.targets = 3
-    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.crowd)
     done = loop.run(*(Request((1, 2, i), 30, policy) for i in range(12)))
     alone = [EngineLoop(SETTING.simulated(1)).run(Request((1, 2, i), 30, autoregressive()))[0] for i in range(12)]
     assert [each.tokens for each in done] == [each.tokens for each in alone]
@@ -145,7 +146,7 @@ def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> Non
 
 def test_a_crowd_is_served_evenly() -> None:
     loop = EngineLoop(SETTING.simulated(1))
-    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.crowd)
     runs = [loop.submit(Request((1, 2, i), 200, policy)) for i in range(8)]
     for _ in range(2000):
         loop.step()
@@ -160,7 +161,7 @@ def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
     """
     slow = SimulationConfig(10.0, 40.0, 0.5, sp=1, tokens=20)
     loop = EngineLoop(slow.simulated(1))
-    policy = considerate(distributed(3), 3, ["drafter"], loop.crowd)
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.crowd)
     shared = max(each.elapsed for each in loop.run(*(Request((1, 2, i), 20, policy) for i in range(4))))
     plain = EngineLoop(slow.simulated(1)).run(*(Request((1, 2, i), 20, autoregressive()) for i in range(4)))
     assert shared <= max(each.elapsed for each in plain) + 2 * 10

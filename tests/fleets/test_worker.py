@@ -127,9 +127,9 @@ def test_two_servers_of_one_name_are_refused() -> None:
 class Doubtful(Notebook):
     """It can name runners-up, from the same forward."""
 
-    def top_k(self, request: ForwardRequest, count: int, doubt: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
         [token] = self.answer(request)
-        return (token, *(token + 100 * i for i in range(1, count) if doubt < 0.5))
+        return (token, *(token + 100 * i for i in range(1, count) if min_ratio < 0.5))
 
 
 def test_a_model_is_asked_for_runners_up_where_they_are_wanted() -> None:
@@ -139,7 +139,7 @@ def test_a_model_is_asked_for_runners_up_where_they_are_wanted() -> None:
         Drafted(1, 2, None, (102,)),
         Drafted(1, 3, None, (103,)),
     ]
-    assert done(Draft(2, text, 1, branches=2, doubt=0.6), at) == [Drafted(2, 2)]
+    assert done(Draft(2, text, 1, branches=2, min_ratio=0.6), at) == [Drafted(2, 2)]
     assert done(Draft(3, text, 1), at) == [Drafted(3, 2)]
     assert len(model.asked) == 4  # a forward for each place, and no more
 

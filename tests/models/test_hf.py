@@ -88,7 +88,7 @@ def fleet(target: Any, drafter: Any, sp: int) -> SimulatedFleet:
 def test_every_algorithm_writes_what_transformers_writes(model: Any, sp: int) -> None:
     expected = generated(model, 40)
     drafter = noisy(model, 0.1)
-    for policy in (autoregressive(), speculative(4), pearl(4), distributed(2), distributed(3, patience=2)):
+    for policy in (autoregressive(), speculative(4), pearl(4), distributed(2), distributed(3, min_draft=2)):
         [done] = EngineLoop(fleet(model, drafter, sp)).run(Request(PROMPT, 40, policy))
         assert done.tokens == expected
 

@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from dsi.core.policies import ALGORITHMS, check_algorithm
+from dsi.core.spec import ALGORITHMS, check_algorithm
 from dsi.planning.simulation import SimulationConfig
 
 SETTING = SimulationConfig(20.0, 2.0, 0.8, sp=4, tokens=40)

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsi.core.messages import DRAFTER, TARGET
-from dsi.core.policies import named
+from dsi.core.policies import policy_for
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
+from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.worker import Server
@@ -75,7 +76,7 @@ def took(algorithm: str, case: Case, script: tuple[bool, ...]) -> Fraction:
     aim, fast = Latency(Fraction(1), case.target_ttft), Latency(case.drafter, case.drafter_ttft)
     servers = [Server(f"target-{i}", TARGET, Wait(toy, aim)) for i in range(case.sp)]
     servers.append(Server(DRAFTER, DRAFTER, Wait(Scripted(toy, script), fast)))
-    policy = named(algorithm, case.lookahead)
+    policy = policy_for(SpecConfig(algorithm, case.lookahead))
     [done] = EngineLoop(SimulatedFleet(servers, thread_pool=True)).run(Request(PROMPT, case.tokens, policy))
     return Fraction(done.elapsed)
 

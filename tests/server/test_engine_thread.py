@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from dsi.core.messages import Sampling
-from dsi.core.policies import autoregressive, considerate, distributed
+from dsi.core.policies import autoregressive, distributed, load_aware
 from dsi.core.request import Request
+from dsi.core.spec import SpecConfig
 from dsi.engine.build import Deployment, Pace
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import EngineLoop
@@ -41,7 +42,7 @@ def desk() -> Iterator[EngineThread]:
 
 
 def request(desk: EngineThread, last: int, tokens: int = 30) -> Request:
-    policy = considerate(distributed(2), 2, ["drafter"], desk.engine.crowd)
+    policy = load_aware(distributed(2), SpecConfig(lookahead=2), desk.engine.crowd)
     return Request((1, 2, last), tokens, policy)
 
 

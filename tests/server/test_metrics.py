@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 
 from dsi.core.generation import Tally
-from dsi.core.latency_table import Decision, SpecConfig
+from dsi.core.spec import Decision, SpecConfig
 from dsi.server.metrics import Metrics
 from dsi.server.service import ApiRequest
 
-AHEAD, PLAIN = SpecConfig(2, 4, 1), SpecConfig()
+AHEAD, PLAIN = SpecConfig("dsi", 4, 1, max_targets=2), SpecConfig("nonsi")
 DECISIONS = (
-    Decision(0, PLAIN, ("drafter",), "start", 0.2),
-    Decision(8, AHEAD, ("drafter",), "acceptance", 0.6),
-    Decision(9, PLAIN, ("drafter",), "acceptance", 0.2),
-    Decision(20, AHEAD, ("drafter",), "latency", 0.6),
-    Decision(30, PLAIN, ("drafter",), "latency", 0.5),
-    Decision(50, AHEAD, ("drafter",), "acceptance", 0.9),
-    Decision(60, PLAIN, ("drafter",), "acceptance", 0.1),
+    Decision(0, PLAIN, "start", 0.2),
+    Decision(8, AHEAD, "acceptance", 0.6),
+    Decision(9, PLAIN, "acceptance", 0.2),
+    Decision(20, AHEAD, "latency", 0.6),
+    Decision(30, PLAIN, "latency", 0.5),
+    Decision(50, AHEAD, "acceptance", 0.9),
+    Decision(60, PLAIN, "acceptance", 0.1),
 )
 
 

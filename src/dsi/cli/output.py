@@ -151,7 +151,7 @@ def fallback(done: Completion) -> str:
     """Of `auto`, where it did without speculation."""
     if not done.unspeculated:
         return ""
-    cause = next(decision.cause for _, decision in done.decisions if not decision.way.speculates)
+    cause = next(decision.cause for _, decision in done.decisions if not decision.spec.speculates)
     return f", {done.unspeculated} tokens without speculation ({cause})"
 
 

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def algorithms(text: str) -> list[str]:
-    from dsi.core.policies import check_named
+    from dsi.core.spec import check_algorithm
 
-    return [check_named(name.strip()) for name in text.split(",")]
+    return [check_algorithm(name.strip(), auto=True) for name in text.split(",")]
 
 
 def numbers(name: str, text: str, least: int) -> list[int]:

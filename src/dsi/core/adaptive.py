@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dsi.core.generation import Generation, Policy
-from dsi.core.latency_table import ASIDES, Decision, LatencyTable, SpecConfig
-from dsi.core.policies import DOUBT, go_ahead, look_aside
+from dsi.core.generation import Generation
+from dsi.core.latency_table import RUNNER_UPS_IN_TIME, LatencyTable
+from dsi.core.policies import policy_for
+from dsi.core.spec import Decision
 
 MEMORY = 40  # judged places of a text, or forwards, after which one counts for a third
 LONG_MEMORY = 1000  # of all texts
@@ -97,24 +98,25 @@ class AdaptiveController:
         sets = [(name,) for name in self.drafters]
         self.luck = {names: AcceptanceEMA(belief, LONG_MEMORY) for names in dict.fromkeys([*sets, self.drafters])}
         self.second = AcceptanceEMA(SECOND, LONG_MEMORY)
-        self.scales = dict.fromkeys(self.luck, outlook.scale(1.0))
-        self.first = self.best(self.luck, 0.0)[1]  # before anything is learned
+        self.scales = dict.fromkeys(self.luck, outlook.scale_index(1.0))
+        first = outlook.configs[self.best(self.luck, 0.0)[1]]  # before anything is learned
+        self.first = policy_for(replace(first, drafters=self.drafters[:1]))
 
     def time(self) -> bool:
         """Look at the clock; returns whether a drafter's speed is not what it was taken to be."""
         late = False
         for names, scale in self.scales.items():
             factor = self.pulse.slowness(names)
-            if not _near(self.outlook.scales[scale], factor):
-                self.scales[names] = self.outlook.scale(factor)
+            if not _near(self.outlook.drafter_scales[scale], factor):
+                self.scales[names] = self.outlook.scale_index(factor)
                 late |= self.scales[names] != scale
         return late
 
     def ms(self, turn: Candidate, rate: float, second: float) -> float:
         """What a token is expected to take; a second guess that is right saves what a rejection costs."""
         names, way, spare = turn
-        plain = self.outlook.ms[self.scales[names]][way][self.outlook.part(rate)]
-        saved = (1 - rate) * second * ASIDES[spare] if spare else 0.0
+        plain = self.outlook.ms[self.scales[names]][way][self.outlook.rate_index(rate)]
+        saved = (1 - rate) * second * RUNNER_UPS_IN_TIME[spare] if spare else 0.0
         return plain * (1 - saved) * (1 + self.outlook.contention * spare)
 
     def best(self, lucks: Mapping[Names, AcceptanceEMA], second: float) -> Candidate:
@@ -125,16 +127,16 @@ class AdaptiveController:
     def _turns(self, rates: Mapping[Names, float]) -> Iterator[Candidate]:
         known = self.outlook
         for names, rate in rates.items():
-            scale, part = self.scales[names], known.part(rate)
+            scale, part = self.scales[names], known.rate_index(rate)
             yield names, known.best[scale][part], 0
-            for spare, best in known.sparing.items():
-                if known.ways[best[scale][part]].speculates:
+            for spare, best in known.best_with_spares.items():
+                if known.configs[best[scale][part]].speculates:
                     yield names, best[scale][part], spare
 
     def __call__(self, g: Generation) -> None:
         """As a policy: each request has a course of its own."""
         if g.needs_guess:  # its text depends on its blocks, which must not depend on what was learned
-            follow(g, self.outlook.ways[self.first], self.drafters[:1])
+            self.first(g)
             return
         if g.memo is None:
             g.memo = RequestController(self, g)
@@ -159,15 +161,18 @@ class RequestController:
 
     def _take(self, g: Generation, turn: Candidate, cause: str) -> None:
         self._turn = turn
-        self.drafters, way, spare = turn
-        self.way = replace(self.mind.outlook.ways[way], spare=spare)
-        rate = self.luck[self.drafters].rate
-        g.decisions.append(Decision(g.root.depth, self.way, self.drafters, cause, rate))
+        self.drafters, config, spare = turn
+        branches = 2 if spare else 1
+        self.spec = replace(
+            self.mind.outlook.configs[config], drafters=self.drafters, branches=branches, spare_targets=spare
+        )
+        self._policy = policy_for(self.spec)
+        g.decisions.append(Decision(g.root.depth, self.spec, cause, self.luck[self.drafters].rate))
 
     def go(self, g: Generation) -> None:
         if len(g.judged) > self._seen:
             self._reconsider(g)
-        follow(g, self.way, self.drafters)
+        self._policy(g)
         if g.root.depth % PROBE == 0:
             self._probe(g)
 
@@ -185,7 +190,7 @@ class RequestController:
         return self.mind.ms(turn, self.luck[turn[0]].rate, self.second.rate)
 
     def _learn(self, said: dict[str, int], token: int, guesses: Sequence[int]) -> None:
-        if len(guesses) > len(said) and token not in said.values():
+        if self.spec.branches > 1 and len(guesses) > len(said) and token not in said.values():
             self.second.add(token in guesses)
             self.mind.second.add(token in guesses)
         for names, luck in self.luck.items():
@@ -197,23 +202,6 @@ class RequestController:
     def _probe(self, g: Generation) -> None:
         """Now and then those who do not guess are asked what they would have said."""
         for name in self.mind.drafters:
-            idle = not self.way.speculates or name not in self.drafters
+            idle = not self.spec.speculates or name not in self.drafters
             if idle and name not in g.root.said and not g.drafting(name) and g.room(g.root, name) > 0:
-                g.draft(g.root, 1, name)
-
-
-def follow(g: Generation, way: SpecConfig, drafters: Sequence[str]) -> None:
-    g.branches, g.doubt = (2, DOUBT) if way.spare else (1, 0.0)
-    if way.speculates:
-        go_ahead(g, way.lookahead, drafters, way.patience, way.horizon, way.targets)
-        if way.spare and g.root.watcher is not None:
-            look_aside(g, way.spare)
-        if way.targets + way.spare > 1:
-            g.remind()  # any target may be next to watch this text
-    elif g.root.watcher is None:
-        g.verify(g.root, 1)
-
-
-def steady(way: SpecConfig, drafters: Sequence[str]) -> Policy:
-    """Always this way."""
-    return lambda g: follow(g, way, drafters)
+                g.draft(g.root, 1, name, self.spec)

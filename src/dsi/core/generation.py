@@ -14,7 +14,6 @@ from itertools import count
 from typing import Any
 
 from dsi.core.draft_tree import Node
-from dsi.core.latency_table import Decision
 from dsi.core.messages import (
     DRAFTER,
     GREEDY,
@@ -33,12 +32,14 @@ from dsi.core.messages import (
     Verify,
 )
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.spec import Decision, SpecConfig
 
 Policy = Callable[["Generation"], None]
 
-# What each drafter said of a place, what is true, and all that was guessed where there are second guesses.
+# What each drafter said of a place, what is true, and all that was guessed.
 Judged = tuple[dict[str, int], int, Tokens]
 
+DEFAULT = SpecConfig()
 WARM_EVERY = 16  # sure tokens between two reminders to idle servers
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came to stand in the text
 TRIES = 3  # failures in a row after which a drafter is left alone until the root moves
@@ -78,8 +79,7 @@ class Generation:
         self.end = max_new_tokens
         self.policy = policy
         self.sampling, self.needs_guess = sampling, sampling.needs_guess
-        self.block = 1  # guesses that the rule `block` judges together; the policy says how many
-        self.branches, self.doubt = 1, 0.0  # guesses wanted for each place, and how close; likewise
+        self._block = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
         self.root = Node(TokenSequence.of(prompt), None, 0)  # the last place known to be true
         self.open: dict[int, Job] = {}  # jobs in flight
         self.busy = 0  # drafts and verifications among them
@@ -160,7 +160,7 @@ class Generation:
             node.guesses = tuple((guess, odds) for guess in (token, *others))
         for other in others:
             second = self._grow(node, other)
-            if self.branches > 1 and other not in self._stop:
+            if job.branches > 1 and other not in self._stop:
                 self._seconds.append(second)
         self._failures.pop(job.model, None)
         node.jobs.discard(job.id)
@@ -190,7 +190,7 @@ class Generation:
         if known is not None:
             return known
         child = node.child(token)
-        if not node.drawn and child.context.length - node.start < self.block:
+        if not node.drawn and child.context.length - node.start < self._block:
             child.start = node.start
         return child
 
@@ -223,7 +223,7 @@ class Generation:
         return tuple(sure)
 
     def _account(self, passed: Node, token: int) -> None:
-        self.judged.append((passed.said, token, tuple(passed.children) if self.branches > 1 else ()))
+        self.judged.append((passed.said, token, tuple(passed.children)))
         if token in passed.children:
             self.tally.accepted += 1
             self.origins.append(ACCEPTED)
@@ -352,12 +352,13 @@ class Generation:
 
     # ...and what it may ask for.
 
-    def draft(self, node: Node, count: int, model: str = DRAFTER) -> None:
+    def draft(self, node: Node, count: int, model: str = DRAFTER, spec: SpecConfig = DEFAULT) -> None:
         if count < 1:
             raise ValueError(f"a draft of {count} tokens: must be at least 1")
         self._drafting[model] = self._drafting.get(model, 0) + 1
-        how = self.sampling, node.start, self.block, self.branches, self.doubt
-        self._want(Draft(next(self._ids), node.context, count, model, *how), node)
+        self._block = spec.lookahead or 1
+        options = self.sampling, node.start, self._block, spec.branches, spec.min_ratio
+        self._want(Draft(next(self._ids), node.context, count, model, *options), node)
 
     def verify(self, node: Node, width: int, aside: bool = False) -> None:
         lead = node.depth - width + 1 - self.root.depth

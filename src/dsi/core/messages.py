@@ -89,7 +89,7 @@ class Draft:
     start: int = 0
     block: int = 1
     branches: int = 1
-    doubt: float = 0.0
+    min_ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

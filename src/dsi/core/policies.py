@@ -1,4 +1,4 @@
-"""The algorithms. Each is asked, after every event, which jobs should now begin."""
+"""The algorithms: a policy runs after every event and issues the jobs that should start now."""
 
 from __future__ import annotations
 
@@ -8,50 +8,28 @@ from math import inf
 
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
+from dsi.core.spec import MIN_RATIO, SpecConfig, check_algorithm, default_max_lead
 
-ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
-AUTO = "auto"  # which goes from one to another
-DOUBT = 0.1  # how close a runner-up must come to the winner to be worth a look
-
-
-def check_algorithm(name: str) -> str:
-    if name not in ALGORITHMS:
-        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(ALGORITHMS)}")
-    return name
+OLD_NAMES = {"patience": "min_draft", "horizon": "max_lead", "spare": "spare_targets", "doubt": "min_ratio"}
 
 
-def check_named(name: str) -> str:
-    """One of the algorithms, or `auto`."""
-    if name not in (*ALGORITHMS, AUTO):
-        raise ValueError(f"algorithm {name!r}: must be one of {', '.join((*ALGORITHMS, AUTO))}")
-    return name
-
-
-def named(
-    algorithm: str,
-    lookahead: int,
-    drafters: Sequence[str] = (DRAFTER,),
-    patience: int = 0,
-    horizon: float = inf,
-    branches: int = 1,
-    spare: int = 1,
-) -> Policy:
-    """The policy that users know by this name; each takes what it has a use for."""
-    match check_algorithm(algorithm):
-        case "nonsi":
-            return autoregressive()
-        case "si":
-            return speculative(lookahead)
-        case "pearl":
-            return pearl(lookahead)
-    return distributed(lookahead, drafters, patience, horizon, branches, spare)
+def policy_for(spec: SpecConfig) -> Policy:
+    """Build the policy of a configuration; each algorithm reads the fields it uses."""
+    algorithm = check_algorithm(spec.algorithm)
+    if algorithm == "nonsi":
+        return autoregressive()
+    if spec.lookahead is None:
+        raise ValueError(f"algorithm {algorithm} without a lookahead: give one, or let the engine choose")
+    if algorithm == "si":
+        return speculative(spec.lookahead)
+    return pearl(spec.lookahead) if algorithm == "pearl" else _distributed(spec)
 
 
 def autoregressive() -> Policy:
     """non-SI: one target forward per token."""
 
     def policy(g: Generation) -> None:
-        if not g.busy:
+        if g.root.watcher is None:
             g.verify(g.root, 1)
 
     return policy
@@ -59,38 +37,36 @@ def autoregressive() -> Policy:
 
 def speculative(lookahead: int) -> Policy:
     """SI: draft a block, verify it, repeat (Leviathan et al., 2023)."""
-    _at_least("lookahead", lookahead, 1)
+    spec = SpecConfig("si", lookahead)
 
     def policy(g: Generation) -> None:
         if g.busy:
             return
-        g.block = lookahead
         tip = g.tip()
-        guesses = tip.depth - g.root.depth
-        wanted = min(lookahead - guesses, g.room(tip))
-        if wanted > 0:
-            g.draft(tip, wanted)
+        drafted = tip.depth - g.root.depth
+        count = min(lookahead - drafted, g.room(tip))
+        if count > 0:
+            g.draft(tip, count, spec=spec)
         else:
-            g.verify(tip, guesses + 1)
+            g.verify(tip, drafted + 1)
 
     return policy
 
 
 def pearl(lookahead: int) -> Policy:
     """PEARL: verify a block while drafting the next, in lock step (Liu et al., 2025)."""
-    _at_least("lookahead", lookahead, 1)
+    spec = SpecConfig("pearl", lookahead)
 
     def policy(g: Generation) -> None:
         if g.busy:
             return
-        g.block = lookahead
         tip = g.tip()
         room = g.room(tip)
         last = g.judgeable(tip) or (None if room else tip)
-        if last is not None and (unwatched := g.unwatched(last)):
-            g.verify(last, unwatched)
+        if last is not None and (unverified := g.unwatched(last)):
+            g.verify(last, unverified)
         if room:
-            g.draft(tip, min(lookahead, room))
+            g.draft(tip, min(lookahead, room), spec=spec)
 
     return policy
 
@@ -98,38 +74,50 @@ def pearl(lookahead: int) -> Policy:
 def distributed(
     lookahead: int,
     drafters: Sequence[str] = (DRAFTER,),
-    patience: int = 0,
-    horizon: float = inf,
+    min_draft: int = 0,
+    max_lead: float = inf,
     branches: int = 1,
-    spare: int = 1,
-    doubt: float = DOUBT,
+    spare_targets: int = 1,
+    min_ratio: float = MIN_RATIO,
+    **old_names: float,
 ) -> Policy:
-    """DSI: never let a drafter rest; never leave the root, or a full block, unwatched (Timor et al., 2025).
+    """DSI: keep every drafter busy, and verify the root and every full block at once (Timor et al., 2025).
 
-    `patience` holds the watch on a fresh root until that many guesses can be judged with it: 0 is the
-    paper's Algorithm 1, and with one target and patience = lookahead it is SI. `horizon` is how far
-    beyond the sure text a drafter may guess.
+    A new root is verified once `min_draft` draft tokens can be verified with it: 0 is the paper's Algorithm 1,
+    and with one target and min_draft = lookahead DSI is SI. `max_lead` limits how far a drafter may be ahead of
+    the verified text.
 
-    With `branches` a drafter also names the runners-up for each place, where they came to at least `doubt`
-    of the winner, and up to `spare` targets look past them: if the first guess falls and a second one is
-    the truth, what follows it is known already. The rule match allows it, whose truth needs no guess.
+    With `branches` a drafter also returns the runner-ups for each position whose probability is at least
+    `min_ratio` of the first choice's, and up to `spare_targets` targets verify what follows them: if the first
+    choice is rejected and a runner-up is the target's token, the next token is known already. Only the rule match
+    allows it, whose tokens do not depend on the draft.
     """
-    _at_least("lookahead", lookahead, 1)
-    _at_least("patience", patience, 0)
-    _at_least("horizon", horizon, 1)
-    _at_least("number of drafters", len(drafters), 1)
-    _at_least("branches", branches, 1)
-    _at_least("spare", spare, 0)
+    values = {
+        "min_draft": min_draft,
+        "max_lead": max_lead,
+        "branches": branches,
+        "spare_targets": spare_targets,
+        "min_ratio": min_ratio,
+    }
+    for name, value in old_names.items():  # kept for one release
+        if name not in OLD_NAMES:
+            raise TypeError(f"distributed() got an unexpected keyword argument {name!r}")
+        values[OLD_NAMES[name]] = value
+    return _distributed(SpecConfig("dsi", lookahead, drafters=tuple(drafters), **values))  # type: ignore[arg-type]
+
+
+def _distributed(spec: SpecConfig) -> Policy:
+    spare_targets = spec.spare_targets if spec.branches > 1 else 0
+    shares_text = spec.max_targets is None or spec.max_targets + spare_targets > 1
 
     def policy(g: Generation) -> None:
         if g.needs_guess:
-            _check_one_guess(g.sampling.rule, drafters, branches)
-        g.branches = branches
-        g.doubt = doubt
-        go_ahead(g, lookahead, drafters, patience, horizon)
-        if branches > 1 and g.root.watcher is not None:
-            look_aside(g, spare)
-        g.remind()  # any target may be next to watch this text
+            _check_single_draft(g.sampling.rule, spec)
+        speculate(g, spec)
+        if spare_targets and g.root.watcher is not None:
+            verify_alternates(g, spare_targets)
+        if shares_text:  # any target may be the next to verify this request
+            g.remind()
 
     return policy
 
@@ -140,97 +128,92 @@ class Load:
 
     targets: int = 1
     requests: int = 0
-    verifying: int = 0  # verifications asked for and not answered
+    verifying: int = 0  # verifications in flight
 
     @property
     def idle(self) -> bool:
+        """Whether a target has no verification to run."""
         return self.verifying < self.targets
 
 
-def considerate(alone: Policy, lookahead: int, drafters: Sequence[str], crowd: Load) -> Policy:
-    """DSI among others: what an idle server would be spent on is another request's now.
+def load_aware(alone: Policy, spec: SpecConfig, load: Load) -> Policy:
+    """DSI beside other requests, which can use what an idle server would be spent on; `alone` runs without them.
 
-    The fewer targets there are for each request, the less far it goes beyond its root; with less than two it
-    drafts one block and lets it be verified whole, as SI does, but never makes a target wait for guesses. A
-    rule whose text depends on its blocks keeps to them.
+    The fewer targets there are per request, the smaller the lead; with less than two it drafts one block and
+    verifies it whole, as SI does, but never makes a target wait for draft tokens. A rule whose text depends on
+    the blocks keeps to those of `alone`.
     """
-    _at_least("lookahead", lookahead, 1)
+    lookahead = spec.lookahead or 1
+    by_load: dict[tuple[int, bool], SpecConfig] = {}
 
     def policy(g: Generation) -> None:
-        if crowd.requests < 2 or g.needs_guess:
+        if load.requests < 2 or g.needs_guess:
             alone(g)
             return
-        g.branches = 1
-        share, patience = crowd.targets // crowd.requests, 0 if crowd.idle else lookahead
-        if share > 1:
-            go_ahead(g, lookahead, drafters, patience, lookahead * (share + 1))
-        else:
-            _stay_close(g, lookahead, drafters, patience)
+        key = share, idle = load.targets // load.requests, load.idle
+        if key not in by_load:
+            min_draft = 0 if idle else lookahead
+            max_lead = default_max_lead(share, lookahead)
+            by_load[key] = SpecConfig("dsi", lookahead, min_draft, max_lead, drafters=spec.drafters)
+        (speculate if share > 1 else speculate_one_block)(g, by_load[key])
 
     return policy
 
 
-def go_ahead(
-    g: Generation,
-    lookahead: int,
-    drafters: Sequence[str],
-    patience: int,
-    horizon: float,
-    targets: float = inf,
-) -> None:
-    """Let no drafter rest within the horizon; leave neither the root nor a full block unwatched.
+def speculate(g: Generation, spec: SpecConfig) -> None:
+    """Keep every drafter busy within the maximum lead, and verify the root and every full block.
 
-    Where no more than so many targets are to work, a block waits, and grows, until one is free.
+    With `max_targets` verifications in flight, a block waits, and grows, until one of them ends.
     """
-    g.block = lookahead
-    whole = g.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
-    for model in g.willing(drafters):
-        tip = g.tip(model, drafters)
+    lookahead, max_lead = spec.lookahead or 1, spec.lead_limit
+    whole_blocks = g.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
+    if whole_blocks:
+        max_lead = max(max_lead, lookahead)
+    for model in g.willing(spec.drafters):
+        tip = g.tip(model, spec.drafters)
         lead = tip.depth - g.root.depth
-        left = g.room(tip, model)
-        room = int(min(left, (max(horizon, lookahead) if whole else horizon) - lead))
-        last = g.judgeable(tip) or (None if left > 0 else tip)  # without a guess, the root draws freely
-        unwatched = 0 if last is None else g.unwatched(last)
-        root_is_watched = g.root.watcher is not None
-        full = unwatched >= lookahead if root_is_watched or whole else lead >= patience
-        free = not root_is_watched or g.verifying < targets
-        if last is not None and unwatched and free and (full or (left if whole else room) <= 0):
-            g.verify(last, unwatched)
-        if room > 0 and not g.drafting(model):
-            g.draft(tip, room, model)
+        room = g.room(tip, model)
+        count = int(min(room, max_lead - lead))
+        last = g.judgeable(tip) or (None if room > 0 else tip)  # without a draft token, the target samples
+        unverified = 0 if last is None else g.unwatched(last)
+        if g.root.watcher is None:
+            full = (unverified >= lookahead) if whole_blocks else lead >= (spec.min_draft or 0)
+        else:
+            full = unverified >= lookahead
+            if spec.max_targets is not None and g.verifying >= spec.max_targets:
+                unverified = 0
+        if last is not None and unverified and (full or (room if whole_blocks else count) <= 0):
+            g.verify(last, unverified)
+        if count > 0 and not g.drafting(model):
+            g.draft(tip, count, model, spec)
 
 
-def _stay_close(g: Generation, lookahead: int, drafters: Sequence[str], patience: int) -> None:
-    """One block beyond the root, and no verification but the root's."""
-    model = g.willing(drafters)[0]
-    tip = g.tip(model, drafters)
+def speculate_one_block(g: Generation, spec: SpecConfig) -> None:
+    """Draft one block after the root, and verify nothing before the root's verification has ended."""
+    model = g.willing(spec.drafters)[0]
+    tip = g.tip(model, spec.drafters)
     lead = tip.depth - g.root.depth
-    room = min(g.room(tip, model), lookahead - lead)
-    if g.root.watcher is None and (lead >= patience or room <= 0):
+    count = min(g.room(tip, model), (spec.lookahead or 1) - lead)
+    if g.root.watcher is None and (lead >= (spec.min_draft or 0) or count <= 0):
         g.verify(tip, g.unwatched(tip))
-    if room > 0 and not g.drafting(model):
-        g.draft(tip, room, model)
+    if count > 0 and not g.drafting(model):
+        g.draft(tip, count, model, spec)
 
 
-def look_aside(g: Generation, spare: int) -> None:
-    """Let targets that are to spare look past second guesses."""
-    while g.asides < spare and (node := g.second()) is not None:
+def verify_alternates(g: Generation, spare_targets: int) -> None:
+    """Let spare targets verify what follows runner-ups, in case the first choice is rejected."""
+    while g.asides < spare_targets and (node := g.second()) is not None:
         g.verify(node, 1, aside=True)
 
 
-def _check_one_guess(rule: str, drafters: Sequence[str], branches: int) -> None:
-    if branches > 1:
+def _check_single_draft(rule: str, spec: SpecConfig) -> None:
+    if spec.branches > 1:
         raise ValueError(
-            f"rule {rule} with {branches} branches: it judges the guesses it is given, and second ones would "
-            "change the text; use 1 branch, or the rule match"
+            f"rule {rule} with {spec.branches} branches: it verifies the draft tokens it is given, and runner-ups "
+            "would change the text; use 1 branch, or the rule match"
         )
-    if len(drafters) > 1:
+    if len(spec.drafters) > 1:
         raise ValueError(
-            f"rule {rule} with {len(drafters)} drafters: whose guess is judged would depend on who was "
+            f"rule {rule} with {len(spec.drafters)} drafters: whose draft token is verified would depend on who was "
             "faster, and the text would no longer be the target's; use one drafter, or the rule match"
         )
-
-
-def _at_least(name: str, value: float, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} {value}: must be at least {least}")

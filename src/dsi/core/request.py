@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dsi.core.generation import Policy, Tally
-from dsi.core.latency_table import Decision
 from dsi.core.messages import GREEDY, Sampling, Time, TopLogprobs
 from dsi.core.sequence import Tokens
+from dsi.core.spec import Decision
 from dsi.core.stats import Overlap
 
 __all__ = ["Completion", "Request", "Sampling"]
@@ -46,7 +46,7 @@ class Completion:
         """Tokens that `auto` wrote without speculation."""
         turns = [decision for _, decision in self.decisions]
         ends = [each.tokens for each in turns[1:]] + [len(self.tokens)]
-        return sum(end - each.tokens for each, end in zip(turns, ends) if not each.way.speculates)
+        return sum(end - each.tokens for each, end in zip(turns, ends) if not each.spec.speculates)
 
     @property
     def ttft(self) -> Time:

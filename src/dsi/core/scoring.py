@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from dsi.core.generation import Tally
-from dsi.core.latency_table import Decision
 from dsi.core.messages import Event, Failed, Job, Sampling, Step, TopLogprobs, Verified, Verify
 from dsi.core.sequence import TokenSequence
+from dsi.core.spec import Decision
 
 
 class Scoring:

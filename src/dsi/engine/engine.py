@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 from dsi.core.adaptive import BELIEF, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import AUTO, check_algorithm, check_named, considerate, named
+from dsi.core.policies import load_aware, policy_for
 from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
+from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.engine.config import EngineConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.models.tokenizer import Detokenizer, Stops
@@ -121,7 +122,7 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
         one. The `plan` `auto` measures the pair on this machine's cores first, as `dsi plan --cores` does,
         and takes the arrangement and algorithm that come out fastest.
         """
-        check_named(algorithm)
+        check_algorithm(algorithm, auto=True)
         numbers = whole("lookahead", lookahead, 1), whole("patience", patience, 0)
         if algorithm == AUTO:
             check_free(*numbers)
@@ -237,15 +238,17 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
     def policy(self, algorithm: str, lookahead: int | None = None, patience: int | None = None) -> Policy:
         if algorithm == AUTO:
             check_free(lookahead or self._lookahead, patience if self._patience is None else self._patience)
-            return considerate(self.mind, self.loaded.block, self.loaded.drafters, self.crowd)
+            spec = SpecConfig(lookahead=self.loaded.block, drafters=tuple(self.loaded.drafters))
+            return load_aware(self.mind, spec, self.crowd)
         block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
         asked = self._patience if patience is None else patience
         if asked is None:
             asked = self.loaded.patience(block) if algorithm == "dsi" else 0
-        policy = named(algorithm, block, self.loaded.drafters, asked, self.loaded.horizon(block))
+        spec = SpecConfig(algorithm, block, asked, self.loaded.horizon(block), drafters=tuple(self.loaded.drafters))
+        policy = policy_for(spec)
         if algorithm != "dsi":
             return policy
-        return considerate(policy, min(block, self.loaded.block), self.loaded.drafters, self.crowd)
+        return load_aware(policy, replace(spec, lookahead=min(block, self.loaded.block)), self.crowd)
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
         """No more tokens than the context has room for."""

@@ -49,7 +49,7 @@ def custom_generate(
     # One thread each: a pool of threads that the caller has started does not survive the fork.
     fleet = ProcessFleet(servers, prepare=lambda _: torch.set_num_threads(1))
     try:
-        policy = distributed(lookahead, patience=2, horizon=(sp + 1) * lookahead)
+        policy = distributed(lookahead, min_draft=2, max_lead=(sp + 1) * lookahead)
         request = Request(
             prompt,
             _room(generation_config, prompt),

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dsi.core.policies import AUTO
 from dsi.core.progress import Progress, no_progress
+from dsi.core.spec import AUTO
 from dsi.engine.build import ModelPair, by_widths, forward_ms, load_apart
 from dsi.experiments.acceptance import trial
 from dsi.experiments.datasets import BUILTIN, choose, read

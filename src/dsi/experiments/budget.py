@@ -15,11 +15,11 @@ from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.generation import ACCEPTED, CORRECTED
-from dsi.core.latency_table import LatencyTable, SpecConfig
-from dsi.core.policies import ALGORITHMS as NAMED
-from dsi.core.policies import AUTO, check_algorithm
+from dsi.core.latency_table import LatencyTable
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
+from dsi.core.spec import ALGORITHMS as NAMED
+from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.core.stats import mean
 from dsi.experiments.compare import Row, check_equal
 from dsi.planning.equation_1 import Number, shared_out
@@ -420,6 +420,6 @@ def rehearsed(setting: SimulationConfig, algorithm: str) -> str | PolicyFactory:
 
 
 def best_speculation(known: LatencyTable, acceptance: float) -> SpecConfig:
-    table, part = known.ms[known.scale(1.0)], known.part(acceptance)
-    ahead = [i for i, way in enumerate(known.ways) if way.speculates]
-    return known.ways[min(ahead, key=lambda i: table[i][part])]
+    table, part = known.ms[known.scale_index(1.0)], known.rate_index(acceptance)
+    ahead = [i for i, way in enumerate(known.configs) if way.speculates]
+    return known.configs[min(ahead, key=lambda i: table[i][part])]

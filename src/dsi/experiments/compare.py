@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
-from dsi.core.policies import check_named
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
+from dsi.core.spec import check_algorithm
 from dsi.core.stats import mean
 from dsi.planning.simulation import TITLES
 
@@ -98,7 +98,7 @@ class Row:
 def contenders(algorithms: Sequence[str], si_lookaheads: Sequence[int]) -> list[Contender]:
     """SI is tried with several blocks, so that it is compared at its best."""
     found: list[Contender] = []
-    for name in map(check_named, algorithms):
+    for name in [check_algorithm(name, auto=True) for name in algorithms]:
         found += [(name, block) for block in si_lookaheads] if name == "si" else [(name, None)]
     return found
 

@@ -85,7 +85,7 @@ def figures(done: Completion, work: Iterable[Block], unit: int) -> dict[str, Any
 def remarks(done: Completion, unit: int = 1) -> tuple[Remark, ...]:
     """What was decided, and what each rejection cost."""
     turns = [
-        Remark("decision", float(at) * unit, str(decision.way), decision.json()) for at, decision in done.decisions
+        Remark("decision", float(at) * unit, str(decision.spec), decision.json()) for at, decision in done.decisions
     ]
     losses = done.overlap.losses if done.overlap else ()
     costs = [

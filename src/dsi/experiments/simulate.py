@@ -8,9 +8,9 @@ from itertools import product
 from statistics import fmean, stdev
 
 from dsi.core.generation import Tally
-from dsi.core.policies import AUTO
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
+from dsi.core.spec import AUTO
 from dsi.experiments.records import blocks, hidden
 from dsi.fleets.spans import Span
 from dsi.planning.forecast import expected_ms

@@ -149,7 +149,7 @@ def _rest(job: Job) -> tuple[Any, ...]:
     prompt = len(job.context.origin)
     match job:
         case Draft():
-            more = job.start, job.block, job.branches, job.doubt
+            more = job.start, job.block, job.branches, job.min_ratio
             return prompt, (job.count, job.model), _numbers(job.sampling), more
         case Verify():
             return prompt, (job.width, job.lead), _numbers(job.sampling), (job.guesses, job.aside)

@@ -167,7 +167,7 @@ def _guesses(job: Draft, model: Model, page: CachedPrefix, cancelled: CancelFlag
 def _guess(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
     if job.sampling.needs_guess:
         return _drawn(job, model, request)
-    token, *others = top_k_or_answer(model, request, job.branches, job.doubt)
+    token, *others = top_k_or_answer(model, request, job.branches, job.min_ratio)
     return Drafted(job.id, token, others=tuple(others))
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from dsi.core.spec import default_max_lead
 from dsi.engine.profile_cuda import Costs
 from dsi.planning.equation_1 import best_si_lookahead, minimal_lookahead
 from dsi.planning.forecast import expected_ms
@@ -37,7 +38,7 @@ class Choice:
     @property
     def horizon(self) -> int:
         """One block for each target and one more: further ahead, a drafter takes more than it gives."""
-        return max(self.patience + 1, (self.sp + 1) * self.lookahead)
+        return default_max_lead(self.sp, self.lookahead, self.patience)
 
     def json(self) -> dict[str, Any]:
         return asdict(self)

@@ -18,9 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from dsi.core.adaptive import BELIEF, AdaptiveController, LatencyMonitor, steady
+from dsi.core.adaptive import BELIEF, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
-from dsi.core.latency_table import LatencyTable, SpecConfig
+from dsi.core.latency_table import LatencyTable
+from dsi.core.policies import policy_for
+from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.equation_1 import best_si_lookahead, minimal_lookahead
 from dsi.planning.simulation import PolicyFactory, SimulationConfig
@@ -89,7 +91,7 @@ def stairs(setting: SimulationConfig, algorithm: str | SpecConfig) -> RenewalMod
 def longest_block(setting: SimulationConfig, algorithm: str | SpecConfig) -> int:
     """Tokens that one forward may bring."""
     if isinstance(algorithm, SpecConfig):
-        return 1 + max(algorithm.lookahead, algorithm.patience)
+        return 1 + max(algorithm.lookahead or 0, algorithm.min_draft or 0)
     return 1 + max(setting.lookahead_for(algorithm) or 0, setting.patience)
 
 
@@ -132,17 +134,17 @@ def expected_ms(setting: SimulationConfig, algorithm: str | SpecConfig) -> float
 
 
 def guide(way: SpecConfig, setting: SimulationConfig) -> PolicyFactory:
-    return lambda _, __: steady(way, setting.drafter_names)
+    return lambda _, __: policy_for(replace(way, drafters=setting.drafter_names))
 
 
 def ways(setting: SimulationConfig, degrees: Iterable[int] = DEGREES) -> list[SpecConfig]:
     """All that may be the best at some acceptance."""
-    found = [SpecConfig()]
+    found = [SpecConfig("nonsi", max_targets=1)]
     patiences = sorted({0, 1, *(block(setting, rate) for rate in RATES)})
     for sp in sorted({sp for sp in degrees if sp < setting.sp} | {setting.sp}):
         least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
         blocks = sorted({max(1, round(least * share)) for share in SHARES} | {*BLOCKS})
-        found += [SpecConfig(sp, ahead, patience) for ahead in blocks for patience in patiences]
+        found += [SpecConfig("dsi", ahead, patience, max_targets=sp) for ahead in blocks for patience in patiences]
     return found
 
 
@@ -174,8 +176,9 @@ def foretold(setting: SimulationConfig, way: SpecConfig, rates: Array) -> Array:
     """What a token takes; a little more than expected where targets slow one another down, which is often
     foretold too well.
     """
-    wary = 1 + CAUTION if setting.contention and way.targets > 1 else 1
-    return wary * stairs(replace(setting, sp=way.targets), way).ms(rates)
+    targets = way.max_targets or setting.sp
+    wary = 1 + CAUTION if setting.contention and targets > 1 else 1
+    return wary * stairs(replace(setting, sp=targets), way).ms(rates)
 
 
 def foreseen(setting: SimulationConfig) -> LatencyTable:
@@ -203,9 +206,9 @@ def _foreseen(setting: SimulationConfig) -> LatencyTable:
 
 def best_way(known: LatencyTable, acceptance: float) -> tuple[SpecConfig, float]:
     """With the drafter as fast as it was measured; and what a token is expected to take."""
-    scale, part = known.scale(1.0), known.part(acceptance)
+    scale, part = known.scale_index(1.0), known.rate_index(acceptance)
     way = known.best[scale][part]
-    return known.ways[way], known.ms[scale][way][part]
+    return known.configs[way], known.ms[scale][way][part]
 
 
 def adaptive(known: LatencyTable, setting: SimulationConfig, belief: float = BELIEF) -> PolicyFactory:

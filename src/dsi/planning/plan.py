@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from dsi.core.latency_table import SpecConfig
 from dsi.core.progress import Progress, no_progress
+from dsi.core.spec import SpecConfig, default_max_lead
 from dsi.planning.equation_1 import minimal_lookahead, servers_needed, shared_out
 from dsi.planning.forecast import block, expected_ms, guide, ways
 from dsi.planning.simulation import TITLES, SimulationConfig
@@ -117,7 +117,7 @@ class Offer:
             plain,
             lookahead=self.lookahead or None,
             patience=self.patience,
-            horizon=SpecConfig(self.sp, max(1, self.lookahead), self.patience).horizon,
+            horizon=default_max_lead(self.sp, max(1, self.lookahead), self.patience),
             branches=self.branches,
             spare=self.spare,
             second_hit=evidence.second_hit if self.branches > 1 else 0.0,
@@ -129,7 +129,7 @@ class Offer:
         if self.branches > 1:
             return rehearsed(self, evidence).ms
         if self.algorithm == "dsi":
-            return expected_ms(setting, SpecConfig(self.sp, self.lookahead, self.patience))
+            return expected_ms(setting, SpecConfig("dsi", self.lookahead, self.patience, max_targets=self.sp))
         return expected_ms(setting, self.algorithm)
 
     def json(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def speculating(evidence: Evidence, mp: int, rule: str, processors: int) -> Iter
         used = sp * mp + evidence.drafter_processors
         for way in ways(evidence.setting(mp, sp, rule), ()):
             if way.speculates:
-                yield Offer("dsi", mp, used, 0.0, sp, way.lookahead, way.patience, rule)
+                yield Offer("dsi", mp, used, 0.0, sp, way.lookahead or 0, way.min_draft or 0, rule)
 
 
 def taking_turns(evidence: Evidence, mp: int, rule: str, left: int) -> Iterator[Offer]:
@@ -198,7 +198,7 @@ def rehearsed(offer: Offer, evidence: Evidence) -> Offer:
     setting = offer.setting(evidence)
     how = offer.algorithm
     if how == "dsi" and offer.branches == 1:
-        way = SpecConfig(offer.sp, offer.lookahead, offer.patience)
+        way = SpecConfig("dsi", offer.lookahead, offer.patience, max_targets=offer.sp)
         times = [setting.run(guide(way, setting), seed).ms for seed in SEEDS]
     else:
         times = [setting.run(how, seed).ms for seed in SEEDS]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from random import Random
 from statistics import fmean
 
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Sampling, Time, check_rule
-from dsi.core.policies import AUTO, Load, check_algorithm, considerate, named
+from dsi.core.policies import Load, load_aware, policy_for
 from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
+from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import Outage, SimulatedFleet
 from dsi.fleets.spans import Span
@@ -144,11 +145,19 @@ class SimulationConfig:
     def policy(self, algorithm: str, crowd: Load | None = None) -> Policy:
         """Of one request; `crowd` is the company it is in."""
         lookahead = self.lookahead or self._suitable(check_algorithm(algorithm))
-        aside = self.branches, self.spare
-        alone = named(algorithm, lookahead, self.drafter_names, self.patience, self.horizon, *aside)
+        spec = SpecConfig(
+            algorithm,
+            lookahead,
+            self.patience,
+            self.horizon,
+            branches=self.branches,
+            spare_targets=self.spare,
+            drafters=self.drafter_names,
+        )
+        alone = policy_for(spec)
         if crowd is None or self.requests == 1 or algorithm != "dsi":
             return alone
-        return considerate(alone, self.lookahead or self._shared_block, self.drafter_names, crowd)
+        return load_aware(alone, replace(spec, lookahead=self.lookahead or self._shared_block), crowd)
 
     def servers(self, seed: int, unit: int = 1) -> list[Server]:
         """The targets, then the drafters, each erring on its own; `unit` is how many ms make one of time."""

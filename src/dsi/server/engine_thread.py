@@ -13,10 +13,10 @@ from functools import partial
 from threading import Event, Lock, Thread
 
 from dsi.core.generation import Tally
-from dsi.core.latency_table import Decision
 from dsi.core.messages import TopLogprobs
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
+from dsi.core.spec import Decision
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import Run
 from dsi.fleets.spans import Span

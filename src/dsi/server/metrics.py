@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from dsi.core.generation import ACCEPTED
 
 if TYPE_CHECKING:
-    from dsi.core.latency_table import Decision
+    from dsi.core.spec import Decision
     from dsi.server.engine_thread import EngineOutput, EngineThread, ServerJob
     from dsi.server.service import ApiRequest
 
@@ -117,7 +117,7 @@ class Metrics:
 
     def _decided(self, decision: Decision) -> None:
         self.decisions.labels(decision.cause).inc()
-        if decision.cause != "start" and not decision.way.speculates:
+        if decision.cause != "start" and not decision.spec.speculates:
             self.fallback.labels(decision.cause).inc()
 
     def _count(self, ticket: ServerJob) -> None:

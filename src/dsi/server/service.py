@@ -12,9 +12,9 @@ from typing import Any
 
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import AUTO
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
+from dsi.core.spec import AUTO
 from dsi.engine.engine import Engine
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import EngineOutput, EngineThread, ServerJob

@@ -1,0 +1,104 @@
+"""How to speculate: one immutable configuration that policies, planner, engine and command line share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Any
+
+from dsi.core.messages import DRAFTER, check_rule
+
+ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
+AUTO = "auto"  # switches between configurations of the others as it learns acceptance rates and latencies
+MIN_RATIO = 0.1
+
+
+def check_algorithm(name: str, auto: bool = False) -> str:
+    """Return the name of an algorithm, or raise ValueError; `auto` is one only where it is allowed."""
+    names = (*ALGORITHMS, AUTO) if auto else ALGORITHMS
+    if name not in names:
+        raise ValueError(f"algorithm {name!r}: must be one of {', '.join(names)}")
+    return name
+
+
+def default_max_lead(targets: int, lookahead: int, min_draft: int = 0) -> int:
+    """One block for each target and one more: further ahead, a drafter costs more time than it saves."""
+    return max(min_draft + 1, (targets + 1) * lookahead)
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """How to speculate; None leaves a value to the engine, the planner or the simulator."""
+
+    algorithm: str = _option("dsi", "nonsi, si, pearl, dsi, or auto, which adapts to acceptance rates and latencies.")
+    lookahead: int | None = _option(None, "Draft tokens per verification.")
+    min_draft: int | None = _option(None, "dsi: draft tokens to wait for before a new root is verified.")
+    max_lead: float | None = _option(None, "dsi: how many tokens a drafter may be ahead of the verified text.")
+    max_targets: int | None = _option(None, "dsi: verifications in flight at once, those of runner-ups aside.")
+    branches: int = _option(1, "dsi, rule match: draft tokens for each position, the runner-ups counted.")
+    spare_targets: int = _option(1, "dsi: targets that verify what follows runner-ups, with more than one branch.")
+    min_ratio: float = _option(MIN_RATIO, "dsi: least probability of a runner-up, relative to the first choice.")
+    drafters: tuple[str, ...] = _option((DRAFTER,), "Names of the drafters.")
+    rule: str = _option("match", "How draft tokens are accepted: match, reject, block or specinfer.")
+
+    def __post_init__(self) -> None:
+        check_algorithm(self.algorithm, auto=True)
+        check_rule(self.rule)
+        for name, value, least in (
+            ("lookahead", self.lookahead, 1),
+            ("min draft", self.min_draft, 0),
+            ("max lead", self.max_lead, 1),
+            ("max targets", self.max_targets, 1),
+            ("branches", self.branches, 1),
+            ("spare targets", self.spare_targets, 0),
+            ("number of drafters", len(self.drafters), 1),
+        ):
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} {value}: must be at least {least}")
+        if not 0 <= self.min_ratio <= 1:
+            raise ValueError(f"min ratio {self.min_ratio}: must be between 0 and 1")
+
+    @property
+    def speculates(self) -> bool:
+        return self.algorithm != "nonsi"
+
+    @cached_property
+    def lead_limit(self) -> float:
+        """Tokens that a drafter may be ahead of the verified text: as given, or by the number of targets."""
+        if self.max_lead is not None:
+            return self.max_lead
+        if self.max_targets is None:
+            return inf
+        return default_max_lead(self.max_targets, self.lookahead or 1, self.min_draft or 0)
+
+    def __str__(self) -> str:
+        if not self.speculates:
+            return "no speculation"
+        targets = "" if self.max_targets is None else f"SP {self.max_targets}, "
+        alternates = f", {self.spare_targets} for runner-ups" if self.branches > 1 else ""
+        return f"{targets}lookahead {self.lookahead}, min draft {self.min_draft or 0}{alternates}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A configuration that `auto` chose once `tokens` tokens were verified, and why."""
+
+    tokens: int
+    spec: SpecConfig
+    cause: str  # start, acceptance (of draft tokens or runner-ups) or latency
+    acceptance: float  # the estimate it was chosen by
+
+    def json(self) -> dict[str, object]:
+        return {
+            "tokens": self.tokens,
+            "way": str(self.spec),
+            "speculates": self.spec.speculates,
+            "drafters": list(self.spec.drafters),
+            "cause": self.cause,
+            "acceptance": self.acceptance,
+        }
