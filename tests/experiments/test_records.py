@@ -11,19 +11,19 @@ SETTING = SimulationConfig(20.0, 2.0, 0.7, sp=4, tokens=30)
 
 @pytest.mark.parametrize("algorithm", ["nonsi", "si", "pearl", "dsi"])
 @pytest.mark.parametrize("waited", [False, True])
-def test_outcomes_add_up_to_the_tally(algorithm: str, waited: bool) -> None:
+def test_record_outcomes_add_up_to_the_tally(algorithm: str, waited: bool) -> None:
     drawn = record(SETTING, algorithm, seed=3, waited=waited)
     counts = Counter(block.outcome for block in drawn.blocks)
     if not waited:  # on threads a cancelled forward may end either way
         tally = SETTING.run(algorithm, seed=3).completion.tally
-        assert counts["judged"] == tally.useful
+        assert counts["verified"] == tally.useful
         assert counts["accepted"] == tally.accepted
-    assert counts["judged"] >= 1
+    assert counts["verified"] >= 1
     assert len(drawn.times_ms) == 30
     assert drawn.label == ("waited" if waited else "simulated")
 
 
-def test_a_forward_knows_its_place() -> None:
+def test_record_places_each_forward() -> None:
     drawn = record(replace(SETTING, acceptance=1.0, lookahead=4), "si", seed=3)
     verifications = [(b.place, b.width) for b in drawn.blocks if b.kind == "verify"]
     assert verifications == [(place, 5) for place in range(0, 30, 5)]
@@ -31,9 +31,9 @@ def test_a_forward_knows_its_place() -> None:
     assert drafts == [place for place in range(30) if place % 5 != 4]
 
 
-def test_reading_a_prompt_ahead_is_shown() -> None:
+def test_record_shows_prefills() -> None:
     drawn = record(replace(SETTING, target_ttft_ms=100.0), "dsi", seed=3)
-    assert Counter(b.server for b in drawn.blocks if b.outcome == "warmed").keys() == {
+    assert Counter(b.server for b in drawn.blocks if b.outcome == "prefilled").keys() == {
         "target-2",
         "target-3",
         "target-4",

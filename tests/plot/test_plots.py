@@ -23,7 +23,7 @@ def records() -> list[Record]:
     return [record(SETTING, name, seed=4) for name in ("nonsi", "si", "dsi")]
 
 
-def test_the_terminal_shows_every_server_that_worked(records: list[Record]) -> None:
+def test_terminal_draws_every_active_server(records: list[Record]) -> None:
     lines = draw(records[2], 80).plain.splitlines()
     assert [line.split()[0] for line in lines] == [
         "target-1",
@@ -39,14 +39,14 @@ def test_the_terminal_shows_every_server_that_worked(records: list[Record]) -> N
     assert sum(int(digit) for digit in lines[5] if digit.isdigit()) == 20
 
 
-def test_several_runs_share_one_scale(records: list[Record]) -> None:
+def test_terminal_draws_several_runs_on_one_scale(records: list[Record]) -> None:
     longest = records[0].total_ms
     lengths = [len(draw(r, 100, longest).plain.splitlines()[-1].rstrip()) for r in records]
     assert sorted(lengths, reverse=True) == lengths
     assert "drafter, rejected" in legend().plain
 
 
-def test_the_trace_is_what_perfetto_reads(records: list[Record]) -> None:
+def test_trace_has_the_events_that_perfetto_reads(records: list[Record]) -> None:
     document = json.loads(json.dumps(trace(records)))
     events = document["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -61,7 +61,7 @@ def test_the_trace_is_what_perfetto_reads(records: list[Record]) -> None:
     assert head["args"]["overlap"]["time_over_ideal"] == 1
 
 
-def test_the_figure_has_a_panel_for_each_run(records: list[Record]) -> None:
+def test_timeline_figure_has_a_panel_for_each_run(records: list[Record]) -> None:
     picture = figure(records)
     assert [axes.get_title(loc="left").split(":")[0] for axes in picture.axes] == ["non-SI", "SI", "DSI"]
     assert picture.axes[-1].get_xlabel() == "time (ms, simulated)"
@@ -69,9 +69,7 @@ def test_the_figure_has_a_panel_for_each_run(records: list[Record]) -> None:
 
 
 @pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
-def test_pictures_are_written_and_the_same_each_time(
-    records: list[Record], tmp_path: Path, name: str, begins: bytes
-) -> None:
+def test_timeline_save_is_reproducible(records: list[Record], tmp_path: Path, name: str, begins: bytes) -> None:
     save(records, tmp_path / name)
     first = (tmp_path / name).read_bytes()
     save(records, tmp_path / name)
@@ -79,10 +77,10 @@ def test_pictures_are_written_and_the_same_each_time(
     assert (tmp_path / name).read_bytes() == first
 
 
-def test_a_trace_can_be_read_back(records: list[Record]) -> None:
+def test_trace_read_returns_the_records(records: list[Record]) -> None:
     back = read(json.loads(json.dumps(trace(records))))
-    assert [(each.algorithm, each.label, each.servers) for each in back] == [
-        (each.algorithm, each.label, each.servers) for each in records
+    assert [(one.algorithm, one.label, one.servers) for one in back] == [
+        (one.algorithm, one.label, one.servers) for one in records
     ]
     for one, other in zip(back, records):
         assert one.times_ms == pytest.approx(other.times_ms)
@@ -91,26 +89,32 @@ def test_a_trace_can_be_read_back(records: list[Record]) -> None:
         assert ends == pytest.approx([block.end_ms for block in other.blocks])
 
 
-def test_decisions_and_rejections_are_no_tokens_and_come_back_as_they_were() -> None:
+def test_trace_read_returns_decisions_and_rejections() -> None:
     steps = ((1, 20.0), (64, 30.0))  # so that wrong guesses cost time
     setting = SimulationConfig(20.0, 2.0, 0.0, 3, 80, contention=0.2, pieces=8, eager=False, steps_ms=steps)
-    mind = AdaptiveController(outlook(setting), ("drafter",), 0.7)
-    [done] = EngineLoop(setting.simulated(1)).run(Request((1, 2), 80, mind))
-    told = recorded("auto", "simulated", ("target-1", "drafter"), (), done, 1)
-    assert {remark.kind for remark in told.remarks} == {"decision", "rejection"}
-    assert "no speculation" in [remark.title for remark in told.remarks]
-    [back] = read(json.loads(json.dumps(trace([told]))))
+    controller = AdaptiveController(outlook(setting), ("drafter",), 0.7)
+    [done] = EngineLoop(setting.simulated(1)).run(Request((1, 2), 80, controller))
+    drawn = recorded("auto", "simulated", ("target-1", "drafter"), (), done, 1)
+    assert {instant.kind for instant in drawn.instants} == {"decision", "rejection"}
+    assert "no speculation" in [instant.title for instant in drawn.instants]
+    [back] = read(json.loads(json.dumps(trace([drawn]))))
     assert len(back.times_ms) == 80
-    assert back.times_ms == pytest.approx(told.times_ms)
-    assert [(each.kind, each.title, each.what) for each in back.remarks] == [
-        (each.kind, each.title, each.what) for each in told.remarks
+    assert back.times_ms == pytest.approx(drawn.times_ms)
+    assert [(i.kind, i.title, i.details) for i in back.instants] == [
+        (i.kind, i.title, i.details) for i in drawn.instants
     ]
-    assert [each.at_ms for each in back.remarks] == pytest.approx([each.at_ms for each in told.remarks])
-    assert back.overlap == told.overlap
+    assert [i.at_ms for i in back.instants] == pytest.approx([i.at_ms for i in drawn.instants])
+    assert back.overlap == drawn.overlap
     assert back.title == "auto"
 
 
 @pytest.mark.parametrize("document", [[], {}, {"traceEvents": 3}, {"traceEvents": [{"name": "process_name"}]}])
-def test_what_is_no_trace_is_refused(document: object) -> None:
+def test_trace_read_refuses_other_documents(document: object) -> None:
     with pytest.raises(ValueError, match="is no trace of dsi"):
         read(document)
+
+
+def test_trace_read_accepts_outcomes_of_earlier_releases(records: list[Record]) -> None:
+    text = json.dumps(trace(records)).replace('"verified"', '"judged"').replace('"prefilled"', '"warmed"')
+    outcomes = [[block.outcome for block in one.blocks] for one in read(json.loads(text))]
+    assert outcomes == [[block.outcome for block in one.blocks] for one in records]

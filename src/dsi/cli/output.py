@@ -305,7 +305,10 @@ def timelines(records: list[Record], paths: list[Path], json: bool) -> None:
                 "total_ms": record.total_ms,
                 "tokens": len(record.times_ms),
                 "times_ms": record.times_ms,
-                "remarks": [vars(remark) for remark in record.remarks],
+                "instants": [vars(instant) for instant in record.instants],
+                "remarks": [  # its name in earlier releases
+                    {"kind": i.kind, "at_ms": i.at_ms, "title": i.title, "what": i.details} for i in record.instants
+                ],
                 "overlap": record.overlap,
                 "blocks": [vars(block) for block in record.blocks],
             }

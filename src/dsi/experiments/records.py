@@ -1,4 +1,4 @@
-"""What a run looked like: each forward of each server, and what became of it. Pictures read this."""
+"""What a run looked like: each forward of each server, and its outcome. The plots read this."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsi.planning.simulation import TITLES, SimulationConfig
 
 @dataclass(frozen=True)
 class Block:
-    """One forward. `outcome`: a target judged the text or went stale; a draft was accepted or rejected."""
+    """One forward: its outcome is verified or stale, accepted or rejected, or prefilled."""
 
     server: str
     role: str
@@ -23,18 +23,18 @@ class Block:
     outcome: str
     start_ms: float
     end_ms: float
-    place: int  # how many tokens had been generated where the forward begins to judge or guess
+    place: int  # generated tokens before the first position that the forward verifies or drafts
     width: int
 
 
 @dataclass(frozen=True)
-class Remark:
-    """Something that happened at one moment of a run."""
+class Instant:
+    """A decision or a rejection, at one moment of a run."""
 
     kind: str  # decision or rejection
     at_ms: float
     title: str
-    what: dict[str, Any]
+    details: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,19 @@ class Record:
     label: str
     servers: tuple[str, ...]
     blocks: tuple[Block, ...]
-    times_ms: tuple[float, ...]  # when each token became certain
-    remarks: tuple[Remark, ...] = ()
-    overlap: dict[str, Any] = field(default_factory=dict)  # what it did, if that is known
+    times_ms: tuple[float, ...]  # when each token was verified
+    instants: tuple[Instant, ...] = ()
+    overlap: dict[str, Any] = field(default_factory=dict)  # statistics of the overlap, if there are any
 
     @property
     def title(self) -> str:
         return TITLES[self.algorithm]
+
+    @property
+    def active_servers(self) -> list[str]:
+        """The servers that computed at least one forward."""
+        active = {block.server for block in self.blocks}
+        return [name for name in self.servers if name in active]
 
     @property
     def total_ms(self) -> float:
@@ -59,7 +65,7 @@ class Record:
 
 
 def record(setting: SimulationConfig, algorithm: str, seed: int = 0, waited: bool = False) -> Record:
-    """Run one request and keep what each server did."""
+    """Run one request and record what each server did."""
     run = setting.run(algorithm, seed, waited)
     label = "waited" if waited else "simulated"
     return recorded(algorithm, label, tuple(run.busy), run.log, run.completion, run.unit)
@@ -68,36 +74,36 @@ def record(setting: SimulationConfig, algorithm: str, seed: int = 0, waited: boo
 def recorded(
     algorithm: str, label: str, servers: tuple[str, ...], spans: Iterable[Span], done: Completion, unit: int
 ) -> Record:
-    """A finished request, whatever it ran on; `unit` is how many milliseconds its clock counts as one."""
-    work = tuple(blocks(spans, done, unit))
+    """Record a finished request of any fleet, whose clock counts units of `unit` milliseconds."""
+    forwards = tuple(blocks(spans, done, unit))
     times = tuple(float(time) * unit for time in done.times)
-    return Record(algorithm, label, servers, work, times, remarks(done, unit), figures(done, work, unit))
+    return Record(algorithm, label, servers, forwards, times, instants(done, unit), overlap(done, forwards, unit))
 
 
-def figures(done: Completion, work: Iterable[Block], unit: int) -> dict[str, Any]:
-    """What the overlap did: where the forwards are known, also by their time."""
+def overlap(done: Completion, forwards: Iterable[Block], unit: int) -> dict[str, Any]:
+    """Return the statistics of the overlap, with the share of the forwards' time that was hidden."""
     if done.overlap is None:
         return {}
-    share = hidden(block for block in work if block.kind == "verify")
+    share = hidden(block for block in forwards if block.kind == "verify")
     return {**done.overlap.json(unit), "hidden_time_share": share}
 
 
-def remarks(done: Completion, unit: int = 1) -> tuple[Remark, ...]:
-    """What was decided, and what each rejection cost."""
-    turns = [
-        Remark("decision", float(at) * unit, str(decision.spec), decision.json()) for at, decision in done.decisions
+def instants(done: Completion, unit: int = 1) -> tuple[Instant, ...]:
+    """Return the decisions, and the rejections with what each of them cost."""
+    decisions = [
+        Instant("decision", float(at) * unit, str(decision.spec), decision.json()) for at, decision in done.decisions
     ]
     losses = done.overlap.losses if done.overlap else ()
-    costs = [
-        Remark(
+    rejections = [
+        Instant(
             "rejection",
-            float(each.at) * unit,
-            f"rejection, {float(each.lost) * unit:.1f} ms lost",
-            {"token": each.token, "lost_ms": float(each.lost) * unit},
+            float(loss.at) * unit,
+            f"rejection, {float(loss.lost) * unit:.1f} ms lost",
+            {"token": loss.token, "lost_ms": float(loss.lost) * unit},
         )
-        for each in losses
+        for loss in losses
     ]
-    return tuple(sorted(turns + costs, key=lambda remark: remark.at_ms))
+    return tuple(sorted(decisions + rejections, key=lambda instant: instant.at_ms))
 
 
 def blocks(
@@ -106,15 +112,12 @@ def blocks(
     unit: int = 1,
     kinds: Collection[str] = ("draft", "verify", "warm"),
 ) -> list[Block]:
-    """The forwards in order of time, each with its outcome in the light of the final text.
-
-    `unit` is how many milliseconds the fleet's clock counts as one.
-    """
+    """Return the forwards in order of time, each with its outcome given the final text."""
     log = sorted((span for span in spans if span.kind in kinds and span.end > span.start), key=_start)
     if not log:
         return []
-    true = {text.key for text in prefixes(log[0].context.origin, done)}
-    return [block(span, true, unit) for span in log]
+    verified = {text.key for text in prefixes(log[0].context.origin, done)}
+    return [block(span, verified, unit) for span in log]
 
 
 def _start(span: Span) -> Time:
@@ -122,13 +125,13 @@ def _start(span: Span) -> Time:
 
 
 def hidden(verifications: Iterable[Block]) -> float:
-    """The share of the useful target forwards' time that nobody waited for.
+    """Return the share of the useful target forwards' time that the text did not wait for.
 
-    What is waited for is the part of a forward after the one before it had answered.
+    The text waits for the part of a forward that comes after the end of the forward before it.
     """
     answered = waited = computed = 0.0
     for forward in sorted(verifications, key=lambda block: block.end_ms):
-        if forward.outcome == "judged":
+        if forward.outcome == "verified":
             waited += forward.end_ms - max(forward.start_ms, answered)
             computed += forward.end_ms - forward.start_ms
             answered = forward.end_ms
@@ -142,13 +145,13 @@ def prefixes(origin: TokenSequence, done: Completion) -> list[TokenSequence]:
     return texts
 
 
-def block(span: Span, true: set[int], unit: int) -> Block:
+def block(span: Span, verified: set[int], unit: int) -> Block:
     first = first_place(span)
     return Block(
         server=span.server,
         role=span.role,
         kind=span.kind,
-        outcome=outcome(span, first, true),
+        outcome=outcome(span, first, verified),
         start_ms=float(span.start) * unit,
         end_ms=float(span.end) * unit,
         place=len(first) - len(first.origin),
@@ -157,17 +160,17 @@ def block(span: Span, true: set[int], unit: int) -> Block:
 
 
 def first_place(span: Span) -> TokenSequence:
-    """The shortest text that the forward was asked about."""
+    """Return the text up to the first position of the forward."""
     text = span.context
     for _ in range(span.width - 1):
         text = text if text.parent is None else text.parent
     return text
 
 
-def outcome(span: Span, first: TokenSequence, true: set[int]) -> str:
+def outcome(span: Span, first: TokenSequence, verified: set[int]) -> str:
     if span.kind == "warm":
-        return "warmed"
+        return "prefilled"
     if span.kind == "verify":
-        return "stale" if span.stale or first.key not in true else "judged"
-    accepted = span.token is not None and span.context.then(span.token).key in true
+        return "stale" if span.stale or first.key not in verified else "verified"
+    accepted = span.token is not None and span.context.then(span.token).key in verified
     return "accepted" if accepted else "rejected"

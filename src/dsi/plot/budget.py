@@ -1,4 +1,4 @@
-"""Who is the fastest with the same processors: bars of tokens per second for each class of prompts."""
+"""Tokens per second of every algorithm on the same processors: a panel of bars for each class of prompts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dsi.experiments.budget import Table
-from dsi.plot.timeline import rendered
-
-COLOURS = {"nonsi": "#9aa5b1", "si": "#f2b134", "pearl": "#8fd0cf", "dsi": "#3b6fb6", "auto": "#7a4fa3"}
+from dsi.plot import style
+from dsi.plot.style import ALGORITHM_COLOURS
 
 
 def figure(tables: Sequence[Table], heading: str) -> Figure:
-    """Two panels in a row, on one scale."""
+    """Draw two panels in a row, all on one scale."""
     columns = min(2, len(tables))
     rows, bars = -(-len(tables) // columns), len(tables[0].entries)
     size = 2 + 5 * columns, (0.3 * bars + 0.9) * rows + 0.5
@@ -33,22 +32,21 @@ def figure(tables: Sequence[Table], heading: str) -> Figure:
 
 
 def save(tables: Sequence[Table], heading: str, path: Path) -> None:
-    """The format is the suffix's."""
-    path.write_bytes(rendered(figure(tables, heading), path.suffix[1:]))
+    style.save(figure(tables, heading), path)
 
 
 def _panel(axes: Axes, table: Table) -> None:
-    found = table.entries
-    heights = [-i for i in range(len(found))]
-    middles = [each.tokens_per_second for each in found]
-    # Rounding must not make a whisker negative: that cannot be drawn.
+    entries = table.entries
+    heights = [-i for i in range(len(entries))]
+    medians = [entry.tokens_per_second for entry in entries]
+    # Rounding must not make a whisker negative: matplotlib refuses it.
     whiskers = [
-        [max(0.0, each.tokens_per_second - each.low) for each in found],
-        [max(0.0, each.high - each.tokens_per_second) for each in found],
+        [max(0.0, entry.tokens_per_second - entry.low) for entry in entries],
+        [max(0.0, entry.high - entry.tokens_per_second) for entry in entries],
     ]
-    colours = [COLOURS[each.algorithm] for each in found]
-    axes.barh(heights, middles, xerr=whiskers, color=colours, height=0.75, error_kw={"linewidth": 1})
-    axes.set_yticks(heights, [each.name for each in found], fontsize=8)
-    known = "" if table.acceptance is None else f", acceptance {table.acceptance:.2f}"
-    axes.set_title(f"{table.name}{known}", fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
+    colours = [ALGORITHM_COLOURS[entry.algorithm] for entry in entries]
+    axes.barh(heights, medians, xerr=whiskers, color=colours, height=0.75, error_kw={"linewidth": 1})
+    axes.set_yticks(heights, [entry.name for entry in entries], fontsize=8)
+    acceptance = "" if table.acceptance is None else f", acceptance {table.acceptance:.2f}"
+    axes.set_title(f"{table.name}{acceptance}", fontsize=10, loc="left")
+    style.hide_frame(axes)

@@ -1,10 +1,9 @@
-"""Heatmaps of speedups over drafter latency and acceptance rate: slowdowns in pink."""
+"""Heatmaps of speedups by drafter latency and acceptance rate; slowdowns are pink."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import numpy as np
@@ -14,16 +13,18 @@ from matplotlib.colors import Colormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+from dsi.plot import style
+
 PINK = "#ff8fc7"
-FINE = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5)  # of a colour bar that ends near 1
-EQUAL = 1e-9  # ratios this close to 1 are 1
+FINE_TICKS = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5)  # for a colour bar that ends near 1
+TOLERANCE = 1e-9  # ratios this close to 1 count as 1
 
 
 @dataclass(frozen=True)
 class Panel:
     """How many times as fast one algorithm is as another.
 
-    A row for each drafter latency in percent, 1 to 100, a column for each acceptance rate, 0 to 100.
+    One row per drafter latency in percent, 1 to 100, and one column per acceptance rate, 0 to 100.
     """
 
     title: str
@@ -31,11 +32,11 @@ class Panel:
 
     @property
     def slower(self) -> int:
-        return int((self.ratios < 1 - EQUAL).sum())
+        return int((self.ratios < 1 - TOLERANCE).sum())
 
 
 def figure(panels: Sequence[Panel], heading: str) -> Figure:
-    """Two panels in a row: legible at the width of a page."""
+    """Draw two panels in a row, legible at the width of a page."""
     rows = -(-len(panels) // 2)
     picture = Figure(figsize=(10, 4.2 * rows + 0.5), layout="constrained")
     cells = picture.subplots(rows, 2, squeeze=False).ravel()
@@ -48,9 +49,7 @@ def figure(panels: Sequence[Panel], heading: str) -> Figure:
 
 
 def png(panels: Sequence[Panel], heading: str) -> bytes:
-    out = BytesIO()
-    figure(panels, heading).savefig(out, format="png", dpi=150)
-    return out.getvalue()
+    return style.rendered(figure(panels, heading), "png")
 
 
 def _colours() -> Colormap:
@@ -58,7 +57,7 @@ def _colours() -> Colormap:
 
 
 def _draw(picture: Figure, axes: Axes, panel: Panel) -> None:
-    ratios = np.where(np.abs(panel.ratios - 1) < EQUAL, 1, panel.ratios)
+    ratios = np.where(np.abs(panel.ratios - 1) < TOLERANCE, 1, panel.ratios)
     most = max(1.01, float(ratios.max()))
     image = axes.imshow(
         ratios.T,
@@ -73,6 +72,6 @@ def _draw(picture: Figure, axes: Axes, panel: Panel) -> None:
     slower = f"slower in {panel.slower:,} of {ratios.size:,} cells" if panel.slower else "never slower"
     axes.set_title(f"{panel.title}\n{ratios.min():.3f} to {most:.2f}; {slower}", fontsize=10)
     bar = picture.colorbar(image, ax=axes, extend="min" if panel.slower else "neither", label="times as fast")
-    bar.ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if most > 3 else FINE))
+    bar.ax.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if most > 3 else FINE_TICKS))
     bar.ax.yaxis.set_major_formatter(ScalarFormatter())
     bar.ax.yaxis.set_minor_formatter(NullFormatter())

@@ -8,21 +8,21 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from dsi.planning.simulation import TITLES
-
-COLOURS = {"nonsi": "#8a8f98", "si": "#d08700", "pearl": "#7a5cc4", "dsi": "#0b7a75"}
+from dsi.plot import style
 
 
 def figure(lines: Mapping[str, Mapping[int, float]], label: str) -> Figure:
+    """Draw milliseconds per token; many processors get a logarithmic axis."""
     picture = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = picture.subplots()
     for name, line in lines.items():
-        axes.plot(list(line), list(line.values()), marker="o", label=TITLES[name], color=COLOURS[name])
-    most = max(max(line) for line in lines.values())
-    if most > 16:
+        colour = style.ALGORITHM_COLOURS[name]
+        axes.plot(list(line), list(line.values()), marker="o", label=TITLES[name], color=colour)
+    if max(max(line) for line in lines.values()) > 16:
         axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("processors")
-    axes.set_ylabel("expected ms for each token")
+    axes.set_ylabel("expected ms per token")
     axes.set_title(label, fontsize=9)
     axes.grid(alpha=0.3)
     axes.legend()
@@ -30,4 +30,4 @@ def figure(lines: Mapping[str, Mapping[int, float]], label: str) -> Figure:
 
 
 def save(lines: Mapping[str, Mapping[int, float]], path: Path, label: str) -> None:
-    figure(lines, label).savefig(path, dpi=150)
+    style.save(figure(lines, label), path)

@@ -1,4 +1,4 @@
-"""A run drawn in text: one line per server, time to the right. Legible without colour."""
+"""A run drawn as text: one line per server, time from left to right, legible without colour."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dsi.experiments.records import Record
 
 # outcome: (glyph, colour, meaning); where several forwards share a cell, the later in this list shows.
 GLYPHS = {
-    "warmed": ("·", "cyan", "target reading ahead"),
+    "prefilled": ("·", "cyan", "target, prefill"),
     "stale": ("░", "bright_black", "target, stale"),
-    "judged": ("█", "blue", "target"),
+    "verified": ("█", "blue", "target"),
     "accepted": ("▄", "yellow", "drafter, accepted"),
     "rejected": ("×", "red", "drafter, rejected"),
 }
@@ -19,8 +19,8 @@ RANKS = {outcome: rank for rank, outcome in enumerate(GLYPHS)}
 
 
 def draw(record: Record, width: int, total_ms: float | None = None) -> Text:
-    """The servers' lines and the text's; `total_ms` is what the whole width stands for."""
-    names = [name for name in record.servers if any(block.server == name for block in record.blocks)]
+    """Draw a line per server and one for the text; the whole width stands for `total_ms`."""
+    names = record.active_servers
     margin = max(len(name) for name in (*names, "text")) + 1
     scale = max(1, width - margin - 2) / (total_ms or record.total_ms)
     text = Text(no_wrap=True)
@@ -38,7 +38,7 @@ def legend() -> Text:
     for glyph, colour, meaning in GLYPHS.values():
         text.append(f"{glyph * 2} ", style=colour)
         text.append(f"{meaning}   ")
-    return text.append("digits: tokens made certain")
+    return text.append("digits: tokens verified")
 
 
 def _line(record: Record, server: str, scale: float) -> Text:
@@ -50,13 +50,13 @@ def _line(record: Record, server: str, scale: float) -> Text:
         last = max(first, int(block.end_ms * scale) - 1)
         glyph, colour, _ = GLYPHS[block.outcome]
         for i in range(first, min(last + 1, len(cells))):
-            edge = EDGE if block.outcome == "judged" and i == first < last else glyph
+            edge = EDGE if block.outcome == "verified" and i == first < last else glyph
             cells[i] = max(cells[i], (RANKS[block.outcome], edge, colour))
     return Text.assemble(*((glyph, colour) for _, glyph, colour in cells))
 
 
 def _tokens(record: Record, scale: float) -> str:
-    """How many tokens became certain in each cell: a digit, or + for more than nine."""
+    """Count the tokens verified in each cell: a digit, or + for more than nine."""
     counts = [0] * (int(record.total_ms * scale) + 1)
     for time in record.times_ms:
         counts[int(time * scale)] += 1

@@ -1,24 +1,27 @@
-"""A run as Chrome trace JSON, which Perfetto and chrome://tracing open, and back."""
+"""Runs to Chrome trace JSON, which Perfetto and chrome://tracing open, and back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from dsi.experiments.records import Block, Record, Remark
+from dsi.experiments.records import Block, Instant, Record
 
 COLOURS = {
-    "judged": "thread_state_running",
+    "verified": "thread_state_running",
     "stale": "grey",
-    "warmed": "thread_state_runnable",
+    "prefilled": "thread_state_runnable",
     "accepted": "good",
     "rejected": "terrible",
 }
+OLD_OUTCOMES = {"judged": "verified", "warmed": "prefilled"}  # in traces of earlier releases
 
 
 def trace(records: Sequence[Record]) -> dict[str, Any]:
-    """Each run is a process, each server a thread; a token made certain is an instant of the process, and
-    so are decisions and rejections, which have a category."""
+    """Return a document in which each run is a process and each server a thread.
+
+    Verified tokens, decisions and rejections are instants of the process; the latter two have a category.
+    """
     return {
         "traceEvents": [event for pid, record in enumerate(records, 1) for event in _events(pid, record)],
         "displayTimeUnit": "ms",
@@ -27,13 +30,12 @@ def trace(records: Sequence[Record]) -> dict[str, Any]:
 
 def _events(pid: int, record: Record) -> list[dict[str, Any]]:
     threads = {name: tid for tid, name in enumerate(record.servers, start=1)}
-    named = [_name("process_name", pid, 0, f"{record.title} ({record.label})")]
-    about = {"algorithm": record.algorithm, "label": record.label, "overlap": record.overlap}
-    named[0]["args"] |= about  # for `read`
-    named += [_name("thread_name", pid, tid, name) for name, tid in threads.items()]
+    names = [_name("process_name", pid, 0, f"{record.title} ({record.label})")]
+    names[0]["args"] |= {"algorithm": record.algorithm, "label": record.label, "overlap": record.overlap}  # for `read`
+    names += [_name("thread_name", pid, tid, name) for name, tid in threads.items()]
     spans = [_span(pid, threads[block.server], block) for block in record.blocks]
     tokens = [_token(pid, i, time) for i, time in enumerate(record.times_ms, start=1)]
-    return named + spans + tokens + [_remark(pid, remark) for remark in record.remarks]
+    return names + spans + tokens + [_instant(pid, instant) for instant in record.instants]
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -63,21 +65,21 @@ def _token(pid: int, number: int, time_ms: float) -> dict[str, Any]:
     return {"ph": "i", "s": "p", "name": f"token {number}", "pid": pid, "tid": 0, "ts": time_ms * 1000}
 
 
-def _remark(pid: int, remark: Remark) -> dict[str, Any]:
+def _instant(pid: int, instant: Instant) -> dict[str, Any]:
     return {
         "ph": "i",
         "s": "p",
-        "name": remark.title,
-        "cat": remark.kind,
+        "name": instant.title,
+        "cat": instant.kind,
         "pid": pid,
         "tid": 0,
-        "ts": remark.at_ms * 1000,
-        "args": remark.what,
+        "ts": instant.at_ms * 1000,
+        "args": instant.details,
     }
 
 
 def read(document: Any) -> list[Record]:
-    """The runs of a trace that `trace` has made."""
+    """Return the runs of a document that `trace` has made."""
     try:
         events = document["traceEvents"]
         return [_record(event, events) for event in events if event["name"] == "process_name"]
@@ -86,26 +88,27 @@ def read(document: Any) -> list[Record]:
 
 
 def _record(head: dict[str, Any], events: list[dict[str, Any]]) -> Record:
-    mine = [event for event in events if event["pid"] == head["pid"]]
-    names = {event["tid"]: event["args"]["name"] for event in mine if event["name"] == "thread_name"}
-    spans = sorted((event for event in mine if event["ph"] == "X"), key=lambda event: float(event["ts"]))
-    instants = sorted((event for event in mine if event["ph"] == "i"), key=lambda event: float(event["ts"]))
-    times = [float(event["ts"]) / 1000 for event in instants if "cat" not in event]
-    said = [Remark(e["cat"], float(e["ts"]) / 1000, e["name"], e["args"]) for e in instants if "cat" in e]
+    own = [event for event in events if event["pid"] == head["pid"]]
+    names = {event["tid"]: event["args"]["name"] for event in own if event["name"] == "thread_name"}
+    spans = sorted((event for event in own if event["ph"] == "X"), key=lambda event: float(event["ts"]))
+    points = sorted((event for event in own if event["ph"] == "i"), key=lambda event: float(event["ts"]))
+    times = [float(event["ts"]) / 1000 for event in points if "cat" not in event]
+    instants = [Instant(e["cat"], float(e["ts"]) / 1000, e["name"], e["args"]) for e in points if "cat" in e]
     return Record(
         algorithm=head["args"]["algorithm"],
         label=head["args"]["label"],
         servers=tuple(names.values()),
         blocks=tuple(_block(names[event["tid"]], event) for event in spans),
         times_ms=tuple(times),
-        remarks=tuple(said),
+        instants=tuple(instants),
         overlap=head["args"].get("overlap", {}),
     )
 
 
 def _block(server: str, event: dict[str, Any]) -> Block:
-    what, start = event["args"], float(event["ts"]) / 1000
-    if what["outcome"] not in COLOURS:
-        raise KeyError(what["outcome"])
+    details, start = event["args"], float(event["ts"]) / 1000
+    outcome = OLD_OUTCOMES.get(details["outcome"], details["outcome"])
+    if outcome not in COLOURS:
+        raise KeyError(outcome)
     end = start + float(event["dur"]) / 1000
-    return Block(server, what["role"], event["cat"], what["outcome"], start, end, what["place"], what["width"])
+    return Block(server, details["role"], event["cat"], outcome, start, end, details["place"], details["width"])

@@ -1,4 +1,4 @@
-"""A panel for each class of prompts, a bar for each contender."""
+"""A panel for each class of prompts, a bar for each configuration."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def table(name: str, *speeds: float) -> Table:
 TABLES = [table("tales", 10, 20, 30), table("code", 5), table("verse", 4, 8)]
 
 
-def test_bars_are_medians_with_quartiles_and_carry_their_names() -> None:
+def test_budget_figure_draws_medians_with_quartiles_and_names() -> None:
     picture = figure(TABLES, "Two cores")
     shown = [axes for axes in picture.axes if axes.axison]
     assert [axes.get_title(loc="left") for axes in shown] == [
@@ -42,7 +42,7 @@ def test_bars_are_medians_with_quartiles_and_carry_their_names() -> None:
 
 
 @pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
-def test_pictures_are_written_and_the_same_each_time(tmp_path: Path, name: str, begins: bytes) -> None:
+def test_budget_save_is_reproducible(tmp_path: Path, name: str, begins: bytes) -> None:
     save(TABLES, "Two cores", tmp_path / name)
     first = (tmp_path / name).read_bytes()
     save(TABLES, "Two cores", tmp_path / name)
