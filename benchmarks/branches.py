@@ -17,6 +17,7 @@ from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import MIN_RATIO
 from dsi.engine.build import ModelPair, load_apart
+from dsi.engine.prompts import sample_prompts
 from dsi.experiments import datasets as shelf
 from dsi.experiments.acceptance import interval
 from dsi.models.protocol import NEVER, ForwardRequest
@@ -79,7 +80,7 @@ def show(found: list[Cell]) -> None:
 def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
     """The drafter reads what the target wrote, and ranks its guesses at each place of it."""
     pair = load_apart("builtin", "builtin")
-    chosen = shelf.choose(shelf.read("builtin", None, None), pair.text, prompts, 0, tokens, pair.context)
+    chosen = sample_prompts(shelf.read("builtin", None, None), pair.text, prompts, 0, tokens, pair.context)
     for temperature in (0.0, 1.0):
         texts = [
             judged(pair, prompt, tokens, Sampling(temperature, seed=seed)) for seed, prompt in enumerate(chosen.prompts)

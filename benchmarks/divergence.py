@@ -8,7 +8,7 @@ from typing import Any
 
 from dsi.core.messages import GREEDY, TARGET, Sampling
 from dsi.engine.build import quiet, tokenizer
-from dsi.experiments.alone import write
+from dsi.engine.trial import decode
 from dsi.experiments.compare import PROMPTS
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.hf import Transformer, load
@@ -41,7 +41,7 @@ def divergences(
     rows = []
     for prompt in prompts:
         ids = text.encode(prompt)
-        expected, other = (list(write(model, ids, tokens, sampling=sampling)) for model in models)
+        expected, other = (list(decode(model, ids, tokens, sampling=sampling)) for model in models)
         rows.append(asdict(first_difference(reference, prompt, list(ids), expected, other)))
     return rows
 

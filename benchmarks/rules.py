@@ -27,9 +27,10 @@ from dsi.core.messages import RULES, Sampling
 from dsi.core.request import Completion, Request
 from dsi.engine.build import load_apart, quiet
 from dsi.engine.engine import Engine
+from dsi.engine.prompts import sample_prompts
 from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, summary, trials
 from dsi.experiments.compare import PROMPTS
-from dsi.experiments.datasets import choose, read
+from dsi.experiments.datasets import read
 from dsi.sampling.acceptance_rules import block, reject, specinfer
 from dsi.sampling.logits import gumbel_argmax, probabilities
 from dsi.sampling.noise import exponential, noise_key
@@ -97,7 +98,7 @@ def middle(numbers: list[float], digits: int) -> str:
 def acceptance(count: int, tokens: int) -> Found:
     """Every rule on the same texts."""
     pair = load_apart("builtin", "builtin")
-    chosen = choose(read("builtin", None, None), pair.text, count, 0, tokens, pair.context)
+    chosen = sample_prompts(read("builtin", None, None), pair.text, count, 0, tokens, pair.context)
     target, drafter = (lambda: pair.target.fresh().backend), (lambda: pair.drafter.fresh().backend)
     return trials(target, drafter, chosen.prompts, tokens, RULES, [WARM], LOOKAHEAD, pair.text.ends)
 

@@ -8,17 +8,16 @@ from random import Random
 import pytest
 
 from dsi.core.sequence import Tokens
+from dsi.engine.trial import Trial, run_trial
 from dsi.experiments.acceptance import (
     Acceptance,
     Share,
-    Trial,
     acceptance,
     beyond,
     geometric,
     interval,
     steps,
     summary,
-    trial,
 )
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
@@ -106,7 +105,7 @@ def test_the_first_run_is_what_the_paper_counts() -> None:
     """The drafter's own text leaves the target's exactly where its first guess is rejected."""
     drafter = ToyDrafter(TARGET, 0.8)
     for prompt in PROMPTS:
-        found = trial(lambda: TARGET, lambda: drafter, prompt, 64, ())
+        found = run_trial(lambda: TARGET, lambda: drafter, prompt, 64, ())
         assert found.matched == (*found.hits, False).index(False)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from dsi.experiments.datasets import BEGINNINGS, HUB, TEMPLATES, Chosen, choose, read
+from dsi.engine.prompts import BUILTIN_PROMPTS, PromptSample, sample_prompts
+from dsi.experiments.datasets import HUB, TEMPLATES, read
 
 
 def written(path: Path, *rows: object) -> str:
@@ -29,7 +30,7 @@ class Letters:
 
 
 def test_fifty_beginnings_come_with_the_package() -> None:
-    assert len(set(read("builtin"))) == len(BEGINNINGS) == 50
+    assert len(set(read("builtin"))) == len(BUILTIN_PROMPTS) == 50
 
 
 def test_the_papers_templates(tmp_path: Path) -> None:
@@ -172,11 +173,11 @@ def test_a_bad_name_is_one_sentence(tmp_path: Path) -> None:
         read("builtin", field="prompt")
 
 
-def test_prompts_are_drawn_by_the_seed_and_long_ones_are_skipped() -> None:
+def test_sample_prompts_draws_by_seed_and_skips_long_ones() -> None:
     texts = ["a" * length for length in range(1, 11)]
 
-    def drawn(seed: int, count: int = 4, tokens: int = 5, context: int = 12) -> Chosen:
-        return choose(texts, Letters(), count, seed, tokens, context)  # type: ignore[arg-type]
+    def drawn(seed: int, count: int = 4, tokens: int = 5, context: int = 12) -> PromptSample:
+        return sample_prompts(texts, Letters(), count, seed, tokens, context)  # type: ignore[arg-type]
 
     assert drawn(3) == drawn(3) != drawn(4)
     assert all(len(prompt) <= 7 for seed in range(20) for prompt in drawn(seed).prompts)

@@ -15,9 +15,9 @@ from dsi.models.names import full_name
 
 if TYPE_CHECKING:
     from dsi.engine.build import ModelPair
+    from dsi.engine.prompts import PromptSample
     from dsi.experiments.acceptance import Acceptance
     from dsi.experiments.by_rule import Accepted, Figure
-    from dsi.experiments.datasets import Chosen
     from dsi.experiments.latency import PairLatencies
     from dsi.experiments.profile import Profile
 
@@ -212,7 +212,7 @@ class Bench:
     """What a measurement works with, and where its figures go."""
 
     pair: ModelPair
-    chosen: Chosen
+    chosen: PromptSample
     profile: Profile
     options: dict[str, Any]
 
@@ -240,6 +240,7 @@ class Bench:
 
 def _bench(options: dict[str, Any], **least: int) -> Bench:
     """Refuse what is impossible, quickest first; then load the models and draw the prompts."""
+    from dsi.engine.prompts import sample_prompts
     from dsi.experiments import datasets as prompts
 
     for name, bound in least.items():
@@ -250,7 +251,7 @@ def _bench(options: dict[str, Any], **least: int) -> Bench:
     profile = _profile(options)
     pair = _load(options)
     count, seed, tokens = (options[name] for name in ("count", "seed", "tokens"))
-    chosen = prompts.choose(texts, pair.text, count, seed, tokens, pair.context)
+    chosen = sample_prompts(texts, pair.text, count, seed, tokens, pair.context)
     _tell(chosen, count, tokens, pair.context)
     return Bench(pair, chosen, profile, options)
 
@@ -276,7 +277,7 @@ def _load(options: dict[str, Any]) -> ModelPair:
         return load_apart(*(options[name] for name in MEANS))
 
 
-def _tell(chosen: Chosen, count: int, tokens: int, context: int) -> None:
+def _tell(chosen: PromptSample, count: int, tokens: int, context: int) -> None:
     if chosen.skipped:
         which = f"{chosen.skipped} prompt{'s' * (chosen.skipped > 1)}"
         room = f"room for {tokens} tokens in the models' context of {context}"

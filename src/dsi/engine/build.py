@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from dsi.core.latency_table import LatencyTable
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.engine.config import EngineConfig
-from dsi.experiments.simulate import fastest_patience
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.processes import FORK, ProcessFleet
 from dsi.fleets.ray_actors import RayFleet
@@ -36,7 +35,7 @@ from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.planning.choose import Choice
 from dsi.planning.curves import rising
 from dsi.planning.equation_1 import suitable_lookahead
-from dsi.planning.forecast import outlook
+from dsi.planning.forecast import expected_ms, outlook
 from dsi.planning.simulation import SimulationConfig
 
 LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to cost, wire and all
@@ -123,7 +122,9 @@ class Deployment:
         if lookahead not in self._patiences:
             horizon, most = self.horizon(lookahead), self.lookahead("si")
             setting = self.pace.setting(self.sp, REHEARSAL, lookahead=lookahead, horizon=horizon)
-            self._patiences[lookahead] = fastest_patience(setting, most)
+            self._patiences[lookahead] = min(
+                range(most + 1), key=lambda count: expected_ms(replace(setting, patience=count), "dsi")
+            )
         return self._patiences[lookahead]
 
     def horizon(self, lookahead: int) -> int:

@@ -13,8 +13,8 @@ import torch
 from dsi.core.progress import Progress, no_progress
 from dsi.core.spec import AUTO
 from dsi.engine.build import ModelPair, by_widths, forward_ms, load_apart
-from dsi.experiments.acceptance import trial
-from dsi.experiments.datasets import BUILTIN, choose, read
+from dsi.engine.prompts import BUILTIN_PROMPTS, sample_prompts
+from dsi.engine.trial import run_trial
 from dsi.fleets.processes import FORK
 from dsi.models.child_process import die_with_parent
 from dsi.models.hf import Transformer
@@ -69,10 +69,10 @@ def tried(pair: ModelPair, advance: Progress) -> tuple[float, list[bool]]:
     """What a guess takes, and whether each was right."""
     guess = forward_ms(pair.drafter.backend)
     advance()
-    chosen = choose(read(BUILTIN), pair.text, PROMPTS, 0, TOKENS, pair.context)
+    chosen = sample_prompts(BUILTIN_PROMPTS, pair.text, PROMPTS, 0, TOKENS, pair.context)
     hits: list[bool] = []
     for prompt in chosen.prompts:
-        hits += trial(pair.target.fresh, pair.drafter.fresh, prompt, TOKENS, pair.text.ends).hits
+        hits += run_trial(pair.target.fresh, pair.drafter.fresh, prompt, TOKENS, pair.text.ends).hits
         advance()
     return guess, hits
 

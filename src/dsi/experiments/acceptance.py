@@ -5,35 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
-from dsi.experiments.alone import Fresh, write
-from dsi.models.protocol import ForwardRequest
+from dsi.engine.trial import ModelFactory, Trial, run_trial
 
 CERTAIN = 1.96  # standard deviations, for 95%
 ENOUGH = 5  # acceptances and rejections to be expected where a share is judged
 CHANCE = 0.05  # a difference that chance gives less often than this is not put down to it
 LITTLE = 0.05  # a largest gap up to which a law that does not hold is still a fair picture
 Hits = Sequence[bool]
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One prompt. `hits` says of each token of the target's text whether the drafter would have named it."""
-
-    matched: int  # tokens that the drafter's own text begins with like the target's
-    hits: tuple[bool, ...]
-    ended: bool  # the target ended its text before it was as long as allowed
-
-    @property
-    def whole(self) -> bool:
-        """The texts are equal to the very end: how much longer they would have been is not known."""
-        return self.matched == len(self.hits)
 
 
 @dataclass(frozen=True)
@@ -134,8 +119,8 @@ class Acceptance:
 
 
 def acceptance(
-    target: Fresh,
-    drafter: Fresh,
+    target: ModelFactory,
+    drafter: ModelFactory,
     prompts: Sequence[Tokens],
     tokens: int,
     ends: Collection[int] = (),
@@ -148,21 +133,9 @@ def acceptance(
         raise ValueError(f"tokens {tokens}: must be at least 1")
     trials = []
     for prompt in prompts:
-        trials.append(trial(target, drafter, prompt, tokens, ends))
+        trials.append(run_trial(target, drafter, prompt, tokens, ends))
         progress()
     return summary(trials)
-
-
-def trial(target: Fresh, drafter: Fresh, prompt: Tokens, tokens: int, ends: Collection[int]) -> Trial:
-    """The drafter's own text is written up to the first difference: what comes after it matches nothing."""
-    truth = tuple(write(target(), prompt, tokens, ends))
-    guesses = drafter().answer(ForwardRequest(prompt + truth[:-1], len(prompt)))  # one forward, a guess at each place
-    own = zip(truth, write(drafter(), prompt, len(truth), ends))
-    return Trial(
-        matched=sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], own)),
-        hits=tuple(guess == token for guess, token in zip(guesses, truth)),
-        ended=len(truth) < tokens,
-    )
 
 
 def summary(trials: Sequence[Trial]) -> Acceptance:

@@ -24,8 +24,8 @@ from typing import Any
 from dsi.core.messages import Guess, Sampling
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
+from dsi.engine.trial import decode
 from dsi.experiments.acceptance import CERTAIN, interval
-from dsi.experiments.alone import write
 from dsi.models.protocol import NEVER, Backend, SamplingModel
 from dsi.sampling.acceptance_rules import (
     match,
@@ -166,7 +166,7 @@ def written(
     ends: Collection[int],
     sampling: Sampling,
 ) -> WrittenText:
-    return WrittenText(target, drafter, prompt, tuple(write(SamplingModel(target), prompt, tokens, ends, sampling)))
+    return WrittenText(target, drafter, prompt, tuple(decode(SamplingModel(target), prompt, tokens, ends, sampling)))
 
 
 def trial(text: WrittenText, rows: tuple[Array, Array], sampling: Sampling, lookahead: int) -> RuleTrial:

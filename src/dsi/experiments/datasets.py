@@ -5,14 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
-from dsi.core.sequence import Tokens
-from dsi.models.tokenizer import Tokenizer
+from dsi.engine.prompts import BUILTIN_PROMPTS
 
 BUILTIN = "builtin"
 ENDINGS = (".jsonl", ".jsonl.gz")
@@ -97,7 +95,7 @@ def read(dataset: str, field: str | None = None, template: str | None = None) ->
 def _builtin(form: str | None) -> list[str]:
     if form is not None:
         raise ValueError(f"{form}: the built-in prompts have no fields; a field or template is for a dataset")
-    return list(BEGINNINGS)
+    return list(BUILTIN_PROMPTS)
 
 
 def _template(name: str | None, field: str | None) -> Template:
@@ -160,82 +158,3 @@ def _downloaded(name: str) -> list[Row]:
     except Exception as error:
         why = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"dataset {name}: the hub does not give it ({why}); try again, {instead}") from error
-
-
-@dataclass(frozen=True)
-class Chosen:
-    prompts: list[Tokens]
-    skipped: int  # because they were too long
-
-
-def choose(texts: Sequence[str], text: Tokenizer, count: int, seed: int, tokens: int, context: int) -> Chosen:
-    """So many, uniformly at random; one that leaves no room for its tokens is skipped, never cut."""
-    chosen: list[Tokens] = []
-    skipped = 0
-    for prompt in Random(seed).sample(texts, len(texts)):
-        if len(chosen) == count:
-            break
-        encoded = text.encode(prompt)
-        if context and len(encoded) + tokens > context:
-            skipped += 1
-        else:
-            chosen.append(encoded)
-    if not chosen:
-        raise ValueError(
-            f"none of {skipped} prompts leaves room for {tokens} tokens in the models' context of {context}"
-        )
-    return Chosen(chosen, skipped)
-
-
-BEGINNINGS = """
-The little boat was
-Anna opened the blue box and
-One morning, a bear
-The baker forgot the bread, so
-Under the bridge lived a
-Sam could not find his shoes
-A kind old man gave
-The cat looked at the moon and
-On her birthday, Zoe
-The two brothers wanted to build
-It was a cold night, and the
-"Where is my hat?" asked
-A small frog jumped into
-When the bell rang, all the
-Mum said that the soup
-Peter had never seen the sea
-The red bird sang a song
-Every day after school, Emma
-There was a big hole in the
-The farmer had ten sheep but
-Leo and his sister went to
-A funny clown came to the
-The wind took the kite
-Nina was proud of her new
-At the top of the hill stood
-The mouse was hungry and
-Grandpa told them a secret
-The puppy did not want to
-Once there was a princess who
-Max found a shiny stone
-The rain stopped and a rainbow
-A tall tree grew in the
-Ella shared her apple with
-The doctor was very kind
-In the garden, a snail
-Tim's truck was broken, and
-A lonely star wanted
-The children heard a loud noise
-Rosa was good at drawing
-The fox and the rabbit
-On the farm, the little pig
-Jane saw a spider in the
-The ice cream began to melt
-"Let us play a game," said
-A boy named Oliver had
-The library was quiet until
-Far away, on an island,
-The duck lost one of her
-Ben and Mia made a plan
-The night before the trip, Kim
-""".strip().splitlines()

@@ -11,7 +11,7 @@ from typing import Any
 
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
-from dsi.experiments.alone import Fresh, write
+from dsi.engine.trial import ModelFactory, decode
 from dsi.models.protocol import ForwardRequest, Model
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)  # new tokens of the forwards that the curve is made of
@@ -70,8 +70,8 @@ class PairLatencies:
 
 
 def latencies(
-    target: Fresh,
-    drafter: Fresh,
+    target: ModelFactory,
+    drafter: ModelFactory,
     prompts: Sequence[Tokens],
     tokens: int,
     context: int = 0,
@@ -84,7 +84,7 @@ def latencies(
     return PairLatencies(slow, fast, curve(target(), prompts[0], context))
 
 
-def timing(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progress = no_progress) -> Timing:
+def timing(model: ModelFactory, prompts: Sequence[Tokens], tokens: int, progress: Progress = no_progress) -> Timing:
     """Every text has its full length, whether or not the model would have ended it."""
     timed(model(), prompts[0], tokens)  # what only the first forwards of a process cost is not counted
     first, later = [], []
@@ -99,7 +99,7 @@ def timing(model: Fresh, prompts: Sequence[Tokens], tokens: int, progress: Progr
 def timed(model: Model, prompt: Tokens, tokens: int) -> list[float]:
     """Milliseconds for each token of a text."""
     marks = [perf_counter()]
-    marks += (perf_counter() for _ in write(model, prompt, tokens))
+    marks += (perf_counter() for _ in decode(model, prompt, tokens))
     return [1000 * (end - begin) for begin, end in pairwise(marks)]
 
 
@@ -109,7 +109,7 @@ def curve(model: Model, prompt: Tokens, context: int = 0) -> dict[int, float]:
     The widths take turns, and the median forgets what else the machine did.
     """
     widths = [width for width in WIDTHS if not context or len(prompt) + width <= context]
-    words = tuple(write(model, prompt, max(widths)))
+    words = tuple(decode(model, prompt, max(widths)))
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(ROUNDS):
         for width in widths:

@@ -13,7 +13,6 @@ from dsi.core.sequence import Tokens
 from dsi.core.spec import AUTO
 from dsi.experiments.records import blocks, hidden
 from dsi.fleets.spans import Span
-from dsi.planning.forecast import expected_ms
 from dsi.planning.simulation import TITLES, SimulatedRun, SimulationConfig, prompt
 
 
@@ -135,11 +134,6 @@ def best(
         for choice in choices(setting, algorithm, lookaheads, patiences)
     ]
     return min(tried, key=lambda result: result.mean_ms)
-
-
-def fastest_patience(setting: SimulationConfig, most: int) -> int:
-    """By which a token under DSI is expected to take least time; the smallest of equals."""
-    return min(range(most + 1), key=lambda wait: expected_ms(replace(setting, patience=wait), "dsi"))
 
 
 def choices(
