@@ -22,6 +22,7 @@ from typing import Any
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import CLASSES
 from dsi.planning.forecast import adaptive, best_way, block, guide, outlook
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 TOKENS = 200
@@ -36,15 +37,17 @@ def random_setting(number: int, waited: bool = False) -> SimulationConfig:
     jitter, contention = dice.choice([0, dice.uniform(0, 0.3)]), dice.choice([0, dice.uniform(0, 0.2)])
     later = (TOKENS // 2, dice.random()) if dice.random() < 1 / 3 else None
     return SimulationConfig(
-        target,
-        drafter,
+        LatencyModel(
+            target,
+            drafter,
+            jitter=jitter,
+            contention=0 if waited else contention,
+            cancel_points=dice.choice([0, 8]),
+            per_token_ms=dice.choice([0, round(dice.uniform(0, 1), 3)]),
+        ),
         acceptance,
         sp,
         TOKENS,
-        jitter=jitter,
-        contention=0 if waited else contention,  # threads that wait do not crowd each other
-        pieces=dice.choice([0, 8]),
-        per_token_ms=dice.choice([0, round(dice.uniform(0, 1), 3)]),
         eager=False,
         later=later,
     )
@@ -133,7 +136,7 @@ def virtual(count: int) -> dict[str, Any]:
     with Pool(os.cpu_count()) as pool:
         rows = list(told(pool.imap(simulated, range(count)), count))
     over = sorted(row.over for row in rows)
-    slow = [row for row in rows if row.setting.drafter_ms > row.setting.target_ms]
+    slow = [row for row in rows if row.setting.latency.drafter_ms > row.setting.latency.target_ms]
     changed = [row for row in rows if row.setting.later]
     found = {
         "label": "simulated",
@@ -156,9 +159,9 @@ def virtual(count: int) -> dict[str, Any]:
 
 def brief(setting: SimulationConfig) -> str:
     return (
-        f"drafter {setting.drafter_ms / setting.target_ms:.2f} of the target, acceptance "
+        f"drafter {setting.latency.drafter_ms / setting.latency.target_ms:.2f} of the target, acceptance "
         f"{' then '.join(f'{rate:.2f}' for rate in rates(setting))}, SP {setting.sp}, contention "
-        f"{setting.contention:.2f}, jitter {setting.jitter:.2f}"
+        f"{setting.latency.contention:.2f}, jitter {setting.latency.jitter:.2f}"
     )
 
 
@@ -220,7 +223,9 @@ def seconds() -> dict[str, Any]:
     """Eight targets, a drafter of a tenth of their time: with second guesses and without, simulated."""
     found: dict[str, Any] = {"label": "simulated"}
     for rate in (0.4, 0.63, 0.8):
-        setting = SimulationConfig(20.0, 2.0, rate, 8, TOKENS, second_hit=0.5, sure=0.5, pieces=8, eager=False)
+        setting = SimulationConfig(
+            LatencyModel(20.0, 2.0, cancel_points=8), rate, 8, TOKENS, second_hit=0.5, sure=0.5, eager=False
+        )
         known, without = outlook(setting), outlook(setting)
         without.best_with_spares.clear()
         times = [fmean(setting.run(adaptive(each, setting), seed).ms for seed in SEEDS) for each in (known, without)]

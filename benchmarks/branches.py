@@ -23,6 +23,7 @@ from dsi.experiments.acceptance import interval
 from dsi.models.protocol import NEVER, ForwardRequest
 from dsi.paper.claims import bound
 from dsi.planning.equation_1 import exact, servers_needed
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 from dsi.sampling.logits import top_k_tokens
 
@@ -43,8 +44,7 @@ class Cell:
 
 def mean_ms(acceptance: float, hit: float, spare: int, options: argparse.Namespace) -> float:
     setting = SimulationConfig(
-        TARGET_MS,
-        DRAFTER_MS,
+        LatencyModel(TARGET_MS, DRAFTER_MS),
         acceptance,
         servers_needed(TARGET_MS, DRAFTER_MS, options.lookahead) + 1 + spare,
         TOKENS,

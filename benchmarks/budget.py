@@ -21,7 +21,7 @@ from dsi.experiments.budget import Table
 from dsi.experiments.compare import CLASSES
 from dsi.planning import theory
 from dsi.planning.equation_1 import shared_out
-from dsi.planning.theory import Latencies
+from dsi.planning.latency import LatencyModel
 
 RESULTS = Path(__file__).parent / "results"
 TOKENS = 200
@@ -40,11 +40,11 @@ def measured() -> dict[str, tuple[float, float]]:
 
 
 def row(target: float, drafter: float, acceptance: float, gpus: int, scales: list[float]) -> dict[str, Any]:
-    latencies = Latencies(round(target, 3), round(drafter, 3))
+    latencies = LatencyModel(round(target, 3), round(drafter, 3))
     dsi = min(float(theory.dsi(TOKENS, latencies, acceptance, k, gpus - 1)) for k in range(1, 41))
     ms = {"dsi": dsi / TOKENS}
     for share in scales:
-        faster = Latencies(round(target * shared_out(share, gpus), 3), round(drafter, 3))
+        faster = LatencyModel(round(target * shared_out(share, gpus), 3), round(drafter, 3))
         si = min(float(theory.si(TOKENS, faster, acceptance, k)) for k in range(1, 41))
         ms |= {f"si {share:g}": si / TOKENS, f"nonsi {share:g}": theory.nonsi(TOKENS, faster) / TOKENS}
     return {"gpus": gpus, "acceptance": acceptance, "ms_per_token": ms}

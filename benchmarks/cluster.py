@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 
 from dsi.fleets.simulated import Outage
 from dsi.planning.equation_1 import minimal_lookahead, servers_needed
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,14 +57,16 @@ def pairs() -> dict[str, SimulationConfig]:
         for target in json.loads(path.read_text())["targets"]:
             if target["shape"] in COLOURS and "whole_gpu" in target:
                 found[target["shape"]] = measured(target["whole_gpu"]["costs"])
-    basis = SimulationConfig(37.7, 2.5, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False)
+    basis = SimulationConfig(LatencyModel(37.7, 2.5, cancel_points=8), 0.8, sp=7, tokens=TOKENS, eager=False)
     return {**{name: found[name] for name in COLOURS if name in found}, PAPER: basis}
 
 
 def measured(costs: Row) -> SimulationConfig:
     steps = tuple((int(width), round(ms, 2)) for width, ms in costs["by_width"].items())
     drafter = round(costs["drafter_ms"], 3)
-    return SimulationConfig(steps[0][1], drafter, 0.8, sp=7, tokens=TOKENS, pieces=8, eager=False, steps_ms=steps)
+    return SimulationConfig(
+        LatencyModel(steps[0][1], drafter, cancel_points=8, by_width=steps), 0.8, sp=7, tokens=TOKENS, eager=False
+    )
 
 
 def ms_per_token(setting: SimulationConfig, algorithm: str, seeds: Iterable[int] = range(SEEDS)) -> float:
@@ -73,7 +76,7 @@ def ms_per_token(setting: SimulationConfig, algorithm: str, seeds: Iterable[int]
 @cache
 def alone(setting: SimulationConfig, algorithm: str) -> float:
     """Milliseconds a token of SI at its best block, or of non-SI: on one GPU, without a network."""
-    here = replace(setting, sp=1, nodes=None, network_ms=0)
+    here = replace(setting, sp=1, nodes=None).with_latency(network_ms=0)
     blocks = SI_BLOCKS if algorithm == "si" else (None,)
     return min(ms_per_token(replace(here, lookahead=block), algorithm) for block in blocks)
 
@@ -81,8 +84,8 @@ def alone(setting: SimulationConfig, algorithm: str) -> float:
 @cache
 def rehearsed(setting: SimulationConfig) -> SimulationConfig:
     """With what is fastest for DSI on a few texts. A target is away for a forward and two messages."""
-    away = setting.target_ms + 2 * setting.network_ms
-    block = minimal_lookahead(away, setting.drafter_ms, setting.sp)
+    away = setting.latency.target_ms + 2 * setting.latency.network_ms
+    block = minimal_lookahead(away, setting.latency.drafter_ms, setting.sp)
     tried = [
         replace(setting, lookahead=k, patience=wait, horizon=(setting.sp + 1) * k)
         for k, wait in product(sorted({block, block + 1, 2 * block, 7}), (0, 3))
@@ -96,7 +99,7 @@ def dsi(setting: SimulationConfig) -> float:
 
 def apart(setting: SimulationConfig, delay: float) -> SimulationConfig:
     """A machine for each server."""
-    return replace(setting, nodes=setting.count, network_ms=delay)
+    return replace(setting, nodes=setting.count).with_latency(network_ms=delay)
 
 
 def by_delay() -> list[Row]:
@@ -128,7 +131,7 @@ def by_jitter() -> list[Row]:
     return [
         {"network_jitter": network, "jitter": forwards, "time_over_even": ms / even}
         for network, forwards in ((0.9, 0.0), (0.0, 0.3), (0.9, 0.3))
-        if (ms := ms_per_token(replace(plan, network_jitter=network, jitter=forwards), "dsi"))
+        if (ms := ms_per_token(plan.with_latency(network_jitter=network, jitter=forwards), "dsi"))
     ]
 
 
@@ -147,7 +150,7 @@ def second_machine() -> list[Row]:
     for (name, pair), gpus in product(pairs().items(), MACHINES):
         one = dsi(replace(pair, sp=gpus - 1))
         two = replace(pair, sp=2 * gpus - 1, nodes=2)
-        gains = [one / dsi(replace(two, network_ms=delay)) for delay in delays]
+        gains = [one / dsi(two.with_latency(network_ms=delay)) for delay in delays]
         over_si = alone(pair, "si") / one
         rows.append({"pair": name, "gpus": gpus, "delays_ms": delays, "gain": gains, "one_over_si": over_si})
     return rows
@@ -159,7 +162,7 @@ def by_sp() -> list[Row]:
     for name, pair in pairs().items():
         ms = [dsi(replace(pair, sp=sp)) for sp in SPS]
         enough = next(sp for sp, each in zip(SPS, ms) if min(ms) / each >= ENOUGH)
-        most = servers_needed(pair.target_ms, pair.drafter_ms, 1)
+        most = servers_needed(pair.latency.target_ms, pair.latency.drafter_ms, 1)
         over_si = [alone(pair, "si") / each for each in ms]
         rows.append({"pair": name, "sp": SPS, "ms": ms, "over_si": over_si, "enough": enough, "eq1": most})
     return rows
@@ -201,13 +204,8 @@ def together(pair: SimulationConfig, processors: int, streams: int) -> tuple[flo
 
 def pooled(pair: SimulationConfig, processors: int, drafters: int, streams: int) -> float:
     pool = replace(
-        pair,
-        sp=processors - drafters,
-        drafter_copies=drafters,
-        requests=streams,
-        nodes=processors // 8,
-        network_ms=RACK_MS,
-    )
+        pair, sp=processors - drafters, drafter_copies=drafters, requests=streams, nodes=processors // 8
+    ).with_latency(network_ms=RACK_MS)
     return dsi(pool) if streams == 1 else ms_per_token(pool, "dsi", range(1))
 
 

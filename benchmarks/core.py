@@ -15,6 +15,7 @@ import harness
 from dsi.core.messages import Event, Step
 from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import PROMPT, SimulationConfig
 
 LENGTHS = (50, 500, 5000)
@@ -23,7 +24,7 @@ MOST_MICROSECONDS, MOST_GROWTH = 25.0, 1.25
 
 def microseconds_per_event(tokens: int, seed: int) -> tuple[float, float]:
     """Time the whole loop, and the core alone in a second run."""
-    setting = SimulationConfig(20.0, 2.0, 0.8, sp=7, tokens=tokens)
+    setting = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=7, tokens=tokens)
     return loop_microseconds(setting, seed), core_microseconds(setting, seed)
 
 

@@ -33,7 +33,7 @@ from dsi.core.policies import policy_for
 from dsi.core.request import Completion, Request
 from dsi.core.spec import SpecConfig
 from dsi.engine.build import quiet
-from dsi.engine.profile_cuda import Costs, costs, in_order
+from dsi.engine.profile_cuda import in_order, latency_model
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.worker import PrefixTable, Server
@@ -44,6 +44,7 @@ from dsi.models.shapes import random_model
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.paper.table2 import PAIRS
 from dsi.planning.choose import Choice, as_chosen, as_measured, choose
+from dsi.planning.latency import LatencyModel
 
 TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
 DRAFTER_SHAPE = "vicuna-68m"
@@ -59,7 +60,7 @@ class Bench:
 
     targets: list[CudaGraphModel]
     drafter: CudaGraphModel
-    costs: Costs
+    latency: LatencyModel
     plain_ms: dict[int, list[float]] = field(default_factory=dict)  # non-SI, by tokens
 
     def fleet(self, sp: int, acceptance: float, seed: int) -> CudaFleet:
@@ -101,7 +102,7 @@ def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None)
         targets.append(CudaGraphModel(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
     say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
     targets = in_order(targets, PROMPT)
-    return Bench(targets, drafter, costs(targets, drafter, PROMPT, targets[0].stops, one_cache=True))
+    return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].stops, shared_kv=True))
 
 
 def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> Completion:
@@ -117,7 +118,7 @@ def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: in
 def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str, Any]:
     """One target and acceptance rate: non-SI, SI at blocks near its best, DSI as chosen, interleaved."""
     most = len(bench.targets)
-    found = {choice.algorithm: choice for choice in choose(bench.costs, acceptance, most, map=pool().map)}
+    found = {choice.algorithm: choice for choice in choose(bench.latency, acceptance, most, map=pool().map)}
     first = min(found.values(), key=lambda choice: choice.ms)
     rows = {"nonsi": found["nonsi"], **({"dsi": found["dsi"]} if most > 1 else {})}
     si = found["si"]
@@ -176,7 +177,7 @@ def compared(
 
 def virtual_ms(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> float:
     """The same text with the same luck, in virtual time with the measured latencies."""
-    setting = as_chosen(as_measured(bench.costs, acceptance, tokens, choice.sp), choice)
+    setting = as_chosen(as_measured(bench.latency, acceptance, tokens, choice.sp), choice)
     policy = setting.policy(choice.algorithm)
     [done] = EngineLoop(setting.simulated(seed)).run(Request((1,) * PROMPT, tokens, policy))
     return float(done.elapsed)
@@ -186,21 +187,21 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """One target in slices, and the whole GPU given to SI and non-SI."""
     say(shape)
     sliced = prepared(shape, DRAFTER_SHAPE, *cut(options))
-    say(f"  {sliced.costs.json()}")
+    say(f"  {sliced.latency.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in options.acceptances]
     found = {
         "shape": shape,
         "drafter_slices": options.drafter_slices,
         "slices": options.slices,
-        "costs": sliced.costs.json(),
+        "costs": sliced.latency.json(),
         "cells": cells,
     }
     if options.no_whole:
         return found
     whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
-    say(f"  the whole GPU: {whole.costs.json()}")
+    say(f"  the whole GPU: {whole.latency.json()}")
     undivided = [cell(whole, rate, options.tokens, 2) for rate in options.acceptances]
-    return found | {"whole_gpu": {"costs": whole.costs.json(), "cells": undivided}}
+    return found | {"whole_gpu": {"costs": whole.latency.json(), "cells": undivided}}
 
 
 def cut(options: argparse.Namespace) -> tuple[int | None, int, int, int]:
@@ -224,11 +225,11 @@ def paper_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if not pair.name.startswith(options.rows):
             continue
         ready = prepared(pair.target.lower(), pair.drafter.lower(), *cut(options))
-        say(f"{pair.name}: {ready.costs.json()}")
+        say(f"{pair.name}: {ready.latency.json()}")
         if ready.targets[0].why_not or ready.drafter.why_not:
             continue  # as it stands, a forward is mostly the interpreter's time
         found = cell(ready, pair.acceptance, 50, options.repeats)
-        yield {"pair": pair.name, "published": pair.published, "costs": ready.costs.json(), **found}
+        yield {"pair": pair.name, "published": pair.published, "costs": ready.latency.json(), **found}
 
 
 def show(path: Path) -> None:

@@ -17,7 +17,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.request import Request
-from dsi.engine.profile_cuda import Costs
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.worker import PrefixTable, Server
@@ -26,16 +25,17 @@ from dsi.models.oracle import Oracle
 from dsi.models.protocol import CancelFlag
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.planning.choose import Choice, as_chosen, as_measured
+from dsi.planning.latency import LatencyModel
 
 ROOM, PROMPT, PIECES = 512, 128, 11
 # As measured for a target of 1.1B and a drafter of 68M on slices of 8 multiprocessors of an H200.
-COSTS = Costs(
-    0.33,
-    {},
-    {1: 4.17, 8: 4.22, 16: 5.24, 32: 5.48, 64: 6.7, 128: 10.1},
-    {1: 4.22},
-    PIECES // 3,
-    one_cache=True,
+BY_WIDTH, DRAFTER_MS = {1: 4.17, 8: 4.22, 16: 5.24, 32: 5.48, 64: 6.7, 128: 10.1}, 0.33
+LATENCY = LatencyModel.measured(
+    BY_WIDTH,
+    DRAFTER_MS,
+    cancel_points=PIECES // 3,
+    drafter_cancel_points=1,
+    shared_kv=True,
 )
 ROWS = {"si": Choice("si", 1, 12, 0, 0), "dsi": Choice("dsi", 3, 4, 3, 0)}
 
@@ -88,8 +88,8 @@ def crew(sp: int) -> tuple[list[CudaGraphModel], CudaGraphModel]:
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64, max_position_embeddings=ROOM))
     targets: list[CudaGraphModel] = []
     for _ in range(sp):
-        targets.append(timed(model, COSTS.by_width, PIECES, targets[0] if targets else None))
-    return targets, timed(model, dict.fromkeys(COSTS.by_width, COSTS.drafter_ms), 2, guesses=True)
+        targets.append(timed(model, BY_WIDTH, PIECES, targets[0] if targets else None))
+    return targets, timed(model, dict.fromkeys(BY_WIDTH, DRAFTER_MS), 2, guesses=True)
 
 
 def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float, float]:
@@ -102,7 +102,7 @@ def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float,
         for i, each in enumerate(targets, 1)
     ]
     guess = ToyDrafter(mind, acceptance, seed * 1013)
-    setting = as_chosen(as_measured(COSTS, acceptance, tokens, choice.sp), choice)
+    setting = as_chosen(as_measured(LATENCY, acceptance, tokens, choice.sp), choice)
     request = Request((1,) * PROMPT, tokens, setting.policy(name))
     fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(drafter, guess))])
     for each in (*targets, drafter):

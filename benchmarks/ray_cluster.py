@@ -25,11 +25,12 @@ from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.ray_actors import FaultInjector, RayFleet, ResourceRequest, hush, ray
 from dsi.fleets.worker import Server
 from dsi.models.toy import ToyTarget
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SECOND, SimulationConfig
 
 LITTLE = {"target": ResourceRequest(cpus=0.01), "drafter": ResourceRequest(cpus=0.01)}
-PAPER = SimulationConfig(37.7, 2.5, 0.8, sp=7, tokens=100)
-QUICK = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=60)
+PAPER = SimulationConfig(LatencyModel(37.7, 2.5), 0.8, sp=7, tokens=100)
+QUICK = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=60)
 FAULTS = [  # what, how, every how many of them, how often
     ("answer", "twice", 3, 150),
     ("cancel", "lose", 1, 100),

@@ -17,6 +17,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from dsi.experiments.simulate import best
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 REPEATS = 30
@@ -36,12 +37,12 @@ Cell = tuple[float, int, tuple[int, bool], bool]  # acceptance, SP, how forwards
 
 def dsi_ms(cell: Cell) -> float:
     acceptance, sp, (pieces, eager), patient = cell
-    setting = SimulationConfig(27.0, 1.0, acceptance, sp, tokens=100, pieces=pieces, eager=eager)
+    setting = SimulationConfig(LatencyModel(27.0, 1.0, cancel_points=pieces), acceptance, sp, tokens=100, eager=eager)
     return best(setting, "dsi", LOOKAHEADS, PATIENCES[patient], repeats=REPEATS).mean_ms
 
 
 def si_ms(acceptance: float) -> float:
-    setting = SimulationConfig(27.0, 1.0, acceptance, sp=1, tokens=100)
+    setting = SimulationConfig(LatencyModel(27.0, 1.0), acceptance, sp=1, tokens=100)
     return best(setting, "si", (3, 5, 8, 12, 16), (0,), repeats=REPEATS).mean_ms
 
 

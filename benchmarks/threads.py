@@ -11,6 +11,7 @@ from functools import partial
 from statistics import median
 
 import harness
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import TITLES, SimulationConfig
 
 MOST_RATIO = {(20.0, 2.0): 1.05, (37.7, 2.5): 1.08}  # by the target's and the drafter's milliseconds
@@ -18,7 +19,7 @@ ALGORITHMS = ("nonsi", "si", "dsi")
 
 
 def wall_over_virtual(target_ms: float, drafter_ms: float, algorithm: str, acceptance: float, seed: int) -> float:
-    setting = SimulationConfig(target_ms, drafter_ms, acceptance, sp=7, tokens=50)
+    setting = SimulationConfig(LatencyModel(target_ms, drafter_ms), acceptance, sp=7, tokens=50)
     virtual, waited = (setting.run(algorithm, seed, waited=kind).ms for kind in (False, True))
     return waited / virtual
 

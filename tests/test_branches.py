@@ -12,6 +12,7 @@ from dsi.core.policies import distributed
 from dsi.core.scheduler import Scheduler
 from dsi.paper.claims import bound
 from dsi.planning.equation_1 import servers_needed
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 TARGET_MS, DRAFTER_MS, TOKENS = Fraction(10), Fraction(1), 60
@@ -109,8 +110,7 @@ def setting(
     """As many targets as one chain can ever want, and some to spare."""
     needed = servers_needed(TARGET_MS, DRAFTER_MS, lookahead) + 1
     return SimulationConfig(
-        TARGET_MS,
-        DRAFTER_MS,
+        LatencyModel(TARGET_MS, DRAFTER_MS),
         acceptance,
         needed + spare_targets,
         TOKENS,
@@ -152,7 +152,7 @@ def test_one_chain_is_bound_by_proposition_1_and_second_guesses_are_not() -> Non
 
 def test_looks_aside_never_delay_a_watch_that_waits_for_a_target() -> None:
     """Blocks queue for two targets all the time: what is to be looked at aside comes after them."""
-    scarce = SimulationConfig(TARGET_MS, DRAFTER_MS, 1.0, 2, TOKENS, 1, branches=2, spare=1)
+    scarce = SimulationConfig(LatencyModel(TARGET_MS, DRAFTER_MS), 1.0, 2, TOKENS, 1, branches=2, spare=1)
     assert times(scarce, 3) == times(replace(scarce, branches=1), 3)
 
 
@@ -168,7 +168,7 @@ def test_impossible_numbers_are_refused() -> None:
     for branches, spare_targets in ((0, 1), (2, -1)):
         with pytest.raises(ValueError, match="must be at least"):
             distributed(1, branches=branches, spare=spare_targets)
-    possible = SimulationConfig(10, 1, 0.5, 3, 9, branches=2, spare=2, second_hit=0.5)
+    possible = SimulationConfig(LatencyModel(10, 1), 0.5, 3, 9, branches=2, spare=2, second_hit=0.5)
     for wrong in ({"spare": 3}, {"second_hit": 1.5}, {"sure": -0.1}, {"branches": 0}):
         with pytest.raises(ValueError, match="must be"):
             replace(possible, **wrong)

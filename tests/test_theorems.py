@@ -17,6 +17,7 @@ from dsi.core.policies import autoregressive, distributed, speculative
 from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.spans import Span
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 HUNDREDTHS = st.integers(1, 100).map(lambda n: Fraction(n, 100))
@@ -54,7 +55,11 @@ def test_theorem_1_dsi_is_never_slower_than_non_si(
 ) -> None:
     """On every path with constant latencies, and, beyond the paper, with any number of targets."""
     setting = SimulationConfig(
-        Fraction(1), drafter, acceptance, sp, tokens, drafters=drafters, target_ttft_ms=Fraction(slow_start)
+        LatencyModel(Fraction(1), drafter, target_ttft_ms=Fraction(slow_start)),
+        acceptance,
+        sp,
+        tokens,
+        drafters=drafters,
     )
     assert never_slower(setting, distributed(lookahead, setting.drafter_names), seed)
 
@@ -74,7 +79,7 @@ def hesitant(lookahead: int) -> Policy:
 
 
 def test_the_check_of_theorem_1_catches_a_policy_that_breaks_it() -> None:
-    setting = SimulationConfig(Fraction(1), Fraction(1, 2), 0.2, sp=8, tokens=40)
+    setting = SimulationConfig(LatencyModel(Fraction(1), Fraction(1, 2)), 0.2, sp=8, tokens=40)
     caught = [seed for seed in range(20) if not never_slower(setting, hesitant(3), seed)]
     assert len(caught) == 20
     assert all(never_slower(setting, distributed(3), seed) for seed in range(20))
@@ -88,7 +93,7 @@ def test_theorem_2_dsi_is_not_slower_than_si_in_expectation(
 ) -> None:
     """The same lookahead for both, and as many targets as Eq. (1) asks for, plus the one that ends."""
     sp = ceil(1 / (lookahead * drafter)) + 1
-    setting = SimulationConfig(Fraction(1), drafter, acceptance, sp, tokens=40)
+    setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, sp, tokens=40)
     pairs = [
         (took(setting, distributed(lookahead), seed), took(setting, speculative(lookahead), seed)) for seed in range(25)
     ]
@@ -105,7 +110,7 @@ def proposition_1(acceptance: float, drafter: float, tokens: int) -> float:
     [(0.5, Fraction(1, 10)), (0.9, Fraction(1, 3)), (0.1, Fraction(9, 10)), (0.8, Fraction(1, 20))],
 )
 def test_proposition_1_bounds_the_expected_time_and_is_reached(acceptance: float, drafter: Fraction) -> None:
-    setting = SimulationConfig(Fraction(1), drafter, acceptance, ceil(1 / drafter) + 1, tokens=50)
+    setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, ceil(1 / drafter) + 1, tokens=50)
     times = [float(took(setting, distributed(1), seed)) for seed in range(200)]
     error = stdev(times) / sqrt(len(times))
     bound = proposition_1(acceptance, float(drafter), 50)
@@ -120,7 +125,7 @@ def test_eq_1_says_how_many_targets_are_ever_busy(
 ) -> None:
     """One more at most: the watch on a fresh root, or on what remains at the end, is no full block."""
     log: list[Span] = []
-    setting = SimulationConfig(Fraction(1), drafter, acceptance, sp=110, tokens=30)
+    setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, sp=110, tokens=30)
     EngineLoop(setting.simulated(seed, log)).run(Request((1, 2, 3), 30, distributed(lookahead)))
     spans = [span for span in log if span.kind == "verify" and span.end > span.start]
     peak = max(sum(other.start <= span.start < other.end for other in spans) for span in spans)
@@ -128,14 +133,14 @@ def test_eq_1_says_how_many_targets_are_ever_busy(
 
 
 def test_two_drafters_in_one_tree_are_faster_than_one() -> None:
-    one = SimulationConfig(Fraction(1), Fraction(1, 10), 0.6, sp=12, tokens=50, lookahead=1)
-    two = SimulationConfig(Fraction(1), Fraction(1, 10), 0.6, sp=12, tokens=50, lookahead=1, drafters=2)
+    one = SimulationConfig(LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, lookahead=1)
+    two = SimulationConfig(LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, lookahead=1, drafters=2)
     alone, together = (fmean(float(setting.run("dsi", seed).ms) for seed in range(60)) for setting in (one, two))
     assert together < 0.85 * alone
 
 
 def test_with_one_target_and_patience_dsi_is_si() -> None:
     """The two ends of one family: at SP 1, patience = lookahead judges the same blocks as SI."""
-    setting = SimulationConfig(Fraction(7), Fraction(1), 0.0, sp=1, tokens=30)
+    setting = SimulationConfig(LatencyModel(Fraction(7), Fraction(1)), 0.0, sp=1, tokens=30)
     for seed in range(5):
         assert took(setting, distributed(4, min_draft=4), seed) == took(setting, speculative(4), seed)

@@ -14,10 +14,13 @@ from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.planning.forecast import outlook
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 STEPS = ((1, 20.0), (64, 30.0))
-SETTING = SimulationConfig(20.0, 2.0, 0.8, 3, 200, contention=0.2, pieces=8, eager=False, steps_ms=STEPS)
+SETTING = SimulationConfig(
+    LatencyModel(20.0, 2.0, contention=0.2, cancel_points=8, by_width=STEPS), 0.8, 3, 200, eager=False
+)
 OUTLOOK = outlook(SETTING)
 
 
@@ -78,7 +81,7 @@ def test_a_rule_that_needs_the_guess_gives_one_text_whatever_was_learned() -> No
 
 
 def test_a_drafter_slower_than_planned_is_noticed() -> None:
-    done = written(replace(SETTING, drafter_ms=8.0))
+    done = written(SETTING.with_latency(drafter_ms=8.0))
     assert "latency" in [decision.cause for _, decision in done.decisions]
 
 
@@ -97,7 +100,7 @@ def test_of_two_drafters_the_better_one_is_used() -> None:
 def test_no_more_targets_work_than_a_way_has() -> None:
     known = LatencyTable((SpecConfig("dsi", 1, 0, max_targets=2),), (1.0,), (((1.0, 1.0),),))
     log: list[Span] = []
-    setting = replace(SETTING, sp=6, acceptance=1.0, drafter_ms=1.0, tokens=40)
+    setting = replace(SETTING, sp=6, acceptance=1.0, tokens=40).with_latency(drafter_ms=1.0)
     fleet = setting.simulated(0, log)
     EngineLoop(fleet).run(Request((1, 2, 3), 40, AdaptiveController(known, ("drafter",), 0.5)))
     spans = [span for span in log if span.kind == "verify"]
@@ -108,7 +111,7 @@ def test_no_more_targets_work_than_a_way_has() -> None:
 @pytest.mark.parametrize(("second", "most"), [(0.9, 0.97), (0.0, 1.02)])
 def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -> None:
     """They save time where these are right, and next to nothing is lost where they are wrong."""
-    setting = replace(SETTING, sp=6, contention=0.0, acceptance=0.4, second_hit=second, drafter_ms=6.0)
+    setting = replace(SETTING, sp=6, acceptance=0.4, second_hit=second).with_latency(contention=0.0, drafter_ms=6.0)
     known = outlook(setting)
     without = replace(known)
     without.best_with_spares.clear()

@@ -12,10 +12,11 @@ from dsi.core.stats import Overlap, RejectionCost, ServerTime, ServerUsage, over
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 # Every guess is right but those of tokens 5 and 9; there are more targets than DSI can use.
-SETTING = SimulationConfig(20, 2, 1.0, 12, 20, wrong=frozenset({5, 9}))
+SETTING = SimulationConfig(LatencyModel(20, 2), 1.0, 12, 20, wrong=frozenset({5, 9}))
 
 
 def done(policy: Policy, setting: SimulationConfig = SETTING) -> Overlap:
@@ -81,7 +82,7 @@ def test_the_lead_is_how_far_guesses_stand_beyond_the_sure_text() -> None:
 @pytest.mark.parametrize("pieces", [0, 4])
 def test_a_server_was_busy_for_as_long_as_its_forwards_lasted_until_the_end(policy: Policy, pieces: int) -> None:
     log: list[Span] = []
-    fleet = replace(SETTING, pieces=pieces, sp=4).simulated(0, log)
+    fleet = replace(SETTING, sp=4).with_latency(cancel_points=pieces).simulated(0, log)
     [text] = EngineLoop(fleet).run(Request((1, 2, 3), 20, policy))
     assert text.overlap is not None
     fleet.close()  # so that what it was at is written down
@@ -93,7 +94,7 @@ def test_a_server_was_busy_for_as_long_as_its_forwards_lasted_until_the_end(poli
 
 def test_what_a_server_still_does_for_the_last_request_is_not_counted_twice() -> None:
     """Forwards that cannot be stopped go on after the end of the request that wanted them."""
-    fleet = replace(SETTING, pieces=1, sp=4).simulated(0)
+    fleet = replace(SETTING, sp=4).with_latency(cancel_points=1).simulated(0)
     loop = EngineLoop(fleet)
     found = [loop.run(Request((1, 2, i), 20, distributed(1)))[0].overlap for i in range(3)]
     assert all(each is not None and each.servers is not None for each in found)
@@ -104,7 +105,7 @@ def test_what_a_server_still_does_for_the_last_request_is_not_counted_twice() ->
 
 def test_reading_a_prompt_counts_as_a_forward_only_with_an_answer() -> None:
     """The first target answers at 50; the second reads the prompt meanwhile, and is never asked."""
-    setting = SimulationConfig(20, 2, 1.0, 2, 4, target_ttft_ms=50, lookahead=5)
+    setting = SimulationConfig(LatencyModel(20, 2, target_ttft_ms=50), 1.0, 2, 4, lookahead=5)
     [text] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), 4, distributed(5)))
     assert text.overlap is not None
     assert busy(text.overlap)["target-2"] == 30 + 20

@@ -39,7 +39,7 @@ def test_auto_knows_what_was_rehearsed_and_adapts(texts: list[tuple[int, ...]]) 
         assert [choice.ms for choice in choices] == sorted(choice.ms for choice in choices)
         assert {choice.algorithm for choice in choices} == {"nonsi", "si", "dsi"}
         assert engine.algorithm == "auto"
-        assert engine.loaded.pace.setting(2, 8).drafter_pieces == 1  # as the planner rehearses it
+        assert engine.loaded.latency.drafter_cancel_points == 1  # as the planner rehearses it
         done = engine.generate(PROMPT, max_new_tokens=24)
         assert done.tokens == texts[0]
         assert done.decisions[0][1].cause == "start"

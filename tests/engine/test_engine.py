@@ -126,7 +126,7 @@ def test_the_context_bounds_the_text(one: Engine) -> None:
 
 
 def test_auto_measures_and_applies_eq_1(one: Engine) -> None:
-    pace = one.loaded.pace
+    pace = one.loaded.latency
     assert 0 < pace.drafter_ms < 0.5 * pace.target_ms
     assert one.loaded.lookahead("dsi") >= 2
 

@@ -34,6 +34,7 @@ from dsi.experiments.budget import (
     measured,
     simulated,
 )
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 ALL, OWN = Layout(2), Layout(2, 1)
@@ -224,17 +225,21 @@ def test_each_layout_has_an_engine_on_the_same_cores_and_auto_its_own() -> None:
 
 
 SETTING = SimulationConfig(
-    20.0, 2.0, 0.8, 1, 40, steps_ms=((1, 20.0), (8, 24.0)), target_ttft_ms=40.0, eager=False, pieces=8
+    LatencyModel(20.0, 2.0, by_width=((1, 20.0), (8, 24.0)), target_ttft_ms=40.0, cancel_points=8),
+    0.8,
+    1,
+    40,
+    eager=False,
 )
 
 
 def test_a_share_of_a_forward_is_divided_among_its_processors() -> None:
     turns = arranged(SETTING, Contender("si", Layout(4), 5), 0.8)
-    assert (turns.target_ms, turns.target_ttft_ms) == pytest.approx((8, 16))
-    assert [ms for _, ms in turns.steps_ms] == pytest.approx([8, 9.6])
-    assert (turns.sp, turns.lookahead, turns.drafter_ms) == (1, 5, 2.0)
+    assert (turns.latency.target_ms, turns.latency.target_ttft_ms) == pytest.approx((8, 16))
+    assert [ms for _, ms in turns.latency.by_width] == pytest.approx([8, 9.6])
+    assert (turns.sp, turns.lookahead, turns.latency.drafter_ms) == (1, 5, 2.0)
     own = arranged(SETTING, Contender("dsi", Layout(4, 3)), 0.8)
-    assert (own.sp, own.target_ms, own.steps_ms) == (3, 20, SETTING.steps_ms)
+    assert (own.sp, own.latency.target_ms, own.latency.by_width) == (3, 20, SETTING.latency.by_width)
 
 
 def best(table: Table, name: str) -> Entry:

@@ -4,9 +4,10 @@ from dataclasses import replace
 import pytest
 
 from dsi.experiments.records import record
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
-SETTING = SimulationConfig(20.0, 2.0, 0.7, sp=4, tokens=30)
+SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.7, sp=4, tokens=30)
 
 
 @pytest.mark.parametrize("algorithm", ["nonsi", "si", "pearl", "dsi"])
@@ -32,7 +33,7 @@ def test_record_places_each_forward() -> None:
 
 
 def test_record_shows_prefills() -> None:
-    drawn = record(replace(SETTING, target_ttft_ms=100.0), "dsi", seed=3)
+    drawn = record(SETTING.with_latency(target_ttft_ms=100.0), "dsi", seed=3)
     assert Counter(b.server for b in drawn.blocks if b.outcome == "prefilled").keys() == {
         "target-2",
         "target-3",

@@ -3,13 +3,14 @@ from dataclasses import replace
 import pytest
 
 from dsi.experiments.simulate import best, simulate
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
-SETTING = SimulationConfig(20.0, 2.0, 0.8, sp=4, tokens=40)
+SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=40)
 
 
 def test_auto_is_simulated_like_any_other() -> None:
-    setting = SimulationConfig(20.0, 2.0, 0.3, 3, 60, target_ttft_ms=50.0, drafter_ttft_ms=4.0)
+    setting = SimulationConfig(LatencyModel(20.0, 2.0, target_ttft_ms=50.0, drafter_ttft_ms=4.0), 0.3, 3, 60)
     found, plain = simulate(setting, "auto", repeats=3), simulate(setting, "nonsi", repeats=3)
     assert found.title == "auto"
     assert found.lookahead is None
@@ -86,10 +87,10 @@ def test_decision_7_a_stale_forward_costs_and_patience_gives_back() -> None:
     """Acceptance .63, target 27 times the drafter: whole forwards against full preemption, at SP 1 and 4."""
 
     def speed(sp: int, pieces: int, patiences: tuple[int, ...] = (0,)) -> float:
-        setting = SimulationConfig(27.0, 1.0, 0.63, sp, tokens=100, pieces=pieces)
+        setting = SimulationConfig(LatencyModel(27.0, 1.0, cancel_points=pieces), 0.63, sp, tokens=100)
         return si / best(setting, "dsi", (4, 9, 14), patiences, repeats=30).mean_ms
 
-    si = best(SimulationConfig(27.0, 1.0, 0.63, 1, tokens=100), "si", (5,), (0,), repeats=30).mean_ms
+    si = best(SimulationConfig(LatencyModel(27.0, 1.0), 0.63, 1, tokens=100), "si", (5,), (0,), repeats=30).mean_ms
     assert speed(1, pieces=1) == pytest.approx(0.49, rel=0.06)
     assert speed(1, pieces=0) == pytest.approx(0.76, rel=0.06)
     assert speed(4, pieces=1) == pytest.approx(1.04, rel=0.06)

@@ -35,10 +35,11 @@ DRIVER = """
     from dsi.core.policies import autoregressive, distributed
     from dsi.fleets.loop import EngineLoop
     from dsi.fleets.ray_actors import RayFleet, ResourceRequest
+    from dsi.planning.latency import LatencyModel
     from dsi.planning.simulation import SECOND, SimulationConfig
     from dsi.core.request import Request
 
-    SETTING = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=300)
+    SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=300)
     [plain] = EngineLoop(SETTING.simulated(3)).run(Request((1, 2, 3), 300, autoregressive()))
     near, far = ResourceRequest(0.1, node=HERE), ResourceRequest(0.1, node=THERE)
     resources = {"target-1": near, "target-2": far, "drafter": near}

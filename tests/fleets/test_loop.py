@@ -1,4 +1,3 @@
-from dataclasses import replace
 from itertools import zip_longest
 
 import pytest
@@ -13,9 +12,10 @@ from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import FAILURES, EngineLoop, FleetError
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
-SETTING = SimulationConfig(20.0, 2.0, 0.8, sp=3, tokens=30)
+SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=3, tokens=30)
 PROMPT = (1, 2, 3)
 
 
@@ -67,14 +67,14 @@ def test_requests_at_once_share_the_fleet_and_change_no_text() -> None:
 
 def test_more_requests_than_a_server_can_remember_all_end() -> None:
     requests = [Request((i,), 12, distributed(2)) for i in range(REMEMBERED + 8)]
-    done = EngineLoop(replace(SETTING, target_ttft_ms=50.0).simulated(4)).run(*requests)
+    done = EngineLoop(SETTING.with_latency(target_ttft_ms=50.0).simulated(4)).run(*requests)
     assert {len(completion.tokens) for completion in done} == {12}
 
 
 def test_no_root_waits_while_deeper_jobs_begin() -> None:
     """Many requests, one target: every root is watched in turn, and hardly any speculation is."""
     log: list[Span] = []
-    setting = SimulationConfig(20.0, 1.0, 0.9, sp=1, tokens=10)
+    setting = SimulationConfig(LatencyModel(20.0, 1.0), 0.9, sp=1, tokens=10)
     requests = [Request((i,), 10, distributed(2)) for i in range(8)]
     done = EngineLoop(setting.simulated(4, log)).run(*requests)
     begun = [span for span in log if span.kind == "verify"]
@@ -159,7 +159,7 @@ def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
 
     But for the first and the last, which are alone for a moment and speculate then.
     """
-    slow = SimulationConfig(10.0, 40.0, 0.5, sp=1, tokens=20)
+    slow = SimulationConfig(LatencyModel(10.0, 40.0), 0.5, sp=1, tokens=20)
     loop = EngineLoop(slow.simulated(1))
     policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.crowd)
     shared = max(each.elapsed for each in loop.run(*(Request((1, 2, i), 20, policy) for i in range(4))))

@@ -21,9 +21,10 @@ from dsi.fleets.remote import RESTARTS
 from dsi.fleets.worker import Server
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
-SETTING = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=40)
+SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
 REQUEST = Request((1, 2, 3), 40, distributed(2))
 
 

@@ -19,11 +19,12 @@ from dsi.fleets.loop import EngineLoop, FleetError
 from dsi.fleets.ray_actors import HELLO, FaultInjector, RayFleet, ResourceRequest, check_reachable, parse_resources, ray
 from dsi.fleets.worker import Server
 from dsi.models.toy import ToyTarget
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 pytest.importorskip("ray")
 
-SETTING = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=60)
+SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=60)
 LITTLE = {"target": ResourceRequest(cpus=0.01), "drafter": ResourceRequest(cpus=0.01)}
 Make = Callable[..., RayFleet]
 

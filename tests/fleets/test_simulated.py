@@ -15,6 +15,7 @@ from dsi.fleets.simulated import Outage, SimulatedFleet
 from dsi.fleets.worker import Server
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 TEXT = TokenSequence.of((1, 2, 3))
@@ -103,7 +104,9 @@ def test_a_stream_goes_on_until_it_hears_that_nobody_wants_it() -> None:
 
 def test_catching_up_is_not_fooled_by_work_that_was_given_up() -> None:
     """Every guess is wrong and reading costs: the root's watch must go to a server that has read it."""
-    setting = SimulationConfig(20.0, 2.0, 0.0, sp=5, tokens=20, lookahead=2, per_token_ms=1.0, eager=False)
+    setting = SimulationConfig(
+        LatencyModel(20.0, 2.0, per_token_ms=1.0), 0.0, sp=5, tokens=20, lookahead=2, eager=False
+    )
     assert setting.run("dsi", seed=0).ms <= setting.run("nonsi", seed=0).ms
 
 

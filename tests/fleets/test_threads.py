@@ -9,11 +9,12 @@ from dsi.core.policies import distributed
 from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.threads import ThreadCancelFlag, ThreadFleet, on_time, timer_lateness
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 
 def test_closing_leaves_no_thread_behind() -> None:
-    setting = SimulationConfig(5.0, 1.0, 0.8, sp=3, tokens=10)
+    setting = SimulationConfig(LatencyModel(5.0, 1.0), 0.8, sp=3, tokens=10)
     before = set(threading.enumerate())
     fleet = setting.waited(seed=0)
     assert len(set(threading.enumerate()) - before) == 4
@@ -23,7 +24,7 @@ def test_closing_leaves_no_thread_behind() -> None:
 
 
 def test_closing_does_not_wait_for_long_forwards() -> None:
-    fleet = SimulationConfig(60_000.0, 60_000.0, 0.8, sp=2, tokens=10).waited(seed=0)
+    fleet = SimulationConfig(LatencyModel(60_000.0, 60_000.0), 0.8, sp=2, tokens=10).waited(seed=0)
     EngineLoop(fleet).submit(Request((1,), 10, distributed(1)))
     began = time.perf_counter()
     fleet.close()
@@ -48,7 +49,7 @@ def test_the_timer_is_asked_for_a_little_less_than_is_meant() -> None:
 
 
 def test_a_waited_run_takes_at_least_its_virtual_time() -> None:
-    setting = SimulationConfig(20.0, 2.0, 0.8, sp=4, tokens=20)
+    setting = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=20)
     virtual = setting.run("dsi", seed=1)
     waited = setting.run("dsi", seed=1, waited=True)
     assert waited.completion.tokens == virtual.completion.tokens

@@ -7,7 +7,7 @@ from dsi.paper.figures import columns, exceptions, figure2, figure3, table
 from dsi.paper.grid import ACCEPTANCES, DRAFTERS, Grid, grid
 from dsi.planning import theory
 from dsi.planning.equation_1 import servers_needed
-from dsi.planning.theory import Latencies
+from dsi.planning.latency import LatencyModel
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def found() -> Grid:
 
 @pytest.mark.parametrize(("i", "j"), [(0, 41), (4, 80), (13, 95), (49, 20), (99, 100), (6, 0)])
 def test_a_cell_is_the_best_of_all_200_lookaheads(found: Grid, i: int, j: int) -> None:
-    latencies, rate = Latencies(1, DRAFTERS[i]), float(ACCEPTANCES[j])
+    latencies, rate = LatencyModel(1, DRAFTERS[i]), float(ACCEPTANCES[j])
     si = [float(theory.si(100, latencies, rate, k)) for k in range(1, 201)]
     allowed = [k for k in range(1, 201) if servers_needed(1, DRAFTERS[i], k) <= 7]
     dsi = [float(theory.dsi(100, latencies, rate, k, 7)) for k in allowed]
@@ -46,7 +46,7 @@ def test_the_exceptions_at_sp_7_are_narrow_and_all_with_the_fastest_drafter(foun
 
 def test_lookahead_5_is_one_lookahead(found: Grid) -> None:
     i, j = 9, 60
-    latencies, rate = Latencies(1, DRAFTERS[i]), float(ACCEPTANCES[j])
+    latencies, rate = LatencyModel(1, DRAFTERS[i]), float(ACCEPTANCES[j])
     assert found.si_static[i, j] == pytest.approx(float(theory.si(100, latencies, rate, 5)))
     assert found.dsi_static[i, j] == pytest.approx(float(theory.dsi(100, latencies, rate, 5, 7)))
     assert (figure3(found)["si_dsi"].ratios >= 1 - 1e-9).all()

@@ -7,34 +7,34 @@ import pytest
 
 from dsi.paper import forward_counts
 from dsi.paper.table2 import PAIRS, by_the_paper, line, table2
-from dsi.planning.theory import Latencies
+from dsi.planning.latency import LatencyModel
 
 # DSI over SI with the reference code's accounting in virtual time, its extra forward left out.
 REFERENCE = (1.52, 1.50, 1.43, 1.41, 1.46, 1.41, 1.06, 1.04, 1.08, 1.04)
 
 
-def played(latencies: Latencies, acceptance: float, lookahead: int, dice: Random) -> float:
+def played(latencies: LatencyModel, acceptance: float, lookahead: int, dice: Random) -> float:
     """SI by the paper's accounting, played out: 50 tokens, the target's own uncounted."""
-    time = float(latencies.first[0] - latencies.target + latencies.first[1] - latencies.drafter)
+    time = float(latencies.prefill_ms[0] - latencies.target_ms + latencies.prefill_ms[1] - latencies.drafter_ms)
     tokens = 0
     while True:
         run = 0
         while run < forward_counts.CAP and dice.random() < acceptance:
             run += 1
         while True:
-            time += float(lookahead * latencies.drafter + latencies.target)
+            time += float(lookahead * latencies.drafter_ms + latencies.target_ms)
             tokens += min(run, lookahead)
             if tokens >= 50:
                 return time
             if run < lookahead:
                 break
             run -= lookahead
-        time += float(latencies.target)
+        time += float(latencies.target_ms)
 
 
 @pytest.mark.parametrize(("acceptance", "lookahead"), [(0.6, 5), (0.93, 1), (0.9, 10)])
 def test_the_papers_accounting_is_what_playing_it_gives(acceptance: float, lookahead: int) -> None:
-    latencies = Latencies(30, 3, 90, 4)
+    latencies = LatencyModel(30, 3, 90, 4)
     dice = Random(1)
     times = [played(latencies, acceptance, lookahead, dice) for _ in range(4000)]
     exact = forward_counts.si(50, latencies, acceptance, lookahead)

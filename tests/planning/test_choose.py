@@ -4,12 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dsi.engine.profile_cuda import Costs
 from dsi.planning.choose import choose
+from dsi.planning.latency import LatencyModel
 
 
-def costs(target: float = 20.0, drafter: float = 1.0, wide: float = 22.0, crowd: float = 1.0) -> Costs:
-    return Costs(drafter, {7: drafter}, {1: target, 64: wide}, {1: target, 7: target * crowd}, 6)
+def costs(target: float = 20.0, drafter: float = 1.0, wide: float = 22.0, crowd: float = 1.0) -> LatencyModel:
+    busy = ((1, target), (7, target * crowd))
+    points = {"cancel_points": 6, "drafter_cancel_points": 1}
+    return LatencyModel.measured({1: target, 64: wide}, drafter, by_busy_targets=busy, **points)
 
 
 def test_dsi_comes_first_where_targets_do_not_crowd_each_other() -> None:
@@ -39,8 +41,13 @@ def test_a_pool_rehearses_the_same() -> None:
 
 
 def test_what_is_read_from_the_costs() -> None:
-    found = Costs(1.0, {2: 1.2, 4: 1.5}, {1: 10.0, 64: 16.3}, {1: 10.0, 7: 13.0}, 3)
+    found = LatencyModel.measured(
+        {1: 10.0, 64: 16.3},
+        1.0,
+        by_busy_targets=((1, 10.0), (7, 13.0)),
+        drafter_by_busy_targets=((2, 1.2), (4, 1.5)),
+    )
     assert found.target_ms == 10.0
     assert found.per_token_ms == pytest.approx(0.1)
-    assert found.contention(3) == found.contention(7) == pytest.approx(0.05)
+    assert found.contention_of(3) == found.contention_of(7) == pytest.approx(0.05)
     assert [found.drafter_beside(targets) for targets in (1, 2, 7)] == [1.0, 1.2, 1.5]

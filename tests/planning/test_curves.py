@@ -3,7 +3,8 @@
 import pytest
 
 from dsi.experiments.profile import Profile
-from dsi.planning.curves import rates, rising, steps_ms
+from dsi.planning.curves import rates, steps_ms
+from dsi.planning.latency import monotone
 
 LATENCY = {
     "target": {"tpot_ms": {"mean": 8.0}},
@@ -23,7 +24,7 @@ def test_forwards_by_their_new_tokens() -> None:
 
 
 def test_a_wider_forward_is_never_faster() -> None:
-    assert rising({4: 9.0, 1: 8.0, 2: 9.5}) == ((1, 8.0), (2, 9.5), (4, 9.5))
+    assert monotone({4: 9.0, 1: 8.0, 2: 9.5}) == ((1, 8.0), (2, 9.5), (4, 9.5))
 
 
 def test_rates_are_those_of_the_rules_where_they_were_measured() -> None:

@@ -9,8 +9,8 @@ import pytest
 from dsi.core.spec import SpecConfig
 from dsi.planning import theory
 from dsi.planning.forecast import RenewalModel, Segment, best_way, expected_ms, guide, outlook, settled
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
-from dsi.planning.theory import Latencies
 
 LONG = 4000  # tokens, so that the ends of a text do not count
 
@@ -18,8 +18,8 @@ LONG = 4000  # tokens, so that the ends of a text do not count
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.95])
 @pytest.mark.parametrize(("target", "drafter", "sp", "lookahead"), [(20, 2, 4, 3), (20, 6, 2, 2), (8, 1, 7, 1)])
 def test_dsi_and_si_as_theory_says(target: int, drafter: int, sp: int, lookahead: int, acceptance: float) -> None:
-    setting = SimulationConfig(target, drafter, acceptance, sp, 100, lookahead, eager=False)
-    latencies = Latencies(target, drafter)
+    setting = SimulationConfig(LatencyModel(target, drafter), acceptance, sp, 100, lookahead, eager=False)
+    latencies = LatencyModel(target, drafter)
     dsi = float(theory.dsi(LONG, latencies, acceptance, lookahead, sp)) / LONG
     si = float(theory.si(LONG, latencies, acceptance, lookahead)) / LONG
     assert expected_ms(setting, "dsi") == pytest.approx(dsi, rel=0.005)
@@ -39,22 +39,18 @@ def test_dsi_and_si_as_theory_says(target: int, drafter: int, sp: int, lookahead
 def test_what_theory_leaves_out_as_the_simulator_says(way: SpecConfig, acceptance: float) -> None:
     """Contention, forwards that cannot be stopped at once, wide ones that take longer, patience."""
     setting = SimulationConfig(
-        20.0,
-        2.0,
+        LatencyModel(20.0, 2.0, contention=0.1, cancel_points=8, by_width=((1, 20.0), (4, 24.0), (64, 30.0))),
         acceptance,
         way.max_targets or 1,
         400,
-        contention=0.1,
-        pieces=8,
         eager=False,
-        steps_ms=((1, 20.0), (4, 24.0), (64, 30.0)),
     )
     rehearsed = fmean(setting.run(guide(way, setting), seed).ms for seed in range(12)) / 400
     assert expected_ms(setting, way) == pytest.approx(rehearsed, rel=0.06)
 
 
 def test_several_drafters_go_on_while_one_branch_stands() -> None:
-    setting = SimulationConfig(20.0, 2.0, 0.7, 4, 300, drafters=2, eager=False)
+    setting = SimulationConfig(LatencyModel(20.0, 2.0), 0.7, 4, 300, drafters=2, eager=False)
     way = SpecConfig("dsi", 3, 0, max_targets=4)
     rehearsed = fmean(setting.run(guide(way, setting), seed).ms for seed in range(12)) / 300
     assert expected_ms(setting, way) == pytest.approx(rehearsed, rel=0.08)
@@ -62,9 +58,9 @@ def test_several_drafters_go_on_while_one_branch_stands() -> None:
 
 
 def test_virtual_time_in_fractions_is_foretold_as_well() -> None:
-    setting = SimulationConfig(Fraction(20), Fraction(7, 3), 0.5, 2, 50, 2, eager=False)
+    setting = SimulationConfig(LatencyModel(Fraction(20), Fraction(7, 3)), 0.5, 2, 50, 2, eager=False)
     assert expected_ms(setting, "dsi") == pytest.approx(
-        float(theory.dsi(LONG, Latencies(Fraction(20), Fraction(7, 3)), 0.5, 2, 2)) / LONG, rel=0.005
+        float(theory.dsi(LONG, LatencyModel(Fraction(20), Fraction(7, 3)), 0.5, 2, 2)) / LONG, rel=0.005
     )
 
 
@@ -82,7 +78,7 @@ def test_the_long_run_is_measured_between_the_ends_of_blocks() -> None:
 
 
 def test_a_useless_drafter_leaves_plain_decoding() -> None:
-    known = outlook(SimulationConfig(20.0, 2.0, 0.5, 2, 100, contention=0.3, eager=False), scales=(1.0,))
+    known = outlook(SimulationConfig(LatencyModel(20.0, 2.0, contention=0.3), 0.5, 2, 100, eager=False), scales=(1.0,))
     way, ms = best_way(known, 0.0)
     assert not way.speculates
     assert ms == pytest.approx(20.0)
@@ -92,7 +88,7 @@ def test_a_useless_drafter_leaves_plain_decoding() -> None:
 
 
 def test_jitter_hardly_changes_the_mean() -> None:
-    setting = SimulationConfig(20.0, 2.0, 0.7, 3, 300, 3, jitter=0.3, eager=False)
+    setting = SimulationConfig(LatencyModel(20.0, 2.0, jitter=0.3), 0.7, 3, 300, 3, eager=False)
     rehearsed = fmean(setting.run("dsi", seed).ms for seed in range(12)) / 300
     assert expected_ms(setting, "dsi") == pytest.approx(rehearsed, rel=0.05)
     assert expected_ms(replace(setting, acceptance=0.0), "nonsi") == pytest.approx(20.0)
@@ -100,6 +96,6 @@ def test_jitter_hardly_changes_the_mean() -> None:
 
 @pytest.mark.parametrize("block", [24, 30, 60])
 def test_long_blocks_repeat_themselves_too(block: int) -> None:
-    setting = SimulationConfig(30.0, 0.3, 0.93, 1, 100, block, eager=False)
-    si = float(theory.si(LONG, Latencies(30, 0.3), 0.93, block)) / LONG
+    setting = SimulationConfig(LatencyModel(30.0, 0.3), 0.93, 1, 100, block, eager=False)
+    si = float(theory.si(LONG, LatencyModel(30, 0.3), 0.93, block)) / LONG
     assert expected_ms(setting, "si") == pytest.approx(si, rel=0.005)

@@ -6,16 +6,15 @@ from statistics import fmean
 import pytest
 
 from dsi.core.spec import ALGORITHMS, check_algorithm
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
-SETTING = SimulationConfig(20.0, 2.0, 0.8, sp=4, tokens=40)
+SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=40)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"target_ms": 0}, "target latency 0 ms"),
-        ({"drafter_ms": -2.5}, r"drafter latency -2\.5 ms"),
         ({"acceptance": 1.2}, r"acceptance 1\.2: must be between 0 and 1"),
         ({"acceptance": float("nan")}, "acceptance nan"),
         ({"sp": 0}, "SP degree 0: must be between 1 and 1000"),
@@ -24,26 +23,38 @@ SETTING = SimulationConfig(20.0, 2.0, 0.8, sp=4, tokens=40)
         ({"drafters": 0}, "drafters 0"),
         ({"patience": -1}, "patience -1"),
         ({"horizon": 0}, "horizon 0"),
-        ({"pieces": -1}, "pieces -1"),
-        ({"target_ttft_ms": 10}, r"target time to first token in ms 10: must be between 20 and 1e\+09"),
-        ({"jitter": 1}, "jitter 1"),
-        ({"network_ms": -1}, "network delay in ms -1"),
-        ({"network_ms": float("inf")}, "network delay in ms inf"),
-        ({"contention": float("nan")}, "contention nan"),
         ({"nodes": 0}, r"nodes \(machines, each with a server\) 0: must be between 1 and 5"),
         ({"nodes": 6}, r"nodes \(machines, each with a server\) 6: must be between 1 and 5"),
-        ({"network_jitter": 1}, r"network jitter 1: must be between 0 and 0\.99"),
         ({"requests": 0}, "requests 0"),
         ({"drafter_copies": 0}, "drafter copies 0"),
         ({"failures_per_hour": -1}, "failures per hour -1"),
         ({"repair_s": float("nan")}, "repair in s nan"),
         ({"notice_ms": -1}, "notice in ms -1"),
-        ({"target_ms": 1e300}, "target latency in ms 1e\\+300: must be between 1e-06 and 1e\\+09"),
     ],
 )
 def test_impossible_settings_are_refused_with_their_numbers(changes: dict[str, float], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         replace(SETTING, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"target_ms": 0}, "target latency 0 ms"),
+        ({"drafter_ms": -2.5}, r"drafter latency -2\.5 ms"),
+        ({"cancel_points": -1}, "pieces -1"),
+        ({"target_ttft_ms": 10}, r"target time to first token in ms 10: must be between 20 and 1e\+09"),
+        ({"jitter": 1}, "jitter 1"),
+        ({"network_ms": -1}, "network delay in ms -1"),
+        ({"network_ms": float("inf")}, "network delay in ms inf"),
+        ({"contention": float("nan")}, "contention nan"),
+        ({"network_jitter": 1}, r"network jitter 1: must be between 0 and 0\.99"),
+        ({"target_ms": 1e300}, "target latency in ms 1e\\+300: must be between 1e-06 and 1e\\+09"),
+    ],
+)
+def test_latency_model_refuses_numbers_out_of_range(changes: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SETTING.with_latency(**changes)
 
 
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
@@ -58,7 +69,7 @@ def test_servers_are_targets_then_drafters() -> None:
 
 def test_what_threads_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="only virtual time has them"):
-        replace(SETTING, network_ms=3).waited(seed=0)
+        SETTING.with_latency(network_ms=3).waited(seed=0)
     with pytest.raises(ValueError, match="5 failures per hour: only virtual time has them"):
         replace(SETTING, failures_per_hour=5).waited(seed=0)
 
@@ -87,20 +98,20 @@ def test_copies_of_a_drafter_have_its_role_and_its_guesses() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_on_one_machine_there_is_no_network(algorithm: str) -> None:
-    here = replace(SETTING, nodes=1, network_ms=7, network_jitter=0.5)
+    here = replace(SETTING, nodes=1).with_latency(network_ms=7, network_jitter=0.5)
     assert here.run(algorithm, seed=2).completion == SETTING.run(algorithm, seed=2).completion
 
 
 def test_with_a_machine_for_each_server_only_the_drafter_is_near() -> None:
-    setting = SimulationConfig(20, 2, 0.0, sp=4, tokens=40, nodes=5, network_ms=Fraction(1, 3))
+    setting = SimulationConfig(LatencyModel(20, 2, network_ms=Fraction(1, 3)), 0.0, sp=4, tokens=40, nodes=5)
     assert setting.run("nonsi", seed=0).completion.elapsed == 40 * (20 + Fraction(2, 3))
     si = replace(setting, acceptance=1.0, lookahead=3).run("si", seed=0)
     assert si.completion.elapsed == 10 * (3 * 2 + 20 + Fraction(2, 3))
 
 
 def test_delays_without_nodes_are_those_of_all_messages() -> None:
-    assert replace(SETTING, network_ms=3).run("nonsi", 0).ms == 40 * (20 + 2 * 3)
-    assert replace(SETTING, network_ms=3, nodes=2).run("nonsi", 0).ms == 40 * 20  # by the nearest target
+    assert SETTING.with_latency(network_ms=3).run("nonsi", 0).ms == 40 * (20 + 2 * 3)
+    assert replace(SETTING, nodes=2).with_latency(network_ms=3).run("nonsi", 0).ms == 40 * 20  # by the nearest target
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -127,7 +138,7 @@ def test_a_block_among_many_is_what_the_drafters_can_give_each_target() -> None:
 @pytest.mark.parametrize("requests", [1, 4])
 def test_failures_cost_time_and_change_no_text(algorithm: str, requests: int) -> None:
     setting = replace(SETTING, sp=2, tokens=200, requests=requests)
-    frail = replace(setting, failures_per_hour=5000, repair_s=1, notice_ms=30, nodes=2, network_ms=1)
+    frail = replace(setting, failures_per_hour=5000, repair_s=1, notice_ms=30, nodes=2).with_latency(network_ms=1)
     sound, failing = setting.run(algorithm, seed=3), frail.run(algorithm, seed=3)
     assert [done.tokens for done in failing.completions] == [done.tokens for done in sound.completions]
     assert failing.failures > 3

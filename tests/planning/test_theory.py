@@ -24,8 +24,8 @@ from dsi.models.protocol import ForwardRequest, Model
 from dsi.models.toy import ToyTarget
 from dsi.models.wait import Latency, Wait
 from dsi.planning import theory
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import PROMPT, SimulationConfig
-from dsi.planning.theory import Latencies
 
 ALGORITHMS: dict[str, Callable[..., float]] = {
     "nonsi": lambda tokens, latencies, *_: theory.nonsi(tokens, latencies),
@@ -67,8 +67,8 @@ class Case:
     drafter_ttft: Fraction
 
     @property
-    def latencies(self) -> Latencies:
-        return Latencies(Fraction(1), self.drafter, self.target_ttft, self.drafter_ttft)
+    def latencies(self) -> LatencyModel:
+        return LatencyModel(Fraction(1), self.drafter, self.target_ttft, self.drafter_ttft)
 
 
 def took(algorithm: str, case: Case, script: tuple[bool, ...]) -> Fraction:
@@ -113,15 +113,17 @@ def test_theory_and_simulator_agree_exactly_on_short_texts(algorithm: str, case:
 def test_theory_and_simulator_agree_within_sampling_error_on_long_ones(
     algorithm: str, drafter: float, p: float, lookahead: int, sp: int, tokens: int
 ) -> None:
-    setting = SimulationConfig(1, drafter, p, sp, tokens, lookahead, target_ttft_ms=3, drafter_ttft_ms=drafter * 2)
+    setting = SimulationConfig(
+        LatencyModel(1, drafter, target_ttft_ms=3, drafter_ttft_ms=drafter * 2), p, sp, tokens, lookahead
+    )
     times = [setting.run(algorithm, seed).ms for seed in range(150)]
-    exact = ALGORITHMS[algorithm](tokens, Latencies(1, drafter, 3, drafter * 2), p, lookahead, sp)
+    exact = ALGORITHMS[algorithm](tokens, LatencyModel(1, drafter, 3, drafter * 2), p, lookahead, sp)
     assert abs(fmean(times) - exact) < 4 * stdev(times) / sqrt(len(times))
 
 
 def test_acceptance_may_be_an_array() -> None:
     rates = np.array([0.0, 0.3, 1.0])
-    latencies = Latencies(1, 0.25)
+    latencies = LatencyModel(1, 0.25)
     for algorithm in (theory.si, theory.dsi):
         together = algorithm(20, latencies, rates, 3)
         assert list(together) == [algorithm(20, latencies, rate, 3) for rate in rates]
@@ -129,7 +131,7 @@ def test_acceptance_may_be_an_array() -> None:
 
 @pytest.mark.parametrize("drafter", [Fraction(1, 100), Fraction(7, 50), Fraction(1, 2), Fraction(1)])
 def test_lookaheads_beyond_a_verification_change_nothing(drafter: Fraction) -> None:
-    latencies, rates = Latencies(1, drafter), np.arange(11) / 10
+    latencies, rates = LatencyModel(1, drafter), np.arange(11) / 10
     last = int(1 / drafter) + 2
     times = [theory.dsi(100, latencies, rates, k, 7) for k in (last, last + 1, 2 * last, 200)]
     assert all(np.array_equal(times[0], each) for each in times[1:])
@@ -137,6 +139,6 @@ def test_lookaheads_beyond_a_verification_change_nothing(drafter: Fraction) -> N
 
 def test_a_drafter_slower_than_its_target_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the drafter takes 2: must not be more than the target's 1"):
-        Latencies(1, 2)
+        theory.nonsi(5, LatencyModel(1, 2))
     with pytest.raises(ValueError, match=r"the drafter's first forward takes 3: .* the target's 2"):
-        Latencies(1, 0.5, 2, 3)
+        theory.dsi(5, LatencyModel(1, 0.5, 2, 3), 0.5, 1)

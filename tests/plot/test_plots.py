@@ -10,12 +10,13 @@ from dsi.core.request import Request
 from dsi.experiments.records import Record, record, recorded
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.forecast import outlook
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 from dsi.plot.terminal import draw, legend
 from dsi.plot.timeline import figure, save
 from dsi.plot.trace import read, trace
 
-SETTING = SimulationConfig(20.0, 2.0, 0.7, sp=4, tokens=20, target_ttft_ms=40.0)
+SETTING = SimulationConfig(LatencyModel(20.0, 2.0, target_ttft_ms=40.0), 0.7, sp=4, tokens=20)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,9 @@ def test_trace_read_returns_the_records(records: list[Record]) -> None:
 
 def test_trace_read_returns_decisions_and_rejections() -> None:
     steps = ((1, 20.0), (64, 30.0))  # so that wrong guesses cost time
-    setting = SimulationConfig(20.0, 2.0, 0.0, 3, 80, contention=0.2, pieces=8, eager=False, steps_ms=steps)
+    setting = SimulationConfig(
+        LatencyModel(20.0, 2.0, contention=0.2, cancel_points=8, by_width=steps), 0.0, 3, 80, eager=False
+    )
     controller = AdaptiveController(outlook(setting), ("drafter",), 0.7)
     [done] = EngineLoop(setting.simulated(1)).run(Request((1, 2), 80, controller))
     drawn = recorded("auto", "simulated", ("target-1", "drafter"), (), done, 1)

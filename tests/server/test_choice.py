@@ -5,10 +5,10 @@ from transformers import AutoTokenizer
 
 from dsi.core.generation import ACCEPTED, CORRECTED, PLAIN
 from dsi.core.sequence import TokenSequence
-from dsi.engine.build import Pace
 from dsi.fleets.spans import Span
 from dsi.models.names import model_path
 from dsi.models.tokenizer import Tokenizer
+from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput
 from dsi.server.engine_thread import EngineOutput
 from dsi.server.estimate import nonsi_seconds, own_pace, si_seconds
@@ -71,7 +71,7 @@ def test_top_logprobs_name_the_token_itself_even_if_it_was_unlikely(tongue: Toke
 
 
 def test_what_other_algorithms_would_have_taken() -> None:
-    pace = Pace(target_ms=10, drafter_ms=1, per_token_ms=0.5)
+    pace = LatencyModel(target_ms=10, drafter_ms=1, per_token_ms=0.5)
     assert nonsi_seconds(7, pace) == 0.07
     # Two right and a third wrong end the first block; the second block of three stands, and one more.
     origins = [ACCEPTED, ACCEPTED, CORRECTED, ACCEPTED, PLAIN, ACCEPTED, PLAIN]
@@ -80,7 +80,7 @@ def test_what_other_algorithms_would_have_taken() -> None:
 
 
 def test_a_requests_own_forwards_tell_its_pace() -> None:
-    alone = Pace(target_ms=10, drafter_ms=1, per_token_ms=0.5)
+    alone = LatencyModel(target_ms=10, drafter_ms=1, per_token_ms=0.5)
     text = TokenSequence.of((1,))
 
     def forward(kind: str, width: int, ms: float, stale: bool = False) -> Span:

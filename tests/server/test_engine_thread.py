@@ -14,16 +14,17 @@ from dsi.core.messages import Sampling
 from dsi.core.policies import autoregressive, distributed, load_aware
 from dsi.core.request import Request
 from dsi.core.spec import SpecConfig
-from dsi.engine.build import Deployment, Pace
+from dsi.engine.build import Deployment
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 from dsi.server.engine_thread import EngineOutput, EngineThread, ServerJob
 from dsi.server.errors import Problem
 from dsi.server.limits import Limits
 
-SETTING = SimulationConfig(4.0, 1.0, 0.7, sp=2, tokens=40)
+SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
 LIMITS = Limits(running=2, waiting=3, shutdown_seconds=5)
 
 
@@ -36,7 +37,7 @@ def plain(prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
 def desk() -> Iterator[EngineThread]:
     fleet = ProcessFleet(SETTING.servers(3, unit=1000))
     text: Any = None
-    at = EngineThread(Engine(Deployment(fleet, text, 0, 2, Pace(4, 1)), "dsi", None, None), LIMITS)
+    at = EngineThread(Engine(Deployment(fleet, text, 0, 2, LatencyModel(4, 1)), "dsi", None, None), LIMITS)
     yield at
     at.close()
 

@@ -92,7 +92,7 @@ def _beyond(options: Options, cores: int, entrants: Sequence[Contender], classes
     chosen = options | {"algorithm": "dsi"}
     with load_engine(chosen, sp=1) as engine, show.progress("texts", prompts) as advance:
         rates = budget.counted(engine, classes, said, advance)
-        setting = engine.loaded.pace.setting(1, said["max_new_tokens"])
+        setting = engine.loaded.simulation(1, said["max_new_tokens"])
     settings = {name: replace(setting, acceptance=rate) for name, rate in rates.items()}
     count = max(map(len, classes.values())) * options["repeats"]
     origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"
@@ -134,11 +134,11 @@ def _simulate(
         tables = budget.simulated(settings, entrants, share, seeds, unit, advance)
     first = next(iter(settings.values()))
     about = (
-        f"{_runs(tables)} on {budget.plural(total, unit)}; a target forward {first.target_ms:.2f} ms and a "
-        f"drafter's {first.drafter_ms:.2f} ms on one {unit}, {origin}; {share:.0%} of a target forward is "
+        f"{_runs(tables)} on {budget.plural(total, unit)}; a target forward {first.latency.target_ms:.2f} ms and a "
+        f"drafter's {first.latency.drafter_ms:.2f} ms on one {unit}, {origin}; {share:.0%} of a target forward is "
         f"divided among its {unit}s"
     )
-    known = {"target_ms": first.target_ms, "drafter_ms": first.drafter_ms, "scales": share}
+    known = {"target_ms": first.latency.target_ms, "drafter_ms": first.latency.drafter_ms, "scales": share}
     _report(tables, options, about, **{f"{unit.lower()}s": total}, **known)
 
 

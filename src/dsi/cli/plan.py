@@ -254,7 +254,7 @@ def equation(evidence: Evidence, processors: int, target_gpus: int) -> dict[str,
     least = min(evidence.by_mp)
     if processors < least + evidence.drafter_processors:
         return None
-    slow = round(evidence.by_mp[least][0][1], 6)
+    slow = round(float(evidence.by_mp[least][0][1]), 6)
     fast = round(evidence.drafter_ms, 6)
     found = planner.plan(slow, fast, processors, target_gpus, evidence.drafter_processors)
     return {

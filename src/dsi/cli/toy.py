@@ -10,6 +10,12 @@ import typer
 if TYPE_CHECKING:
     from dsi.planning.simulation import SimulationConfig
 
+OPTION_FIELDS = {  # options whose field has another name
+    "pieces": "cancel_points",
+    "drafter_pieces": "drafter_cancel_points",
+    "one_cache": "shared_kv",
+}
+
 
 def algorithms(text: str) -> list[str]:
     from dsi.core.spec import check_algorithm
@@ -32,10 +38,15 @@ def setting_of(options: dict[str, Any], **fixed: Any) -> SimulationConfig:
     """The setting that a command's options describe; they have the names of its fields."""
     from dataclasses import fields
 
+    from dsi.planning.latency import LatencyModel
     from dsi.planning.simulation import SimulationConfig
 
-    names = {field.name for field in fields(SimulationConfig)} & options.keys()
-    return SimulationConfig(**{name: options[name] for name in names} | fixed)
+    options = {OPTION_FIELDS.get(name, name): value for name, value in (options | fixed).items()}
+    given, latency = (
+        {field.name: options[field.name] for field in fields(part) if field.name in options}
+        for part in (SimulationConfig, LatencyModel)
+    )
+    return SimulationConfig(LatencyModel(**latency), **given)
 
 
 def profiled(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from dsi.models.vocab import AUTO, SAME
 from dsi.models.vocab.translate import ORDINARY, translated
 from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.planning.choose import Choice
-from dsi.planning.curves import rising
 from dsi.planning.equation_1 import suitable_lookahead
 from dsi.planning.forecast import expected_ms, outlook
+from dsi.planning.latency import LatencyModel, monotone
 from dsi.planning.simulation import SimulationConfig
 
 LOOKUP_SHARE = 0.05  # of a target's forward that looking a guess up is taken to cost, wire and all
@@ -49,45 +49,6 @@ REPEATS = 4  # of each: what else the machine does only adds
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Measured at start, in milliseconds: a target's forwards by their new tokens, and a drafter's."""
-
-    target_ms: float
-    drafter_ms: float
-    per_token_ms: float = 0.0  # what each new token more adds
-    by_width: tuple[tuple[int, float], ...] = ()  # forwards of up to so many new tokens, where known
-    contention: float = 0.0  # by what share each other target at work slows one down
-    pieces: int = PIECES
-    one_cache: bool = False
-    drafter_pieces: int | None = None  # None: as many
-
-    @classmethod
-    def of(cls, by_width: Mapping[int, float], drafter_ms: float, contention: float = 0.0) -> Pace:
-        least, most = min(by_width), max(by_width)
-        slow, wide = by_width[least], by_width[most]
-        more = max(0.0, wide - slow) / max(1, most - least)
-        return cls(slow, drafter_ms, more, rising(by_width), contention)
-
-    def setting(self, sp: int, tokens: int, **more: Any) -> SimulationConfig:
-        """To be rehearsed in virtual time."""
-        return SimulationConfig(
-            self.target_ms,
-            self.drafter_ms,
-            TYPICAL_ACCEPTANCE,
-            sp,
-            tokens,
-            per_token_ms=0 if self.by_width else self.per_token_ms,
-            steps_ms=self.by_width,
-            contention=self.contention,
-            pieces=self.pieces,
-            drafter_pieces=self.drafter_pieces,
-            eager=False,
-            one_cache=self.one_cache,
-            **more,
-        )
-
-
-@dataclass(frozen=True)
 class Deployment:
     """All that an engine needs to speak."""
 
@@ -95,24 +56,28 @@ class Deployment:
     text: Tokenizer
     context: int
     sp: int
-    pace: Pace
+    latency: LatencyModel
     drafters: tuple[str, ...] = (DRAFTER,)  # their servers, the first one first
     choices: Mapping[str, Choice] = field(default_factory=dict)  # the best of each algorithm, if rehearsed
     remarks: tuple[str, ...] = ()  # what a user should know
     _patiences: dict[int, int] = field(default_factory=dict)  # the best for each lookahead
 
+    def simulation(self, sp: int, tokens: int, **fields: Any) -> SimulationConfig:
+        """These servers in virtual time."""
+        return SimulationConfig(self.latency, TYPICAL_ACCEPTANCE, sp, tokens, eager=False, **fields)
+
     def lookahead(self, algorithm: str) -> int:
         if algorithm in self.choices:
             return self.choices[algorithm].lookahead
-        pace = self.pace
-        return suitable_lookahead(algorithm, pace.target_ms, pace.drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
+        target_ms, drafter_ms = self.latency.target_ms, self.latency.drafter_ms
+        return suitable_lookahead(algorithm, target_ms, drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
 
     @property
     def block(self) -> int:
         """For requests that share the targets: as many guesses as the drafter makes while each target is at
         its work, and no more than SI would take.
         """
-        often = self.pace.target_ms / (self.sp * self.pace.drafter_ms)
+        often = self.latency.target_ms / (self.sp * self.latency.drafter_ms)
         return max(1, min(self.lookahead("si"), int(often)))
 
     def patience(self, lookahead: int) -> int:
@@ -121,7 +86,7 @@ class Deployment:
             return choice.patience
         if lookahead not in self._patiences:
             horizon, most = self.horizon(lookahead), self.lookahead("si")
-            setting = self.pace.setting(self.sp, REHEARSAL, lookahead=lookahead, horizon=horizon)
+            setting = self.simulation(self.sp, REHEARSAL, lookahead=lookahead, horizon=horizon)
             self._patiences[lookahead] = min(
                 range(most + 1), key=lambda count: expected_ms(replace(setting, patience=count), "dsi")
             )
@@ -135,7 +100,7 @@ class Deployment:
     @cached_property
     def outlook(self) -> LatencyTable:
         """What a token takes by each way to go, for an engine that adapts."""
-        return outlook(self.pace.setting(self.sp, REHEARSAL))
+        return outlook(self.simulation(self.sp, REHEARSAL))
 
     def _rehearsed(self, lookahead: int) -> Choice | None:
         choice = self.choices.get("dsi")
@@ -219,7 +184,7 @@ def load_pair(
     cores = place([f"{TARGET}-{i}" for i in range(1, sp + 1)], names, sorted(os.sched_getaffinity(0)))
     by_width = forwards_ms(judge, cores[servers[0].name])
     guess = next((each.ms for each in guessers if each.ms is not None), by_width[1] * LOOKUP_SHARE)
-    pace = Pace.of(by_width, guess, crowding(sp, len(os.sched_getaffinity(0))))
+    latency = measured_latency(by_width, guess, crowding(sp, len(os.sched_getaffinity(0))))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
     fleet = ProcessFleet(
         servers,
@@ -228,7 +193,12 @@ def load_pair(
     )
     bounds = [judge.context, *(each.context for each in guessers)]
     context = min((bound for bound in bounds if bound), default=0)
-    return Deployment(fleet, text, context, sp, pace, names)
+    return Deployment(fleet, text, context, sp, latency, names)
+
+
+def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contention: float = 0.0) -> LatencyModel:
+    latency = LatencyModel.measured(by_width, drafter_ms, contention=contention, cancel_points=PIECES)
+    return replace(latency, by_width=monotone(by_width))
 
 
 def guesser(name: str, text: Tokenizer, big: Any, target: str, dtype: str, vocab: str, texts: int) -> LoadedDrafter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,14 +12,13 @@ from dsi.core.messages import DRAFTER, TARGET
 from dsi.engine.build import (
     TYPICAL_ACCEPTANCE,
     Deployment,
-    Pace,
     check_vocabulary,
     quiet,
     tokenizer,
 )
 from dsi.engine.config import check_dtype
 from dsi.engine.devices import Place, Placement, check
-from dsi.engine.profile_cuda import costs, in_order
+from dsi.engine.profile_cuda import in_order, latency_model
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.worker import PrefixTable, Server
 from dsi.models.cuda.graphs import CudaGraphModel
@@ -28,7 +28,7 @@ from dsi.models.hf import load
 from dsi.models.names import model_path
 from dsi.models.shapes import random_model
 from dsi.planning.choose import DEGREES, choose
-from dsi.planning.curves import rising
+from dsi.planning.latency import monotone
 
 ROOM = 4096  # tokens of a text at most: a cache of this length is taken from the start
 PROMPT = 32  # tokens of the texts by which it is measured
@@ -51,30 +51,21 @@ def load_placed(
     judges = placed_targets(chosen, big, room, lanes)
     guesser = recorded(small, room, chosen.drafter, lanes, guesses=True)
     prompt = max(1, min(PROMPT, room // 4))
-    one_cache = len(judges) > len(big)
-    if one_cache and sp is None:  # or all of them are taken
+    shared_kv = len(judges) > len(big)
+    if shared_kv and sp is None:  # or all of them are taken
         judges = in_order(judges, prompt)
-    found = costs(judges, guesser, prompt, judges[0].stops, room, one_cache)
+    found = latency_model(judges, guesser, prompt, judges[0].stops, room, shared_kv)
     degrees = DEGREES if sp is None else (sp,)
     choices = {each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)}
     degree = choices["dsi"].sp
-    common = one_cache and all(judge.shares(judges[0]) for judge in judges)
+    common = shared_kv and all(judge.shares(judges[0]) for judge in judges)
     servers = [
         Server(f"{TARGET}-{i}", TARGET, judge, PrefixTable(shared_kv=common))
         for i, judge in enumerate(judges[:degree], 1)
     ]
     fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
-    pace = Pace(
-        found.target_ms,
-        found.drafter_beside(degree),
-        found.per_token_ms,
-        rising(found.by_width),
-        found.contention(degree),
-        found.pieces,
-        one_cache,
-        found.drafter_pieces,
-    )
-    return Deployment(fleet, text, room, degree, pace, (DRAFTER,), choices, remarks([*judges, guesser]))
+    latency = replace(found.with_targets(degree), by_width=monotone(dict(found.by_width)))
+    return Deployment(fleet, text, room, degree, latency, (DRAFTER,), choices, remarks([*judges, guesser]))
 
 
 def remarks(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:

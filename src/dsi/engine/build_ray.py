@@ -22,11 +22,11 @@ from dsi.engine.build import (
     WIDTHS,
     Deployment,
     LoadedDrafter,
-    Pace,
     backend,
     check_vocabulary,
     drafter_names,
     endings,
+    measured_latency,
     quiet,
 )
 from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, resources_of
@@ -41,6 +41,7 @@ from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab import AUTO, SAME
 from dsi.models.vocab.translate import translated
 from dsi.models.vocab.vocabulary import Vocabulary
+from dsi.planning.latency import LatencyModel
 
 MEASURED = 6  # times that each kind of forward is
 SAMPLE = tuple(range(1, 18))  # a text to measure by
@@ -188,15 +189,15 @@ def outline(name: str, role: str) -> ModelInfo:
     return ModelInfo(Tokenizer(found, endings(ends)), context, config.get_text_config().vocab_size)
 
 
-def measured(crew: RayFleet, drafter: str, looked_up: bool) -> Pace:
+def measured(crew: RayFleet, drafter: str, looked_up: bool) -> LatencyModel:
     """As the driver sees them, with what travels."""
     ids = count(-1000, -1)  # which no request has
     text = TokenSequence.of(SAMPLE)
     forwards = {width: min(timed(crew, Verify(next(ids), text, width)) for _ in range(MEASURED)) for width in WIDTHS}
     if looked_up:
-        return Pace.of(forwards, forwards[1] * LOOKUP_SHARE)
+        return measured_latency(forwards, forwards[1] * LOOKUP_SHARE)
     guess = min(timed(crew, Draft(next(ids), text, WIDE, drafter)) for _ in range(MEASURED)) / WIDE
-    return Pace.of(forwards, guess)
+    return measured_latency(forwards, guess)
 
 
 def timed(crew: RayFleet, job: Job) -> float:

@@ -18,7 +18,7 @@ from dsi.engine.trial import run_trial
 from dsi.fleets.processes import FORK
 from dsi.models.child_process import die_with_parent
 from dsi.models.hf import Transformer
-from dsi.planning.curves import rising
+from dsi.planning.latency import monotone
 from dsi.planning.plan import Evidence, Offer, best
 
 PROMPTS, TOKENS = 8, 48  # by which acceptance is counted
@@ -50,7 +50,7 @@ def measured(
     by_mp = {}
     for threads in shares(cores):
         torch.set_num_threads(threads)
-        by_mp[threads] = rising(by_widths(big))
+        by_mp[threads] = monotone(by_widths(big))
         advance()
     torch.set_num_threads(1)
     trials = [tried(pair, advance) for pair in pairs]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from dsi.models.protocol import ForwardRequest, Pollable
+from dsi.planning.latency import LatencyModel
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
 WIDE = 8  # new tokens, where targets crowd each other
@@ -20,65 +20,26 @@ TOKEN = 1  # any will do
 DONE = object()
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Measured, in milliseconds. `crowded` has a forward's time by the number of targets at work."""
-
-    drafter_ms: float
-    drafter_crowded: dict[int, float]  # by the number of targets at work beside it
-    by_width: dict[int, float]  # one target alone, by new tokens
-    crowded: dict[int, float]  # at a width of 8
-    pieces: int = 0
-    one_cache: bool = False  # whether the targets fill one together
-
-    def drafter_beside(self, targets: int) -> float:
-        """The drafter's forward while so many targets compute."""
-        return max([self.drafter_ms, *(ms for count, ms in self.drafter_crowded.items() if count <= targets)])
-
-    @property
-    def drafter_pieces(self) -> int | None:
-        """A guess that is on its way cannot be called back."""
-        return 1 if self.pieces else None
-
-    @property
-    def target_ms(self) -> float:
-        return self.by_width[1]
-
-    @property
-    def per_token_ms(self) -> float:
-        """What each new token more adds, from the narrowest forward to the widest."""
-        widest = max(self.by_width)
-        return max(0.0, self.by_width[widest] - self.target_ms) / max(1, widest - 1)
-
-    def contention(self, targets: int) -> float:
-        """By what share each other target at work slows one down, where there are so many."""
-        crowd = min((count for count in self.crowded if count >= targets), default=max(self.crowded))
-        return max(0.0, self.crowded[crowd] / self.crowded[1] - 1) / max(1, crowd - 1)
-
-    def json(self) -> dict[str, Any]:
-        return asdict(self) | {"per_token_ms": self.per_token_ms}
-
-
-def costs(
+def latency_model(
     targets: Sequence[Pollable],
     drafter: Pollable,
     prompt: int = 128,
-    pieces: int = 0,
+    cancel_points: int = 0,
     room: int = 512,
-    one_cache: bool = False,
-) -> Costs:
-    """Of these servers' models; `pieces` is where a forward can be stopped, `room` how long a text can be."""
+    shared_kv: bool = False,
+) -> LatencyModel:
+    """Measures these servers' models; `room` is how long a text can be."""
     if prompt < 1 or prompt + WIDE > room:
         raise ValueError(f"room for {room} tokens: too little to measure with a prompt of {prompt}")
-    return Costs(
-        drafter_ms=guess_ms(drafter, [], prompt, room),
-        drafter_crowded={
-            count: guess_ms(drafter, targets[:count], prompt, room) for count in range(1, len(targets) + 1)
-        },
-        by_width=by_width(targets[0], prompt, room),
-        crowded={count: together(targets[:count], WIDE, prompt) for count in range(1, len(targets) + 1)},
-        pieces=pieces,
-        one_cache=one_cache,
+    counts = range(1, len(targets) + 1)
+    return LatencyModel.measured(
+        by_width(targets[0], prompt, room),
+        guess_ms(drafter, [], prompt, room),
+        by_busy_targets=tuple((count, together(targets[:count], WIDE, prompt)) for count in counts),
+        drafter_by_busy_targets=tuple((count, guess_ms(drafter, targets[:count], prompt, room)) for count in counts),
+        cancel_points=cancel_points,
+        drafter_cancel_points=1 if cancel_points else None,  # a guess that is on its way cannot be called back
+        shared_kv=shared_kv,
     )
 
 

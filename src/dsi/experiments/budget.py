@@ -22,7 +22,7 @@ from dsi.core.spec import ALGORITHMS as NAMED
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.core.stats import mean
 from dsi.experiments.compare import Row, check_equal
-from dsi.planning.equation_1 import Number, shared_out
+from dsi.planning.equation_1 import shared_out
 from dsi.planning.forecast import adaptive, foreseen, guide
 from dsi.planning.simulation import MOST_SERVERS, SECOND, TITLES, PolicyFactory, SimulationConfig
 
@@ -393,20 +393,8 @@ def simulated(
 
 def arranged(setting: SimulationConfig, who: Contender, share: float) -> SimulationConfig:
     """Of a target forward, a share is divided among its processors; the drafter has one."""
-    factor = shared_out(share, who.layout.each)
-
-    def faster(ms: Number | None) -> Number | None:
-        return None if ms is None else ms * factor
-
-    return replace(
-        setting,
-        target_ms=setting.target_ms * factor,
-        target_ttft_ms=faster(setting.target_ttft_ms),
-        per_token_ms=setting.per_token_ms * factor,
-        steps_ms=tuple((width, ms * factor) for width, ms in setting.steps_ms),
-        sp=who.layout.targets or 1,
-        lookahead=who.lookahead,
-    )
+    latency = setting.latency.scaled(target=shared_out(share, who.layout.each))
+    return replace(setting, latency=latency, sp=who.layout.targets or 1, lookahead=who.lookahead)
 
 
 def rehearsed(setting: SimulationConfig, algorithm: str) -> str | PolicyFactory:

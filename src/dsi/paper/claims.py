@@ -13,8 +13,8 @@ import numpy as np
 from dsi.core.progress import Progress, no_progress
 from dsi.planning import theory
 from dsi.planning.equation_1 import plan, servers_needed
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
-from dsi.planning.theory import Latencies
 
 RATES = np.arange(0, 101, 5) / 100
 DRAFTERS = [Fraction(i, 100) for i in (1, 2, 3, 5, 7, 10, 14, 20, 25, 33, 50, 67, 80, 90, 100)]
@@ -100,7 +100,7 @@ def checks(progress: Progress = no_progress) -> list[Check]:
 
 def theorem_1() -> Iterator[Ratio]:
     for drafter, lookahead, sp, tokens in _settings():
-        latencies = Latencies(1, drafter)
+        latencies = LatencyModel(1, drafter)
         setting = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp or 'enough'}, {tokens} tokens"
         yield setting, theory.dsi(tokens, latencies, RATES, lookahead, sp) / theory.nonsi(tokens, latencies)
 
@@ -118,7 +118,7 @@ def paths() -> Iterator[Ratio]:
     for seed in range(PATHS):
         drafter, lookahead = DRAFTERS[seed % len(DRAFTERS)], LOOKAHEADS[seed % len(LOOKAHEADS)]
         sp, acceptance = 1 + seed % 7, (seed * 37 % 101) / 100
-        setting = SimulationConfig(Fraction(1), drafter, acceptance, sp, 30, lookahead)
+        setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, sp, 30, lookahead)
         took = setting.run("dsi", seed).completion.elapsed / 30
         where = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp}, acceptance {acceptance:g}"
         yield f"{where}, seed {seed}", float(took)
@@ -129,7 +129,7 @@ def theorem_2(more: int | None) -> Iterator[Ratio]:
     for drafter in DRAFTERS:
         for lookahead in LOOKAHEADS:
             for tokens in LENGTHS:
-                latencies = Latencies(1, drafter)
+                latencies = LatencyModel(1, drafter)
                 sp = None if more is None else servers_needed(1, drafter, lookahead) + more
                 dsi = theory.dsi(tokens, latencies, RATES, lookahead, sp)
                 setting = f"drafter {float(drafter):g}, lookahead {lookahead}, {tokens} tokens"
@@ -139,7 +139,7 @@ def theorem_2(more: int | None) -> Iterator[Ratio]:
 def proposition_1() -> Iterator[Ratio]:
     for drafter in DRAFTERS:
         for tokens in LENGTHS:
-            dsi = theory.dsi(tokens, Latencies(1, drafter), RATES, 1)
+            dsi = theory.dsi(tokens, LatencyModel(1, drafter), RATES, 1)
             yield f"drafter {float(drafter):g}, {tokens} tokens", dsi / bound(drafter, tokens, RATES)
 
 
@@ -165,7 +165,7 @@ def examples() -> list[Example]:
 
 def amdahl() -> Example:
     """A drafter of no latency to speak of, and a long text."""
-    tokens, latencies = 2000, Latencies(1, Fraction(1, 1000))
+    tokens, latencies = 2000, LatencyModel(1, Fraction(1, 1000))
     speedup = theory.nonsi(tokens, latencies) / float(theory.dsi(tokens, latencies, 0.8, 1))
     return Example(
         "DSI over non-SI at acceptance 0.8, as the text grows and drafting costs nothing",
@@ -177,7 +177,7 @@ def amdahl() -> Example:
 
 def largest_gains() -> Iterator[Example]:
     for drafter, lookahead, paper in ((Fraction(1, 20), 5, "4x"), (Fraction(1, 100), 2, "50x")):
-        latencies, tokens = Latencies(1, drafter), 2000
+        latencies, tokens = LatencyModel(1, drafter), 2000
         si, dsi = (float(time(tokens, latencies, 1.0, lookahead)) for time in (theory.si, theory.dsi))
         yield Example(
             f"DSI over SI, a perfect drafter of {float(drafter):.0%} latency, lookahead {lookahead}",
@@ -190,7 +190,7 @@ def largest_gains() -> Iterator[Example]:
 
 def forwards_that_count() -> Example:
     """Blocks of two guesses, of which at least one is wrong."""
-    setting = SimulationConfig(10, 1, 0.8, 5, 50, lookahead=2)
+    setting = SimulationConfig(LatencyModel(10, 1), 0.8, 5, 50, lookahead=2)
     tallies = [setting.run("dsi", seed).completion.tally for seed in range(100)]
     counted, useful = sum(t.exposed for t in tallies), sum(t.useful for t in tallies)
     return Example(
@@ -203,7 +203,7 @@ def forwards_that_count() -> Example:
 
 def si_example() -> Iterator[Example]:
     """100 tokens, 30 and 6 ms, lookahead 5, 1.5 guesses accepted in each block."""
-    latencies, rate = Latencies(30, 6), accepting(1.5, 5)
+    latencies, rate = LatencyModel(30, 6), accepting(1.5, 5)
     exact = float(theory.si(100, latencies, rate, 5))
     forwards = ceil(100 / 2.5)
     sketch = forwards * (5 * 6 + 30)

@@ -10,6 +10,7 @@ from typing import Any
 from dsi.experiments.records import Record, record
 from dsi.paper.grid import ACCEPTANCES, DRAFTERS, STATIC, Grid
 from dsi.paper.table1 import DRAFTER_MS, SP, TARGET_MS
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 from dsi.plot.heatmap import Panel
 
@@ -20,7 +21,9 @@ RejectionCost = tuple[Fraction, float, float]  # drafter latency, acceptance rat
 
 def figure1(case: str, tokens: int = 16) -> list[Record]:
     """The timelines of the three algorithms when every guess is wrong, or every one is right."""
-    setting = SimulationConfig(TARGET_MS, DRAFTER_MS, CASES[case], SP, tokens if case == "best" else 5, lookahead=1)
+    setting = SimulationConfig(
+        LatencyModel(TARGET_MS, DRAFTER_MS), CASES[case], SP, tokens if case == "best" else 5, lookahead=1
+    )
     return [record(setting, algorithm) for algorithm in ("nonsi", "si", "dsi")]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dsi.planning.theory import Latencies
+from dsi.planning.latency import LatencyModel
 
 CAP = 20
 
@@ -21,21 +21,21 @@ def runs(acceptance: float) -> list[float]:
     return [acceptance**n * (1 - acceptance) for n in range(CAP)] + [acceptance**CAP]
 
 
-def si(tokens: int, latencies: Latencies, acceptance: float, lookahead: int, extra: bool = True) -> float:
+def si(tokens: int, latencies: LatencyModel, acceptance: float, lookahead: int, extra: bool = True) -> float:
     """`extra`: whether the forward after each rejection is paid for."""
-    block = float(lookahead * latencies.drafter + latencies.target)
+    block = float(lookahead * latencies.drafter_ms + latencies.target_ms)
 
     def spent(run: int, togo: int) -> float:
         if run >= togo:
             return block * min(run // lookahead + 1, -(-togo // lookahead))
-        return block * (run // lookahead + 1) + extra * float(latencies.target)
+        return block * (run // lookahead + 1) + extra * float(latencies.target_ms)
 
     return _prompt(latencies) + expected(tokens, acceptance, spent)
 
 
-def dsi(tokens: int, latencies: Latencies, acceptance: float, lookahead: int) -> float:
+def dsi(tokens: int, latencies: LatencyModel, acceptance: float, lookahead: int) -> float:
     """Drafting up to the rejection, in whole blocks, and one verification that is not hidden."""
-    block, target = float(lookahead * latencies.drafter), float(latencies.target)
+    block, target = float(lookahead * latencies.drafter_ms), float(latencies.target_ms)
 
     def spent(run: int, togo: int) -> float:
         blocks = -(-togo // lookahead) if run >= togo else run // lookahead + 1
@@ -57,7 +57,7 @@ def expected(tokens: int, acceptance: float, spent: Spent) -> float:
     return times[-1]
 
 
-def _prompt(latencies: Latencies) -> float:
+def _prompt(latencies: LatencyModel) -> float:
     """What the first forwards take beyond later ones."""
-    target, drafter = latencies.first
-    return float(target - latencies.target + drafter - latencies.drafter)
+    target, drafter = latencies.prefill_ms
+    return float(target - latencies.target_ms + drafter - latencies.drafter_ms)

@@ -12,6 +12,7 @@ import numpy as np
 from dsi.core.progress import Progress, no_progress
 from dsi.planning import theory
 from dsi.planning.equation_1 import minimal_lookahead
+from dsi.planning.latency import LatencyModel
 
 TOKENS, SP, MOST, STATIC = 100, 7, 200, 5
 DRAFTERS = [Fraction(i, 100) for i in range(1, 101)]  # of the target's latency
@@ -61,7 +62,7 @@ def grid(tokens: int = TOKENS, sp: int = SP, progress: Progress = no_progress) -
     forwards = {k: theory.si_forwards(tokens, ACCEPTANCES, k) for k in range(1, MOST + 1)}
     si, few, any_, enough, si_static, dsi_static = [], [], [], [], [], []
     for drafter in DRAFTERS:
-        latencies = theory.Latencies(1, drafter)
+        latencies = LatencyModel(1, drafter)
         ours = {k: theory.dsi(tokens, latencies, ACCEPTANCES, k, sp) for k in blocks(drafter)}
         allowed = minimal_lookahead(1, drafter, sp)
         free = {k: theory.dsi(tokens, latencies, ACCEPTANCES, k) for k in blocks(drafter)}

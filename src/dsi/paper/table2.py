@@ -10,8 +10,8 @@ from dsi.experiments.simulate import Result, simulate
 from dsi.paper import forward_counts
 from dsi.planning import theory
 from dsi.planning.equation_1 import minimal_lookahead, servers_needed
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
-from dsi.planning.theory import Latencies
 
 TOKENS, SP, PROCESSORS = 50, 7, 8
 LOOKAHEADS = (1, 5, 10)
@@ -36,8 +36,8 @@ class Pair:
         return f"{self.target} + {self.drafter.partition('-')[2]}, {self.dataset}"
 
     @property
-    def latencies(self) -> Latencies:
-        return Latencies(
+    def latencies(self) -> LatencyModel:
+        return LatencyModel(
             self.target_ms,
             self.drafter_ms,
             self.target_ms * (self.target_ttft_ratio or 1),
@@ -50,18 +50,7 @@ class Pair:
         return [k for k in LOOKAHEADS if servers_needed(self.target_ms, self.drafter_ms, k) <= SP]
 
     def setting(self, lookahead: int, drafters: int = 1, sp: int = SP) -> SimulationConfig:
-        target, drafter = self.latencies.first
-        return SimulationConfig(
-            self.target_ms,
-            self.drafter_ms,
-            self.acceptance,
-            sp,
-            TOKENS,
-            lookahead,
-            drafters,
-            target_ttft_ms=target,
-            drafter_ttft_ms=drafter,
-        )
+        return SimulationConfig(self.latencies, self.acceptance, sp, TOKENS, lookahead, drafters)
 
 
 PAIRS = (
@@ -128,7 +117,7 @@ def table2(repeats: int = 100, waited: int = 0, progress: Progress = no_progress
 
 def line(pair: Pair, repeats: int, waited: int = 0) -> Line:
     si, dsi = best_si(pair, pair.latencies), best_dsi(pair, pair.latencies)
-    bare = Latencies(pair.target_ms, pair.drafter_ms)
+    bare = LatencyModel(pair.target_ms, pair.drafter_ms)
     least = minimal_lookahead(pair.target_ms, pair.drafter_ms, SP)
     at_least = float(theory.dsi(TOKENS, pair.latencies, pair.acceptance, least, SP))
     ran_si = simulate(pair.setting(si[1]), "si", repeats)
@@ -152,12 +141,12 @@ def line(pair: Pair, repeats: int, waited: int = 0) -> Line:
     )
 
 
-def best_si(pair: Pair, latencies: Latencies) -> tuple[float, int]:
+def best_si(pair: Pair, latencies: LatencyModel) -> tuple[float, int]:
     """The least expected time, and the lookahead that has it."""
     return min((float(theory.si(TOKENS, latencies, pair.acceptance, k)), k) for k in LOOKAHEADS)
 
 
-def best_dsi(pair: Pair, latencies: Latencies) -> tuple[float, int]:
+def best_dsi(pair: Pair, latencies: LatencyModel) -> tuple[float, int]:
     return min((float(theory.dsi(TOKENS, latencies, pair.acceptance, k, SP)), k) for k in pair.allowed)
 
 

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import Any
 
 from dsi.core.spec import default_max_lead
-from dsi.engine.profile_cuda import Costs
 from dsi.planning.equation_1 import best_si_lookahead, minimal_lookahead
 from dsi.planning.forecast import expected_ms
+from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 SEEDS = range(1004, 1016)  # the luck of the finals
@@ -45,7 +45,7 @@ class Choice:
 
 
 def choose(
-    costs: Costs,
+    latency: LatencyModel,
     acceptance: float,
     most: int,
     tokens: int = 80,
@@ -57,7 +57,7 @@ def choose(
     A slower algorithm is never chosen: where DSI loses, SI or non-SI comes first. All are foretold, and the
     first few rehearsed with luck.
     """
-    cases = list(candidates(costs, acceptance, [sp for sp in degrees if sp <= most], tokens))
+    cases = list(candidates(latency, acceptance, [sp for sp in degrees if sp <= most], tokens))
     ranked = sorted(zip(map(foretold, cases), cases), key=lambda pair: pair[0])
     finals = [
         case for name in ("nonsi", "si", "dsi") for case in [case for _, case in ranked if case[0] == name][:FINALISTS]
@@ -69,42 +69,30 @@ def choose(
     return sorted(best.values(), key=lambda each: each.ms)
 
 
-def candidates(costs: Costs, acceptance: float, degrees: Iterable[int], tokens: int) -> Iterator[Case]:
-    alone = as_measured(costs, acceptance, tokens, 1)
+def candidates(latency: LatencyModel, acceptance: float, degrees: Iterable[int], tokens: int) -> Iterator[Case]:
+    alone = as_measured(latency, acceptance, tokens, 1)
     yield "nonsi", replace(alone, lookahead=1)
-    for lookahead in si_blocks(costs, acceptance):
-        yield "si", replace(alone, lookahead=lookahead, drafter_ms=costs.drafter_ms)
+    for lookahead in si_blocks(latency, acceptance):
+        yield "si", replace(alone, lookahead=lookahead).with_latency(drafter_ms=latency.drafter_ms)
     for sp in degrees:
-        setting = as_measured(costs, acceptance, tokens, sp)
-        least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
+        setting = as_measured(latency, acceptance, tokens, sp)
+        least = minimal_lookahead(setting.latency.target_ms, setting.latency.drafter_ms, sp)
         for lookahead in sorted({max(2, round(least * share)) for share in SHARES} | {*BLOCKS}):
             for patience in sorted({*PATIENCES, *(round(lookahead * share) for share in WAITS)}):
                 chosen = as_chosen(setting, Choice("dsi", sp, lookahead, patience, 0))
                 yield "dsi", chosen
 
 
-def si_blocks(costs: Costs, acceptance: float) -> list[int]:
+def si_blocks(latency: LatencyModel, acceptance: float) -> list[int]:
     """Blocks around the best of unpadded forwards, and those that just fill a padded one."""
-    block = best_si_lookahead(costs.target_ms, costs.drafter_ms, acceptance)
-    full = {width - 1 for width in costs.by_width if max(2, block / 2) < width < block * 2}
+    block = best_si_lookahead(latency.target_ms, latency.drafter_ms, acceptance)
+    full = {width - 1 for width, _ in latency.by_width if max(2, block / 2) < width < block * 2}
     return sorted({max(1, round(block * share)) for share in (0.6, 0.8, 1, 1.2)} | full)
 
 
-def as_measured(costs: Costs, acceptance: float, tokens: int, sp: int) -> SimulationConfig:
+def as_measured(latency: LatencyModel, acceptance: float, tokens: int, sp: int) -> SimulationConfig:
     """With so many targets, which slow one another down, and the drafter too."""
-    return SimulationConfig(
-        costs.target_ms,
-        costs.drafter_beside(sp),
-        acceptance,
-        sp,
-        tokens,
-        steps_ms=tuple(costs.by_width.items()),
-        contention=costs.contention(sp),
-        pieces=costs.pieces,
-        drafter_pieces=costs.drafter_pieces,
-        eager=False,
-        one_cache=costs.one_cache,
-    )
+    return SimulationConfig(latency.with_targets(sp), acceptance, sp, tokens, eager=False)
 
 
 def as_chosen(setting: SimulationConfig, choice: Choice) -> SimulationConfig:

@@ -6,16 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsi.experiments.profile import Profile
-
-Steps = tuple[tuple[int, float], ...]  # ms of forwards of up to so many new tokens
-
-
-def rising(by_width: Mapping[int, float]) -> Steps:
-    """A wider forward that seemed faster was only lucky."""
-    return tuple((width, max(ms for w, ms in by_width.items() if w <= width)) for width in sorted(by_width))
+from dsi.planning.latency import Curve, monotone
 
 
-def steps_ms(profile: Profile, source: object) -> Steps:
+def steps_ms(profile: Profile, source: object) -> Curve:
     """A target's forwards by their new tokens; at least the one of a single token."""
     one = profile.number("target_ms", source)
     points = profile.parts.get("latency", {}).get("curve") or []
@@ -23,7 +17,7 @@ def steps_ms(profile: Profile, source: object) -> Steps:
         known = {int(point["new_tokens"]): float(point["ms"]) for point in points}
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"{source}: latency.curve must be a list of new_tokens and ms") from None
-    return rising(known or {1: one})
+    return monotone(known or {1: one})
 
 
 def rates(profile: Profile, source: object) -> dict[str, float]:

@@ -98,11 +98,12 @@ def longest_block(setting: SimulationConfig, algorithm: str | SpecConfig) -> int
 @lru_cache(4096)
 def _stairs(setting: SimulationConfig, algorithm: str | SpecConfig) -> RenewalModel:
     """Where nothing lasts beyond a rejection, one stretch without any tells all."""
-    lasting = setting.contention or setting.per_token_ms or len(setting.steps_ms) > 1
+    latency = setting.latency
+    lasting = latency.contention or latency.per_token_ms or len(latency.by_width) > 1
     gaps = (*(GAPS if lasting else ()), setting.tokens)
     ends = [sum(gaps[: i + 1]) + i for i in range(len(gaps))]
     wrong = frozenset(ends[:-1])
-    right = replace(setting, wrong=wrong, tokens=ends[-1] + SPARE, jitter=0, network_jitter=0)
+    right = replace(setting, wrong=wrong, tokens=ends[-1] + SPARE).with_latency(jitter=0, network_jitter=0)
     how = guide(algorithm, setting) if isinstance(algorithm, SpecConfig) else algorithm
     times = [0.0, *map(float, right.run(how, 0).completion.times)]
     rises = [b - a for a, b in pairwise(times)]
@@ -110,7 +111,7 @@ def _stairs(setting: SimulationConfig, algorithm: str | SpecConfig) -> RenewalMo
         Segment(before, rises[end - gap : end + (end in wrong)]) for before, gap, end in zip((0, *gaps), gaps, ends)
     ]
     *others, last = stretches[1:] or stretches
-    begun, again = settled(last.rises, float(setting.drafter_ms))
+    begun, again = settled(last.rises, float(latency.drafter_ms))
     return RenewalModel((*others, replace(last, rises=begun)), again)
 
 
@@ -142,33 +143,33 @@ def ways(setting: SimulationConfig, degrees: Iterable[int] = DEGREES) -> list[Sp
     found = [SpecConfig("nonsi", max_targets=1)]
     patiences = sorted({0, 1, *(block(setting, rate) for rate in RATES)})
     for sp in sorted({sp for sp in degrees if sp < setting.sp} | {setting.sp}):
-        least = minimal_lookahead(setting.target_ms, setting.drafter_ms, sp)
+        least = minimal_lookahead(setting.latency.target_ms, setting.latency.drafter_ms, sp)
         blocks = sorted({max(1, round(least * share)) for share in SHARES} | {*BLOCKS})
         found += [SpecConfig("dsi", ahead, patience, max_targets=sp) for ahead in blocks for patience in patiences]
     return found
 
 
 def block(setting: SimulationConfig, rate: float) -> int:
-    return best_si_lookahead(setting.target_ms, setting.drafter_ms, rate, MOST)
+    return best_si_lookahead(setting.latency.target_ms, setting.latency.drafter_ms, rate, MOST)
 
 
 def outlook(setting: SimulationConfig, scales: Iterable[float] = SCALES) -> LatencyTable:
     """What each way takes at each speed of the drafter."""
     found = ways(setting)
     rates = np.arange(PARTS + 1) / PARTS
-    tables = []
+    tables, latency = [], setting.latency
     for scale in scales:
-        slower = replace(setting, drafter_ms=setting.drafter_ms * scale)
+        slower = replace(setting, latency=latency.scaled(drafter=scale))
         tables.append(tuple(tuple(foretold(slower, way, rates).tolist()) for way in found))
-    steps = setting.steps_ms or ((1, setting.target_ms),)
+    steps = latency.by_width or ((1, latency.target_ms),)
     return LatencyTable(
         tuple(found),
         tuple(scales),
         tuple(tables),
-        float(setting.drafter_ms),
+        float(latency.drafter_ms),
         tuple((width, float(ms)) for width, ms in steps),
         setting.sp,
-        setting.contention,
+        latency.contention,
     )
 
 
@@ -177,7 +178,7 @@ def foretold(setting: SimulationConfig, way: SpecConfig, rates: Array) -> Array:
     foretold too well.
     """
     targets = way.max_targets or setting.sp
-    wary = 1 + CAUTION if setting.contention and targets > 1 else 1
+    wary = 1 + CAUTION if setting.latency.contention and targets > 1 else 1
     return wary * stairs(replace(setting, sp=targets), way).ms(rates)
 
 
@@ -190,12 +191,10 @@ def foreseen(setting: SimulationConfig) -> LatencyTable:
             tokens=LONG,
             lookahead=None,
             patience=0,
-            target_ttft_ms=None,
-            drafter_ttft_ms=None,
             later=None,
             requests=1,
             failures_per_hour=0,
-        )
+        ).with_latency(target_ttft_ms=None, drafter_ttft_ms=None)
     )
 
 

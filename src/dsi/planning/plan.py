@@ -16,6 +16,7 @@ from dsi.core.progress import Progress, no_progress
 from dsi.core.spec import SpecConfig, default_max_lead
 from dsi.planning.equation_1 import minimal_lookahead, servers_needed, shared_out
 from dsi.planning.forecast import block, expected_ms, guide, ways
+from dsi.planning.latency import Curve, LatencyModel
 from dsi.planning.simulation import TITLES, SimulationConfig
 
 BEST = 5  # offers that are shown
@@ -26,14 +27,13 @@ SHARES = (0.6, 1, 1.4)  # of the block that is SI's best in theory
 MOST = 1000  # processors
 DEGREES = (1, 2, 3, 4, 6, 8)  # numbers of targets that are tried, besides as many as can be
 SPARES = (1, 2)  # targets that look past second guesses
-Steps = tuple[tuple[int, float], ...]  # ms of forwards of up to so many new tokens
 
 
 @dataclass(frozen=True)
 class Evidence:
     """What a plan is made from. `sources` says where each number comes from."""
 
-    by_mp: Mapping[int, Steps]  # of a target, by how many processors share each forward
+    by_mp: Mapping[int, Curve]  # of a target, by how many processors share each forward
     drafter_ms: float
     rates: Mapping[str, float]  # how often guesses are accepted, by rule
     contention: float = 0.0
@@ -57,14 +57,12 @@ class Evidence:
         """Toy drafters err each on its own: alone they are right as often as makes up the joint rate."""
         steps = self.by_mp[mp]
         return SimulationConfig(
-            steps[0][1],
-            self.drafter_ms,
+            LatencyModel(
+                steps[0][1], self.drafter_ms, by_width=steps, contention=self.contention, cancel_points=self.pieces
+            ),
             1 - (1 - self.rates[rule]) ** (1 / self.drafters),
             sp,
             TOKENS,
-            steps_ms=steps,
-            contention=self.contention,
-            pieces=self.pieces,
             eager=False,
             rule=rule,
             drafters=self.drafters,
@@ -174,7 +172,7 @@ def speculating(evidence: Evidence, mp: int, rule: str, processors: int) -> Iter
         yield from taking_turns(evidence, mp, rule, left)
     if left < mp:
         return
-    most = min(left // mp, servers_needed(alone.target_ms, alone.drafter_ms, 1))
+    most = min(left // mp, servers_needed(alone.latency.target_ms, alone.latency.drafter_ms, 1))
     for sp in sorted({sp for sp in DEGREES if sp < most} | {most}):
         used = sp * mp + evidence.drafter_processors
         for way in ways(evidence.setting(mp, sp, rule), ()):
@@ -189,7 +187,7 @@ def taking_turns(evidence: Evidence, mp: int, rule: str, left: int) -> Iterator[
     for lookahead in sorted(blocks) if evidence.turns or mp == 1 else ():
         yield Offer("si", mp, mp, 0.0, lookahead=lookahead, rule=rule)
     if left >= mp:
-        lookahead = minimal_lookahead(alone.target_ms, alone.drafter_ms, 1)
+        lookahead = minimal_lookahead(alone.latency.target_ms, alone.latency.drafter_ms, 1)
         yield Offer("pearl", mp, mp + evidence.drafter_processors, 0.0, lookahead=lookahead, rule=rule)
 
 
@@ -277,9 +275,10 @@ def why(offer: Offer, evidence: Evidence) -> str:
     return f"{hides}; {offer.sp} in flight, blocks of {offer.lookahead}{wait}{aside}"
 
 
-def scaled(steps: Steps, least: int, share: float, processors: int) -> dict[int, Steps]:
+def scaled(steps: Curve, least: int, share: float, processors: int) -> dict[int, Curve]:
     """A target over more processors than it needs: a share of each forward scales with their number."""
-    found, mp = {}, least
+    found: dict[int, Curve] = {}
+    mp = least
     while mp <= processors:
         factor = shared_out(share, mp / least)
         found[mp] = tuple((width, ms * factor) for width, ms in steps)

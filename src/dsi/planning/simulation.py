@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, inf
 from random import Random
 from statistics import fmean
+from typing import Any
 
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Sampling, Time, check_rule
@@ -20,14 +21,14 @@ from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
 from dsi.fleets.worker import Server
 from dsi.models.toy import ToyDrafter, ToyTarget
-from dsi.models.wait import Latency, Wait
-from dsi.planning.equation_1 import Number, check_latencies, suitable_lookahead
+from dsi.models.wait import Wait
+from dsi.planning.equation_1 import Number, suitable_lookahead
+from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
 
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI", "auto": "auto"}
 PROMPT = (1, 2, 3)
 SECOND = 1000  # ms
 HOUR = 3600 * SECOND
-LEAST_MS, MOST_MS = 1e-6, 1e9  # what a latency can be in earnest
 MOST_SERVERS = 1000
 MOST_REQUESTS = 10_000
 PolicyFactory = Callable[[EngineLoop, int], Policy]
@@ -36,10 +37,9 @@ MOST_FAILURES = 100_000  # of a server in an hour: one in 36 ms
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """Latencies are milliseconds. `lookahead` None: the one that suits the algorithm."""
+    """What is simulated. `lookahead` None: the one that suits the algorithm."""
 
-    target_ms: Number
-    drafter_ms: Number
+    latency: LatencyModel
     acceptance: float
     sp: int
     tokens: int
@@ -52,31 +52,19 @@ class SimulationConfig:
     second_hit: float = 0.0  # where the first is wrong: how often the second is right
     sure: float = 0.0  # where the first is right: how often there is no second
     spare: int = 0  # targets, of the SP degree, that look past second guesses
-    pieces: int = 0
-    drafter_pieces: int | None = None  # None: as many
-    target_ttft_ms: Number | None = None
-    drafter_ttft_ms: Number | None = None
-    per_token_ms: Number = 0
-    steps_ms: tuple[tuple[int, Number], ...] = ()  # instead: target forwards of up to so many new tokens
-    jitter: float = 0
-    network_ms: Number = 0
-    network_jitter: float = 0
-    nodes: int | None = None  # machines: only messages between them take network_ms. None: all messages do
+    nodes: int | None = None  # machines: only messages between them take latency.network_ms. None: all messages do
     requests: int = 1  # at once
     failures_per_hour: float = 0  # of each server
     repair_s: float = 10
     notice_ms: Number = 0  # after which a failure is known
-    contention: float = 0
     eager: bool = True  # as the paper's thread pool
-    one_cache: bool = False  # the targets fill one cache: none reads what another is reading
     rule: str = "match"
     later: tuple[int, float] | None = None  # after so many tokens, another acceptance
     wrong: frozenset[int] = frozenset()  # tokens that no drafter guesses
 
     def __post_init__(self) -> None:
         check_rule(self.rule)
-        check_latencies(self.target_ms, self.drafter_ms)
-        for name, value, least, most in (
+        check_ranges(
             ("acceptance", self.acceptance, 0, 1),
             ("SP degree", self.sp, 1, MOST_SERVERS),
             ("tokens", self.tokens, 1, inf),
@@ -89,26 +77,15 @@ class SimulationConfig:
             ("second hit", self.second_hit, 0, 1),
             ("sure", self.sure, 0, 1),
             ("spare targets", self.spare, 0, self.sp - 1),
-            ("pieces", self.pieces, 0, inf),
-            ("drafter pieces", self.drafter_pieces, 0, inf),
-            ("target latency in ms", self.target_ms, LEAST_MS, MOST_MS),
-            ("drafter latency in ms", self.drafter_ms, LEAST_MS, MOST_MS),
-            ("target time to first token in ms", self.target_ttft_ms, self.target_ms, MOST_MS),
-            ("drafter time to first token in ms", self.drafter_ttft_ms, self.drafter_ms, MOST_MS),
-            ("extra ms per token", self.per_token_ms, 0, MOST_MS),
-            ("network delay in ms", self.network_ms, 0, MOST_MS),
-            ("network jitter", self.network_jitter, 0, 0.99),
             ("nodes (machines, each with a server)", self.nodes, 1, self.count),
             ("requests", self.requests, 1, MOST_REQUESTS),
             ("failures per hour", self.failures_per_hour, 0, MOST_FAILURES),
             ("repair in s", self.repair_s, 0, MOST_MS),
             ("notice in ms", self.notice_ms, 0, MOST_MS),
-            ("contention", self.contention, 0, MOST_MS),
-            ("jitter", self.jitter, 0, 0.99),
-        ):
-            if value is not None and not least <= value <= most:
-                bounds = f"at least {least}" if most == inf else f"between {least:g} and {most:g}"
-                raise ValueError(f"{name} {value}: must be {bounds}")
+        )
+
+    def with_latency(self, **changes: Any) -> SimulationConfig:
+        return replace(self, latency=replace(self.latency, **changes))
 
     @property
     def count(self) -> int:
@@ -129,12 +106,12 @@ class SimulationConfig:
 
     def _suitable(self, algorithm: str) -> int:
         sp = self.sp - self.spare
-        return suitable_lookahead(algorithm, self.target_ms, self.drafter_ms, self.acceptance, sp)
+        return suitable_lookahead(algorithm, self.latency.target_ms, self.latency.drafter_ms, self.acceptance, sp)
 
     @property
     def _shared_block(self) -> int:
         """As `dsi serve`: what the drafter guesses while each target is at its work, at most SI's block."""
-        often = self.target_ms * self.drafter_copies / (self.sp * self.drafter_ms)
+        often = self.latency.target_ms * self.drafter_copies / (self.sp * self.latency.drafter_ms)
         return max(1, min(self._suitable("si"), int(often)))
 
     @property
@@ -162,16 +139,9 @@ class SimulationConfig:
     def servers(self, seed: int, unit: int = 1) -> list[Server]:
         """The targets, then the drafters, each erring on its own; `unit` is how many ms make one of time."""
         target = ToyTarget(seed)
-        aim = Latency(
-            scaled(self.target_ms, unit),
-            scaled(self.target_ttft_ms, unit),
-            scaled(self.per_token_ms, unit),
-            self.jitter,
-            tuple((width, scaled(ms, unit)) for width, ms in self.steps_ms),
-        )
-        fast = Latency(scaled(self.drafter_ms, unit), scaled(self.drafter_ttft_ms, unit), 0, self.jitter)
+        aim, fast = self.latency.target(unit), self.latency.drafter(unit)
         fleet = [Server(f"{TARGET}-{i}", TARGET, Wait(target, aim, seed * 1009 + i)) for i in range(1, self.sp + 1)]
-        if self.one_cache:
+        if self.latency.shared_kv:
             for server in fleet:
                 server.prefixes = fleet[0].prefixes
             fleet[0].prefixes.shared_kv = True
@@ -217,11 +187,11 @@ class SimulationConfig:
         names = [server.name for server in servers]
         return SimulatedFleet(
             servers,
-            cancel_points=self.pieces,
-            drafter_cancel_points=self.drafter_pieces,
-            network=self.network_ms if self.nodes is None else self.delays(names),
-            network_jitter=self.network_jitter,
-            contention=self.contention,
+            cancel_points=self.latency.cancel_points,
+            drafter_cancel_points=self.latency.drafter_cancel_points,
+            network=self.latency.network_ms if self.nodes is None else self.delays(names),
+            network_jitter=self.latency.network_jitter,
+            contention=self.latency.contention,
             thread_pool=self.eager,
             outages={name: self.outages(name, seed) for name in names} if self.failures_per_hour else None,
             log=log,
@@ -235,7 +205,7 @@ class SimulationConfig:
 
     def delays(self, names: list[str]) -> dict[str, Number]:
         """Of a message between the driver and each server on another machine."""
-        return {name: self.network_ms for name, machine in self.machines(names).items() if machine}
+        return {name: self.latency.network_ms for name, machine in self.machines(names).items() if machine}
 
     def outages(self, name: str, seed: int) -> Iterator[Outage]:
         """A life of its own for each server. Whole milliseconds are exact in any arithmetic."""
@@ -246,13 +216,15 @@ class SimulationConfig:
             yield Outage(down, back, self.notice_ms)
 
     def waited(self, seed: int, log: list[Span] | None = None) -> ThreadFleet:
-        if self.one_cache:
+        if self.latency.shared_kv:
             raise ValueError(f"one cache for {self.sp} targets: only virtual time has it")
         if self.failures_per_hour:
             raise ValueError(f"{self.failures_per_hour:g} failures per hour: only virtual time has them")
-        if self.network_ms or self.contention:
-            raise ValueError(f"network {self.network_ms} ms, contention {self.contention}: only virtual time has them")
-        return ThreadFleet(self.servers(seed, SECOND), cancel_points=self.pieces, thread_pool=self.eager, log=log)
+        network, contention = self.latency.network_ms, self.latency.contention
+        if network or contention:
+            raise ValueError(f"network {network} ms, contention {contention}: only virtual time has them")
+        servers = self.servers(seed, SECOND)
+        return ThreadFleet(servers, cancel_points=self.latency.cancel_points, thread_pool=self.eager, log=log)
 
 
 @dataclass(frozen=True)
@@ -290,8 +262,3 @@ class SimulatedRun:
 def prompt(i: int) -> Tokens:
     """Of the request with this number: each has its own, and so a text and luck of its own."""
     return (*PROMPT[:-1], PROMPT[-1] + i)
-
-
-def scaled(ms: Number | None, unit: int) -> Time:
-    """Nothing stays nothing, and whole numbers and Fractions stay exact."""
-    return ms / unit if ms and unit != 1 else ms

@@ -7,61 +7,46 @@ not slower than its target. The acceptance rate may be an array, and so is the r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsi.planning.equation_1 import Number, check_latencies, exact
+from dsi.planning.equation_1 import Number, exact
+from dsi.planning.latency import LatencyModel
 
 Array = Any  # a float or an array of floats, and so is what is computed from it
 
 
-@dataclass(frozen=True)
-class Latencies:
-    """Of one forward of each model, and of the first one, over the prompt; in any unit of time."""
-
-    target: Number
-    drafter: Number
-    target_ttft: Number | None = None
-    drafter_ttft: Number | None = None
-
-    def __post_init__(self) -> None:
-        check_latencies(self.target, self.drafter)
-        first = self.first
-        for what, slow, fast in (
-            ("drafter", self.drafter, self.target),
-            ("drafter's first forward", first[1], first[0]),
-        ):
-            if slow > fast:
-                raise ValueError(f"the {what} takes {slow:g}: must not be more than the target's {fast:g}")
-
-    @property
-    def first(self) -> tuple[Number, Number]:
-        """The first forwards: those of the target and of the drafter."""
-        return (
-            self.target if self.target_ttft is None else self.target_ttft,
-            self.drafter if self.drafter_ttft is None else self.drafter_ttft,
-        )
+def check_drafter(latency: LatencyModel) -> None:
+    """Raises where the drafter is slower than its target: the formulas do not hold then."""
+    prefill = latency.prefill_ms
+    for what, drafter, target in (
+        ("drafter", latency.drafter_ms, latency.target_ms),
+        ("drafter's first forward", prefill[1], prefill[0]),
+    ):
+        if drafter > target:
+            raise ValueError(f"the {what} takes {drafter:g}: must not be more than the target's {target:g}")
 
 
-def nonsi(tokens: int, latencies: Latencies) -> float:
+def nonsi(tokens: int, latency: LatencyModel) -> float:
     """One forward for each token, the first of them over the prompt."""
-    return float(latencies.first[0] + (tokens - 1) * latencies.target)
+    check_drafter(latency)
+    return float(latency.prefill_ms[0] + (tokens - 1) * latency.target_ms)
 
 
-def si(tokens: int, latencies: Latencies, acceptance: Array, lookahead: int) -> Array:
+def si(tokens: int, latency: LatencyModel, acceptance: Array, lookahead: int) -> Array:
     """Take turns: draft a block, verify it. The time is what the forwards take, one after the other."""
     drafts, forwards = si_forwards(tokens, acceptance, lookahead)
-    return si_time(tokens, latencies, drafts, forwards)
+    return si_time(tokens, latency, drafts, forwards)
 
 
-def si_time(tokens: int, latencies: Latencies, drafts: Array, forwards: Array) -> Array:
-    prompt = latencies.first[0] - latencies.target
+def si_time(tokens: int, latency: LatencyModel, drafts: Array, forwards: Array) -> Array:
+    check_drafter(latency)
+    prompt = latency.prefill_ms[0] - latency.target_ms
     if tokens > 1:
-        prompt += latencies.first[1] - latencies.drafter
-    return drafts * float(latencies.drafter) + forwards * float(latencies.target) + float(prompt)
+        prompt += latency.prefill_ms[1] - latency.drafter_ms
+    return drafts * float(latency.drafter_ms) + forwards * float(latency.target_ms) + float(prompt)
 
 
 def si_forwards(tokens: int, acceptance: Array, lookahead: int) -> tuple[Array, Array]:
@@ -85,20 +70,21 @@ def si_forwards(tokens: int, acceptance: Array, lookahead: int) -> tuple[Array, 
     return drafts, forwards
 
 
-def dsi(tokens: int, latencies: Latencies, acceptance: Array, lookahead: int, sp: int | None = None) -> Array:
+def dsi(tokens: int, latency: LatencyModel, acceptance: Array, lookahead: int, sp: int | None = None) -> Array:
     """Never take turns. `sp` None: as many targets as can be of use.
 
     Every rejection begins anew, with fewer tokens to go and no guess in flight, so the expected time with r
     tokens to go is that until the first rejection, and then that of what is left.
     """
+    check_drafter(latency)
     p = np.asarray(acceptance, float)
-    (target, drafter, *first), unit = whole(latencies.target, latencies.drafter, *latencies.first)
+    (target, drafter, *first), unit = whole(latency.target_ms, latency.drafter_ms, *latency.prefill_ms)
     # What comes after the first rejection: with one token more to go, as before if the next guess is right,
     # and all that is left if it is wrong: p * after + (begun + (1 - p) * after).
     after = np.zeros(p.shape)
-    for begun in _until_rejection(tokens - 1, Pace(target, drafter), p, lookahead, sp):
+    for begun in _until_rejection(tokens - 1, _Forwards(target, drafter), p, lookahead, sp):
         after = begun + after
-    slow_start = Pace(target, drafter, first[0] - target, first[1] - drafter)
+    slow_start = _Forwards(target, drafter, first[0] - target, first[1] - drafter)
     *_, begun = _until_rejection(tokens, slow_start, p, lookahead, sp)
     return (begun + (1 - p) * after) / unit
 
@@ -110,9 +96,8 @@ def whole(*numbers: Number) -> tuple[list[int], int]:
     return [int(value * unit) for value in values], unit
 
 
-@dataclass(frozen=True)
-class Pace:
-    """What forwards take; and how much longer the first ones do, of a target and of a drafter."""
+class _Forwards(NamedTuple):
+    """Forwards in whole units of time, and by how much the prefills exceed them, of a target and of a drafter."""
 
     target: int
     drafter: int
@@ -124,30 +109,30 @@ class Pace:
         return self.slow + guesses * self.drafter
 
 
-def _until_rejection(tokens: int, pace: Pace, p: Array, lookahead: int, sp: int | None) -> Iterator[Array]:
+def _until_rejection(tokens: int, forwards: _Forwards, p: Array, lookahead: int, sp: int | None) -> Iterator[Array]:
     """The expected time until a guess is rejected or all is certain, with 1, 2, ... `tokens` to go.
 
     Block 0 is the watch on the root, which begins at once. The next one begins when `lookahead` guesses wait
     to be judged, when the text has grown to the first of them, or when there is nothing left to guess; and
     when a target is free. The first wrong guess is found when its block ends.
     """
-    ends = [pace.late + pace.target]
+    ends = [forwards.late + forwards.target]
     judged = 0  # guesses that belong to blocks so far
     found = (1 - p) * ends[0]
     if tokens > 0:
         yield found + p * ends[0]
     for guesses in range(1, tokens):
-        last = _end(ends, pace.guessed(guesses), pace, sp)
+        last = _end(ends, forwards.guessed(guesses), forwards, sp)
         yield found + p ** (judged + 1) * last
         full = guesses - judged == lookahead
-        if full or pace.guessed(guesses + 1) > ends[-1]:
-            end = last if full else _end(ends, ends[-1], pace, sp)
+        if full or forwards.guessed(guesses + 1) > ends[-1]:
+            end = last if full else _end(ends, ends[-1], forwards, sp)
             found = found + (p ** (judged + 1) - p ** (guesses + 1)) * end
             judged = guesses
             ends.append(end)
 
 
-def _end(ends: Sequence[int], asked: int, pace: Pace, sp: int | None) -> int:
+def _end(ends: Sequence[int], asked: int, forwards: _Forwards, sp: int | None) -> int:
     """When a block ends that is asked for at this time, as the one after these: targets serve in turn."""
-    free = pace.late if sp is None or len(ends) < sp else ends[len(ends) - sp]
-    return max(asked, free) + pace.target
+    free = forwards.late if sp is None or len(ends) < sp else ends[len(ends) - sp]
+    return max(asked, free) + forwards.target

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from statistics import median
 
 from dsi.core.generation import CORRECTED
-from dsi.engine.build import Pace
 from dsi.fleets.spans import Span
+from dsi.planning.latency import LatencyModel
 
 
-def own_pace(spans: Sequence[Span], alone: Pace) -> Pace:
+def own_pace(spans: Sequence[Span], alone: LatencyModel) -> LatencyModel:
     """What a forward took while this text was written, whatever else the machine did: as many times as long
     as `alone` as its own did.
     """
@@ -21,18 +21,18 @@ def own_pace(spans: Sequence[Span], alone: Pace) -> Pace:
         if span.kind == "verify" and not span.stale
     ]
     slower, slow = (max(1.0, median(found)) if found else 1.0 for found in (verdicts, drafts))
-    return Pace(slower * alone.target_ms, slow * alone.drafter_ms, slower * alone.per_token_ms)
+    return alone.scaled(slower, slow)
 
 
 def _ms(span: Span) -> float:
     return 1000 * float(span.end - span.start)
 
 
-def nonsi_seconds(tokens: int, pace: Pace) -> float:
+def nonsi_seconds(tokens: int, pace: LatencyModel) -> float:
     return tokens * pace.target_ms / 1000
 
 
-def si_seconds(origins: Sequence[str], pace: Pace, block: int) -> float:
+def si_seconds(origins: Sequence[str], pace: LatencyModel, block: int) -> float:
     """Block after block over the tokens as they came: a wrong guess ends a block.
 
     A token that nobody had guessed counts as one that SI would have guessed: in doubt for SI.

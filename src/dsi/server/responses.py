@@ -196,7 +196,7 @@ def estimated(house: Service, tickets: Sequence[ServerJob]) -> dict[str, float] 
     if len(tickets) != 1 or not tickets[0].origins:
         return None
     loaded, origins = house.engine.loaded, tickets[0].origins
-    pace = own_pace(tickets[0].spans, loaded.pace)
+    pace = own_pace(tickets[0].spans, loaded.latency)
     return {
         "nonsi_s": nonsi_seconds(len(origins), pace),
         "si_s": si_seconds(origins, pace, loaded.lookahead("si")),

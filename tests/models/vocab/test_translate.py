@@ -136,7 +136,7 @@ def test_processes_write_the_text_of_the_target_too(folders: dict[str, str], way
     with Engine.load(folders["byte_level"], folders["characters"], vocab=way, sp=2, lookahead=2) as engine:
         assert isinstance(drafting(engine), SLEM) == (way == "slem")
         assert engine.loaded.context == CONTEXT
-        assert engine.loaded.pace.drafter_ms > 0
+        assert engine.loaded.latency.drafter_ms > 0
         for text in PROMPTS[:3]:
             prompt = prompt_of("byte_level", text)
             for algorithm in ("si", "dsi"):

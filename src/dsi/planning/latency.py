@@ -1,0 +1,148 @@
+"""How long forwards take: one latency model, measured or given, for simulator, forecast, planner and theory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from dsi.planning.equation_1 import Number, check_latencies
+
+if TYPE_CHECKING:
+    from dsi.models.wait import Latency  # imports numpy
+
+LEAST_MS, MOST_MS = 1e-6, 1e9  # what a latency can plausibly be
+
+Curve = tuple[tuple[int, Number], ...]  # ms by width in new tokens, or by number of busy targets
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Latencies of a target and its drafter in milliseconds, and how servers delay one another."""
+
+    target_ms: Number
+    drafter_ms: Number
+    target_ttft_ms: Number | None = None  # the prefill with the first token; None: as any other forward
+    drafter_ttft_ms: Number | None = None
+    per_token_ms: Number = 0  # added to a target forward by each new token after the first
+    by_width: Curve = ()  # instead: target forwards of up to so many new tokens, padded to that width
+    jitter: float = 0  # spreads each forward evenly by this share to either side
+    contention: float = 0  # share by which each other busy target slows a target forward down
+    by_busy_targets: Curve = ()  # instead: a target forward by the number of targets that compute at once
+    drafter_by_busy_targets: Curve = ()  # a drafter forward by the number of targets that compute beside it
+    cancel_points: int = 0  # per forward; 0: a forward stops at once
+    drafter_cancel_points: int | None = None  # None: as many as a target's
+    shared_kv: bool = False  # the targets fill one KV cache: none computes what another is computing
+    network_ms: Number = 0  # of one message
+    network_jitter: float = 0
+
+    def __post_init__(self) -> None:
+        check_latencies(self.target_ms, self.drafter_ms)
+        check_ranges(
+            ("pieces", self.cancel_points, 0, inf),
+            ("drafter pieces", self.drafter_cancel_points, 0, inf),
+            ("target latency in ms", self.target_ms, LEAST_MS, MOST_MS),
+            ("drafter latency in ms", self.drafter_ms, LEAST_MS, MOST_MS),
+            ("target time to first token in ms", self.target_ttft_ms, self.target_ms, MOST_MS),
+            ("drafter time to first token in ms", self.drafter_ttft_ms, self.drafter_ms, MOST_MS),
+            ("extra ms per token", self.per_token_ms, 0, MOST_MS),
+            ("network delay in ms", self.network_ms, 0, MOST_MS),
+            ("network jitter", self.network_jitter, 0, 0.99),
+            ("contention", self.contention, 0, MOST_MS),
+            ("jitter", self.jitter, 0, 0.99),
+        )
+
+    @classmethod
+    def measured(cls, by_width: Mapping[int, float], drafter_ms: float, **fields: Any) -> LatencyModel:
+        """Derives the narrowest forward and the slope to the widest from a curve over new tokens."""
+        narrow, wide = min(by_width), max(by_width)
+        slope = max(0.0, by_width[wide] - by_width[narrow]) / max(1, wide - narrow)
+        widths = tuple(by_width.items())
+        return cls(by_width[narrow], drafter_ms, per_token_ms=slope, by_width=widths, **fields)
+
+    @property
+    def prefill_ms(self) -> tuple[Number, Number]:
+        """The first forwards of the target and of the drafter."""
+        return (
+            self.target_ms if self.target_ttft_ms is None else self.target_ttft_ms,
+            self.drafter_ms if self.drafter_ttft_ms is None else self.drafter_ttft_ms,
+        )
+
+    def drafter_beside(self, targets: int) -> Number:
+        """The drafter's forward while so many targets compute."""
+        return max([self.drafter_ms, *(ms for busy, ms in self.drafter_by_busy_targets if busy <= targets)])
+
+    def contention_of(self, targets: int) -> float:
+        """The share by which each other busy target slows one down, where there are so many."""
+        if not self.by_busy_targets:
+            return self.contention
+        ms = dict(self.by_busy_targets)
+        busy = min((count for count in ms if count >= targets), default=max(ms))
+        return max(0.0, float(ms[busy] / ms[1]) - 1) / max(1, busy - 1)
+
+    def with_targets(self, sp: int) -> LatencyModel:
+        """The same servers with `sp` targets at work: their contention and the drafter beside them."""
+        return replace(
+            self,
+            drafter_ms=self.drafter_beside(sp),
+            contention=self.contention_of(sp),
+            by_busy_targets=(),
+            drafter_by_busy_targets=(),
+        )
+
+    def scaled(self, target: float = 1, drafter: float = 1) -> LatencyModel:
+        """All forwards of the target and of the drafter so many times as slow."""
+        ttft, drafter_ttft = self.target_ttft_ms, self.drafter_ttft_ms
+        return replace(
+            self,
+            target_ms=self.target_ms * target,
+            drafter_ms=self.drafter_ms * drafter,
+            target_ttft_ms=None if ttft is None else ttft * target,
+            drafter_ttft_ms=None if drafter_ttft is None else drafter_ttft * drafter,
+            per_token_ms=self.per_token_ms * target,
+            by_width=tuple((width, ms * target) for width, ms in self.by_width),
+            by_busy_targets=tuple((busy, ms * target) for busy, ms in self.by_busy_targets),
+            drafter_by_busy_targets=tuple((busy, ms * drafter) for busy, ms in self.drafter_by_busy_targets),
+        )
+
+    def target(self, unit: int = 1) -> Latency:
+        """A target's forwards in units of so many milliseconds."""
+        from dsi.models.wait import Latency
+
+        return Latency(
+            in_unit(self.target_ms, unit),
+            in_unit(self.target_ttft_ms, unit),
+            in_unit(self.per_token_ms, unit),
+            self.jitter,
+            tuple((width, in_unit(ms, unit)) for width, ms in self.by_width),
+        )
+
+    def drafter(self, unit: int = 1) -> Latency:
+        """A drafter's forwards in units of so many milliseconds."""
+        from dsi.models.wait import Latency
+
+        return Latency(in_unit(self.drafter_ms, unit), in_unit(self.drafter_ttft_ms, unit), 0, self.jitter)
+
+    def json(self) -> dict[str, Any]:
+        """Curves as objects with the width or the number of busy targets as key."""
+        curves = ("by_width", "by_busy_targets", "drafter_by_busy_targets")
+        return asdict(self) | {name: dict(getattr(self, name)) for name in curves}
+
+
+def monotone(by_width: Mapping[int, Number]) -> Curve:
+    """The curve in order of width, where a wider forward that was measured as faster takes as long."""
+    return tuple((width, max(ms for w, ms in by_width.items() if w <= width)) for width in sorted(by_width))
+
+
+def in_unit(ms: Number | None, unit: int) -> Any:
+    """Whole numbers and Fractions stay exact."""
+    return ms / unit if ms and unit != 1 else ms
+
+
+def check_ranges(*rows: tuple[str, Number | None, Number, Number]) -> None:
+    """Raises for the first number, given with its name and bounds, that is outside them; None is not checked."""
+    for name, value, least, most in rows:
+        if value is not None and not least <= value <= most:
+            bounds = f"at least {least}" if most == inf else f"between {least:g} and {most:g}"
+            raise ValueError(f"{name} {value}: must be {bounds}")
