@@ -105,7 +105,7 @@ def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
 def judged(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling) -> list[tuple[bool, bool, bool]]:
     """Of each place: whether the first guess is right, whether the second is, and whether it came close."""
     model, text = pair.target.fresh(), list(prompt)
-    while len(text) < len(prompt) + tokens and (len(text) == len(prompt) or text[-1] not in pair.text.ends):
+    while len(text) < len(prompt) + tokens and (len(text) == len(prompt) or text[-1] not in pair.text.eos_token_ids):
         text += model.answer(ForwardRequest(text, len(text), sampling=sampling))
     rows = pair.drafter.fresh().backend.forward(text[:-1], len(prompt), NEVER)
     found = []

@@ -38,7 +38,7 @@ from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.worker import PrefixTable, Server
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.cuda.green_contexts import streams
+from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.oracle import Oracle
 from dsi.models.shapes import random_model
 from dsi.models.toy import ToyDrafter, ToyTarget
@@ -64,10 +64,10 @@ class Bench:
     plain_ms: dict[int, list[float]] = field(default_factory=dict)  # non-SI, by tokens
 
     def fleet(self, sp: int, acceptance: float, seed: int) -> CudaFleet:
-        mind = ToyTarget(seed)
-        guess = ToyDrafter(mind, acceptance, seed * 1013)
+        teacher = ToyTarget(seed)
+        guess = ToyDrafter(teacher, acceptance, seed * 1013)
         servers = [
-            Server(f"{TARGET}-{i}", TARGET, Oracle(t, mind), PrefixTable(shared_kv=True))
+            Server(f"{TARGET}-{i}", TARGET, Oracle(t, teacher), PrefixTable(shared_kv=True))
             for i, t in enumerate(self.targets[:sp], 1)
         ]
         return CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])
@@ -89,20 +89,22 @@ def say(*words: object) -> None:
 @lru_cache(maxsize=1)
 def prepared(target: str, drafter: str, pieces: int | None, share: int, slices: int, most: int) -> Bench:
     """Each server on its slice, the drafter on `share`; targets share their weights and their cache."""
-    lanes = streams(0, slices, [share] + [1] * most)
-    big, small = (random_model(name, device="cuda:0", places=ROOM) for name in (target, drafter))
+    lanes = green_context_streams(0, slices, [share] + [1] * most)
+    big, small = (random_model(name, device="cuda:0", max_positions=ROOM) for name in (target, drafter))
     return bench(big, small, lanes[0], lanes[1:], pieces)
 
 
 def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None) -> Bench:
     began = perf_counter()
-    drafter = CudaGraphModel(small, ROOM, lane, guesses=True)
+    drafter = CudaGraphModel(small, ROOM, lane, drafts=True)
     targets: list[CudaGraphModel] = []
     for each in lanes:
-        targets.append(CudaGraphModel(big, ROOM, each, pieces=pieces, beside=targets[0] if targets else None))
-    say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].why_not or 'CUDA graphs'}")
+        targets.append(
+            CudaGraphModel(big, ROOM, each, segments=pieces, share_cache_with=targets[0] if targets else None)
+        )
+    say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].eager_reason or 'CUDA graphs'}")
     targets = in_order(targets, PROMPT)
-    return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].stops, shared_kv=True))
+    return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True))
 
 
 def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> Completion:
@@ -226,7 +228,7 @@ def paper_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             continue
         ready = prepared(pair.target.lower(), pair.drafter.lower(), *cut(options))
         say(f"{pair.name}: {ready.latency.json()}")
-        if ready.targets[0].why_not or ready.drafter.why_not:
+        if ready.targets[0].eager_reason or ready.drafter.eager_reason:
             continue  # as it stands, a forward is mostly the interpreter's time
         found = cell(ready, pair.acceptance, 50, options.repeats)
         yield {"pair": pair.name, "published": pair.published, "costs": ready.latency.json(), **found}

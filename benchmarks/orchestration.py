@@ -61,7 +61,7 @@ class Timed:
     rows = None
 
     def __init__(self, ms: float, pieces: int, clock: Clock) -> None:
-        self.pieces, self._seconds, self._clock = pieces, ms / 1000 / pieces, clock
+        self.segments, self._seconds, self._clock = pieces, ms / 1000 / pieces, clock
 
     def launch(self, piece: int, after: Any, cancelled: CancelFlag) -> Due:  # noqa: ARG002
         ready = max(time.perf_counter(), self._clock.free, after.end if after else 0.0)
@@ -73,10 +73,12 @@ def timed(
     model: Any,
     by_width: dict[int, float],
     pieces: int,
-    beside: CudaGraphModel | None = None,
+    share_cache_with: CudaGraphModel | None = None,
     guesses: bool = False,
 ) -> CudaGraphModel:
-    server = CudaGraphModel(model, ROOM, pieces=1, sizes=tuple(by_width), beside=beside, guesses=guesses)
+    server = CudaGraphModel(
+        model, ROOM, segments=1, sizes=tuple(by_width), share_cache_with=share_cache_with, drafts=guesses
+    )
     clock = Clock()
     server._forwards = {size: Timed(ms, pieces, clock) for size, ms in by_width.items()}  # type: ignore[misc]
     server._followers = [Timed(by_width[1], pieces, clock) for _ in range(2 * guesses)]
@@ -96,17 +98,17 @@ def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float,
     """Milliseconds waited, and in virtual time."""
     choice = ROWS[name]
     targets, drafter = crew(choice.sp)
-    mind = ToyTarget(seed)
+    teacher = ToyTarget(seed)
     servers = [
-        Server(f"{TARGET}-{i}", TARGET, Oracle(each, mind), PrefixTable(shared_kv=True))
+        Server(f"{TARGET}-{i}", TARGET, Oracle(each, teacher), PrefixTable(shared_kv=True))
         for i, each in enumerate(targets, 1)
     ]
-    guess = ToyDrafter(mind, acceptance, seed * 1013)
+    guess = ToyDrafter(teacher, acceptance, seed * 1013)
     setting = as_chosen(as_measured(LATENCY, acceptance, tokens, choice.sp), choice)
     request = Request((1,) * PROMPT, tokens, setting.policy(name))
     fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(drafter, guess))])
     for each in (*targets, drafter):
-        each.held[:] = request.prompt  # it is in the caches
+        each.cached_tokens[:] = request.prompt  # it is in the caches
     [done] = EngineLoop(fleet).run(request)
     [virtual] = EngineLoop(setting.simulated(seed)).run(request)
     assert done.tokens == virtual.tokens

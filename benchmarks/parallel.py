@@ -18,7 +18,7 @@ import transformers as hf
 
 from dsi.engine.build import backend, forward_ms, quiet
 from dsi.fleets.processes import FORK
-from dsi.models.hf import load
+from dsi.models.hf import load_model
 from dsi.models.names import model_path
 from dsi.models.tensor_parallel import TensorParallel
 
@@ -67,7 +67,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
-    for name, model in (("built-in target", load(model_path("builtin", "target"))), ("large Llama", large())):
+    for name, model in (("built-in target", load_model(model_path("builtin", "target"))), ("large Llama", large())):
         print(f"{name}, {sum(weight.numel() for weight in model.parameters()) / 1e6:.0f}M parameters")
         found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         for _ in range(rounds):

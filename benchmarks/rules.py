@@ -74,7 +74,7 @@ def speed(prompts: Sequence[str], tokens: int, repeats: int, lookahead: int | No
 
 
 def write(engine: Engine, prompt: str, tokens: int, policy: Policy, sampling: Sampling) -> Completion:
-    request = Request(engine.text.encode(prompt), tokens, policy, sampling, engine.text.ends)
+    request = Request(engine.text.encode(prompt), tokens, policy, sampling, engine.text.eos_token_ids)
     [done] = engine.run(request)
     return done
 
@@ -100,7 +100,7 @@ def acceptance(count: int, tokens: int) -> Found:
     pair = load_apart("builtin", "builtin")
     chosen = sample_prompts(read("builtin", None, None), pair.text, count, 0, tokens, pair.context)
     target, drafter = (lambda: pair.target.fresh().backend), (lambda: pair.drafter.fresh().backend)
-    return trials(target, drafter, chosen.prompts, tokens, RULES, [WARM], LOOKAHEAD, pair.text.ends)
+    return trials(target, drafter, chosen.prompts, tokens, RULES, [WARM], LOOKAHEAD, pair.text.eos_token_ids)
 
 
 def differences(found: Found) -> dict[str, Figure]:

@@ -20,13 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from dsi.core.messages import Sampling
 from dsi.engine.build import backend, quiet, tokenizer
 from dsi.experiments.compare import PROMPTS
-from dsi.models.hf import load
+from dsi.models.hf import load_model
 from dsi.models.names import model_path
 from dsi.models.protocol import CancelFlag, ForwardRequest, Model, SamplingModel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.slem import SLEM
 from dsi.models.vocab.tli import TLI
-from dsi.models.vocab.translate import share
+from dsi.models.vocab.translate import shared_token_rate
 from dsi.models.vocab.vocabulary import Vocabulary
 
 ORDER = 5  # tokens of the longest run that is counted
@@ -104,7 +104,7 @@ def truths(target: Model, text: Tokenizer, sampling: Sampling, length: int) -> l
     for prompt in PROMPTS:
         tokens = list(text.encode(prompt))
         start = len(tokens)
-        while len(tokens) < start + length and tokens[-1] not in text.ends:
+        while len(tokens) < start + length and tokens[-1] not in text.eos_token_ids:
             tokens += target.answer(ForwardRequest(tokens, len(tokens), sampling=sampling))
         found.append((tokens, start))
     return found
@@ -125,7 +125,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=80)
     asked = options.parse_args()
     quiet()
-    model = load(model_path("builtin", "target"))
+    model = load_model(model_path("builtin", "target"))
     text = tokenizer(model_path("builtin", "target"), model)
     own = Vocabulary(text, model.config.vocab_size)
     stories = written(model, text, asked.stories, 160)
@@ -141,7 +141,7 @@ def main() -> None:
         counts = Counts([[*known.encode(story), tongue.eos_token_id] for story in stories], len(tongue))
         by_token, by_text = TLI(counts, drafter, own), SLEM(counts, drafter, own)
         figures = [acceptance(way, *each) for each in texts for way in (SamplingModel(by_token), by_text)]
-        print(f"{name:16}{len(tongue):8}{len(by_token.shared):8}{share(by_token, own):8.2f}", end="")
+        print(f"{name:16}{len(tongue):8}{len(by_token.shared):8}{shared_token_rate(by_token, own):8.2f}", end="")
         print("".join(f"{figure:9.3f}" for figure in figures))
     print(f"measured: {sum(len(tokens) - start for tokens, start in texts[0][0])} places of greedy texts")
 

@@ -125,7 +125,7 @@ def test_any_order_of_answers_and_any_failures(
     target = ToyTarget(seed)
     models: dict[str, ToyTarget | ToyDrafter] = {TARGET: target}
     models |= {
-        name: ToyDrafter(target, rate, seed + i, second=0.6, sure=0.3)
+        name: ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
         for i, (name, rate) in enumerate(zip(NAMES, rates))
     }
     fleet = ShuffledFleet(models, Random(seed), failures)
@@ -164,7 +164,7 @@ def test_any_latencies_and_any_number_of_servers(
     aim = Latency(slow, slow * 3, slow / 10, jitter)
     servers = [Server(f"target-{i}", TARGET, Wait(target, aim, seed + i)) for i in range(targets)]
     for i, (name, (latency, rate)) in enumerate(zip(NAMES, crew)):
-        drafter = ToyDrafter(target, rate, seed + i, second=0.6, sure=0.3)
+        drafter = ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
         servers.append(Server(name, name, Wait(drafter, Latency(latency, jitter=jitter), ~i)))
     fleet = SimulatedFleet(
         servers,
@@ -195,7 +195,7 @@ def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float)
     ]
     for policy in policies:
         servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(targets)]
-        servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.7, second=0.5), Latency(1.0))))
+        servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 0.7, runner_up_acceptance=0.5), Latency(1.0))))
         [done] = EngineLoop(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
         texts.add(done.tokens)
     assert texts == {alone(target, Request((1, 2), 40, autoregressive(), sampling))}

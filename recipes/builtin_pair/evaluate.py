@@ -15,7 +15,7 @@ from prompts import PROMPTS
 from transformers import AutoTokenizer
 
 from dsi.engine.build import forward_ms
-from dsi.models.hf import Transformer, load
+from dsi.models.hf import Transformer, load_model
 from dsi.models.names import model_path
 
 TOKENS = 100
@@ -36,7 +36,7 @@ def accepted(target: Transformer, drafter: Transformer, prompt: list[int]) -> tu
 def main() -> None:
     torch.set_num_threads(1)
     names = sys.argv[1:3] or [model_path("builtin", "target"), model_path("builtin", "drafter")]
-    target, drafter = (Transformer(load(name)) for name in names)
+    target, drafter = (Transformer(load_model(name)) for name in names)
     tokenizer = AutoTokenizer.from_pretrained(names[0])
     counts = [accepted(target, drafter, tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     right, drawn = (sum(column) for column in zip(*counts))

@@ -116,7 +116,7 @@ def test_a_stop_string_ends_the_text_before_it(one: Engine) -> None:
 def test_the_end_token_ends_the_text(one: Engine) -> None:
     done = one.generate(PROMPTS[0], max_new_tokens=400)
     assert done.finish_reason == "stop"
-    assert done.tokens[-1] in one.text.ends
+    assert done.tokens[-1] in one.text.eos_token_ids
 
 
 def test_the_context_bounds_the_text(one: Engine) -> None:

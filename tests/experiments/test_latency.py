@@ -11,7 +11,7 @@ import pytest
 from dsi.core.sequence import Tokens
 from dsi.experiments import latency as latency
 from dsi.experiments.latency import PairLatencies, Spread, Timing, curve, latencies, timing
-from dsi.models.hf import common
+from dsi.models.hf import common_prefix_length
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
 
@@ -26,7 +26,7 @@ class Slow:
     read: list[int] = field(default_factory=list)
 
     def answer(self, request: ForwardRequest) -> Tokens:
-        kept = min(common(self.read, request.tokens), request.start - 1)
+        kept = min(common_prefix_length(self.read, request.tokens), request.start - 1)
         self.clock[0] += self.base + self.each * (len(request.tokens) - kept)
         self.read = list(request.tokens)
         return ToyTarget(1).answer(request)

@@ -10,8 +10,8 @@ import torch
 import transformers as hf
 
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.device_map import spread, stretches
-from dsi.models.hf import Transformer, layers
+from dsi.models.device_map import split_layers, stretches
+from dsi.models.hf import Transformer, decoder_layers
 from dsi.models.protocol import ForwardRequest
 
 SMALL = {"vocab_size": 97, "num_attention_heads": 4, "hidden_size": 32, "num_hidden_layers": 4}
@@ -47,8 +47,8 @@ def test_each_device_has_its_share(sizes: list[int], around: int, count: int, fo
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_layer_reads_is_where_the_layer_is(name: str) -> None:
-    model = spread(made(name), ["cpu", "meta"])
-    deep = list(layers(model))
+    model = split_layers(made(name), ["cpu", "meta"])
+    deep = list(decoder_layers(model))
     held = [{weight.device.type for weight in layer.parameters()} for layer in deep]
     assert held[0] == {"cpu"}
     assert held[-1] == {"meta"}
@@ -75,7 +75,7 @@ def tensors(what: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rows_are_those_of_the_model_on_one_device(name: str, count: int) -> None:
-    whole, apart = Transformer(made(name)), Transformer(spread(made(name), ["cpu"] * count))
+    whole, apart = Transformer(made(name)), Transformer(split_layers(made(name), ["cpu"] * count))
     for text in (TEXT, [*TEXT, 9, 12], [*TEXT[:2], 7]):
         torch.testing.assert_close(apart.forward(text, 2), whole.forward(text, 2))
 
@@ -84,7 +84,7 @@ def test_the_rows_are_those_of_the_model_on_one_device(name: str, count: int) ->
 def test_the_rows_are_the_same_over_real_devices(devices: tuple[str, ...]) -> None:
     if any(device.startswith("cuda") and int(device[5:]) >= torch.cuda.device_count() for device in devices):
         pytest.skip(f"there are {torch.cuda.device_count()} GPUs here")
-    whole, model = Transformer(made("llama")), spread(made("llama"), devices)
+    whole, model = Transformer(made("llama")), split_layers(made("llama"), devices)
     apart, static = Transformer(model), CudaGraphModel(model, 64)
     for text in (TEXT, [*TEXT, 9, 12], [*TEXT[:2], 7]):
         expected = whole.forward(text, 2)
@@ -94,10 +94,10 @@ def test_the_rows_are_the_same_over_real_devices(devices: tuple[str, ...]) -> No
 
 def test_more_devices_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^cpu\+.*: are 5 devices, and the model has 4 layers to share$"):
-        spread(made("llama"), ["cpu"] * 5)
+        split_layers(made("llama"), ["cpu"] * 5)
 
 
 def test_forwards_over_several_devices_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaGraphModel, "_take_cache", lambda *_: None)
-    model = spread(made("llama"), ["cpu", "meta"])
-    assert CudaGraphModel(model, 64).why_not == "forwards on cpu and meta are not recorded"
+    model = split_layers(made("llama"), ["cpu", "meta"])
+    assert CudaGraphModel(model, 64).eager_reason == "forwards on cpu and meta are not recorded"

@@ -18,7 +18,7 @@ from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.worker import Server
-from dsi.models.hf import Transformer, common, load
+from dsi.models.hf import Transformer, common_prefix_length, load_model
 from dsi.models.protocol import Cancelled, ForwardRequest, Never, SamplingModel
 from dsi.models.wait import Latency, Wait
 
@@ -144,7 +144,7 @@ def test_texts_that_begin_alike_keep_a_cache_each(llama: Any) -> None:
 
 
 def test_a_text_that_is_not_used_any_longer_makes_room(llama: Any) -> None:
-    backend = Transformer(llama, slots=2)
+    backend = Transformer(llama, max_sequences=2)
     for first in range(5):
         backend.forward([first, 1, 1, 1], 4)
     assert [slot.tokens[0] for slot in backend._slots] == [3, 4]
@@ -214,11 +214,11 @@ def test_what_it_cannot_do_is_one_sentence(llama: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a text of 129 tokens: the model's context is 128"):
         Transformer(llama).forward([1] * 129, 129)
     with pytest.raises(ValueError, match="there is no such model folder"):
-        load(tmp_path / "nothing")
+        load_model(tmp_path / "nothing")
     llama.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ValueError, match="cannot be loaded"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_a_recurrent_model_is_refused_by_name() -> None:
@@ -229,7 +229,7 @@ def test_a_recurrent_model_is_refused_by_name() -> None:
 
 def test_a_saved_model_comes_back(llama: Any, tmp_path: Path) -> None:
     llama.save_pretrained(tmp_path)
-    rows = Transformer(load(tmp_path)).forward(PROMPT, 1)
+    rows = Transformer(load_model(tmp_path)).forward(PROMPT, 1)
     assert torch.equal(rows, Transformer(llama).forward(PROMPT, 1))
 
 
@@ -241,6 +241,6 @@ def test_a_saved_model_comes_back(llama: Any, tmp_path: Path) -> None:
 def test_common_beginnings(alike: int, a: list[int], b: list[int]) -> None:
     """They may part near the end or far before it."""
     a, b = [2] * alike + a, [2] * alike + b
-    n = common(a, b)
+    n = common_prefix_length(a, b)
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]

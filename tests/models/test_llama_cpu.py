@@ -73,11 +73,11 @@ def test_the_context_and_empty_texts_are_checked() -> None:
 
 
 def test_other_models_stay_as_they_are() -> None:
-    assert LlamaCpu.fits(llama())
-    assert not LlamaCpu.fits(llama(num_key_value_heads=2))
-    assert not LlamaCpu.fits(llama(attention_bias=True))
-    assert not LlamaCpu.fits(llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
-    assert not LlamaCpu.fits(hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=97)))
+    assert LlamaCpu.supports(llama())
+    assert not LlamaCpu.supports(llama(num_key_value_heads=2))
+    assert not LlamaCpu.supports(llama(attention_bias=True))
+    assert not LlamaCpu.supports(llama(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}))
+    assert not LlamaCpu.supports(hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=97)))
 
 
 def test_matrices_are_joined_where_they_lie() -> None:

@@ -21,10 +21,10 @@ from dsi.cli.main import app
 from dsi.engine.build import backend
 from dsi.engine.engine import Engine
 from dsi.models import tensor_parallel as parallel
-from dsi.models.hf import Transformer, load
+from dsi.models.hf import Transformer, load_model
 from dsi.models.names import model_path
 from dsi.models.protocol import Cancelled
-from dsi.models.tensor_parallel import Lost, TensorParallel, check
+from dsi.models.tensor_parallel import RankLost, TensorParallel, check_tensor_parallel
 
 PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
@@ -99,7 +99,7 @@ def test_the_rows_are_those_of_the_whole_model(split: Callable[..., TensorParall
 
 
 def test_the_rows_of_the_built_in_target_are_the_same(split: Callable[..., TensorParallel]) -> None:
-    model = load(model_path("builtin", "target"))
+    model = load_model(model_path("builtin", "target"))
     assert same_rows(model, backend(model), split(model), 25)
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_is_gone_is_noticed(split: Callable[..., TensorParallel]) ->
     other = split(made("a lean llama"))
     other.forward([5, 17], 2)
     os.kill(other.helpers[0].process, signal.SIGKILL)
-    with pytest.raises(Lost):
+    with pytest.raises(RankLost):
         other.forward([5, 17, 3], 3)
     assert other.helpers == []
 
@@ -187,7 +187,7 @@ def test_a_rank_that_hangs_is_not_waited_for_for_ever(
     other = split(made("a lean llama"))
     other.forward([5, 17], 2)
     os.kill(other.helpers[0].process, signal.SIGSTOP)
-    with pytest.raises(Lost):
+    with pytest.raises(RankLost):
         other.forward([5, 17, 3], 3)
 
 
@@ -230,7 +230,7 @@ def narrow() -> Any:
 )
 def test_what_cannot_be_split_is_refused_in_one_sentence(maker: Callable[[], Any], size: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}$"):
-        check(maker(), size)
+        check_tensor_parallel(maker(), size)
 
 
 @pytest.mark.parametrize(

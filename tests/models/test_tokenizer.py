@@ -11,7 +11,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dsi.models.names import model_path
-from dsi.models.tokenizer import Detokenizer, Stops, Tokenizer
+from dsi.models.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 
 def byte_tokenizer() -> Any:
@@ -51,7 +51,7 @@ def test_half_a_character_at_the_very_end_is_shown_as_what_it_is() -> None:
 )
 def test_a_text_ends_before_its_first_stop_wherever_the_borders_are(words: str, stops: list[str], size: int) -> None:
     expected = min((words.find(stop) for stop in stops if stop in words), default=len(words))
-    guard, shown = Stops(stops), ""
+    guard, shown = StopStrings(stops), ""
     for i in range(0, len(words), size):
         shown += guard.push(words[i : i + size])
         if guard.stopped:
@@ -64,16 +64,16 @@ def test_a_text_ends_before_its_first_stop_wherever_the_borders_are(words: str, 
 
 
 def test_a_conversation_without_a_template_is_one_running_text() -> None:
-    assert not PAIR.chats
+    assert not PAIR.has_chat_template
     talk = [{"role": "user", "content": "Once upon"}, {"role": "user", "content": "a time"}]
-    assert PAIR.chat(talk) == PAIR.encode("Once upon a time")
+    assert PAIR.apply_chat_template(talk) == PAIR.encode("Once upon a time")
 
 
 def test_a_chat_template_is_used_where_there_is_one() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     text = Tokenizer(tokenizer)
-    assert text.decode(text.chat([{"role": "user", "content": "hi"}])) == "<user>hi<assistant>"
+    assert text.decode(text.apply_chat_template([{"role": "user", "content": "hi"}])) == "<user>hi<assistant>"
 
 
 def test_an_empty_prompt_begins_with_the_start_token() -> None:
@@ -83,7 +83,7 @@ def test_an_empty_prompt_begins_with_the_start_token() -> None:
 
 
 def test_special_tokens_end_a_text_and_are_not_shown() -> None:
-    assert PAIR.ends == {0}
+    assert PAIR.eos_token_ids == {0}
     assert PAIR.decode([*PAIR.encode("Hello"), 0]) == "Hello"
 
 

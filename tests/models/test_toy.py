@@ -77,18 +77,18 @@ def test_targets_of_different_seeds_write_different_texts() -> None:
 @pytest.mark.parametrize("sampling", [GREEDY, WARM])
 def test_where_the_first_guess_is_wrong_the_second_is_right_at_its_rate(sampling: Sampling) -> None:
     target = ToyTarget(3)
-    drafter = ToyDrafter(target, 0.6, second=0.3, sure=0.8)
+    drafter = ToyDrafter(target, 0.6, runner_up_acceptance=0.3, no_runner_up_rate=0.8)
     tokens = text(target, 3000, sampling)
-    alone, seconds, hits, wrong = 0, 0, 0, 0
+    alone, seconds, hits, wrong_positions = 0, 0, 0, 0
     for i in range(1, len(tokens)):
         request = ForwardRequest(tokens[:i], i, sampling=sampling)
         first, *others = drafter.top_k(request, 2, 0.1)
         assert (first,) == drafter.answer(request)
         assert first not in others
-        wrong += first != tokens[i]
+        wrong_positions += first != tokens[i]
         hits += tokens[i] in others
         alone += not others
         seconds += len(others) * (first != tokens[i])
-    assert seconds == wrong
-    assert hits / wrong == pytest.approx(0.3, abs=0.05)
-    assert alone / (len(tokens) - 1 - wrong) == pytest.approx(0.8, abs=0.04)
+    assert seconds == wrong_positions
+    assert hits / wrong_positions == pytest.approx(0.3, abs=0.05)
+    assert alone / (len(tokens) - 1 - wrong_positions) == pytest.approx(0.8, abs=0.04)

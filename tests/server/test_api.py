@@ -84,7 +84,7 @@ def test_a_chat_is_the_same_whole_and_in_pieces(client: OpenAI, plain: Engine) -
         stream=True,
     )
     deltas = [chunk.choices[0].delta for chunk in stream]  # type: ignore[union-attr]
-    expected = plain.generate(plain.text.chat(messages), max_new_tokens=30)
+    expected = plain.generate(plain.text.apply_chat_template(messages), max_new_tokens=30)
     assert done.choices[0].message.content == expected.text
     assert done.choices[0].message.role == "assistant"
     assert deltas[0].role == "assistant"

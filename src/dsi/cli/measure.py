@@ -138,7 +138,9 @@ def acceptance(
 
     pair, chosen = bench.pair, bench.chosen
     with show.progress("prompts", len(chosen.prompts)) as advance:
-        found = measured(pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.text.ends, advance)
+        found = measured(
+            pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.text.eos_token_ids, advance
+        )
     if not json:
         _print_acceptance(found)
         print(f"measured: {bench.said} at most, greedy; the law is that of independent luck at this rate")
@@ -164,7 +166,7 @@ def _measure_rules(options: dict[str, Any]) -> None:
             rules,
             warmths,
             lookahead,
-            pair.text.ends,
+            pair.text.eos_token_ids,
             options["seed"],
             advance,
         )
@@ -347,7 +349,7 @@ def _measure_shape(shape: str, random_weights: bool, device: str, dtype: str, js
         return
     rows = [[str(width), f"{ms:.2f}", f"{ms / found[1]:.2f}"] for width, ms in found.items()]
     show.table(["new tokens", "forward, ms", "over one token's"], rows)
-    print(f"measured with random weights: {shape}, {dtype}, on {device}; {model.why_not or 'CUDA graphs'}")
+    print(f"measured with random weights: {shape}, {dtype}, on {device}; {model.eager_reason or 'CUDA graphs'}")
 
 
 def _share(rate: float | None) -> str:

@@ -22,15 +22,15 @@ from dsi.fleets.processes import FORK, ProcessFleet
 from dsi.fleets.ray_actors import RayFleet
 from dsi.fleets.worker import Server
 from dsi.models.child_process import die_with_parent
-from dsi.models.hf import Transformer, load
+from dsi.models.hf import Transformer, load_model
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
-from dsi.models.tensor_parallel import Lost, TensorParallel
+from dsi.models.tensor_parallel import RankLost, TensorParallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab import AUTO, SAME
-from dsi.models.vocab.translate import ORDINARY, translated
+from dsi.models.vocab.translate import SAMPLE_TEXT, translate_drafter
 from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.planning.choose import Choice
 from dsi.planning.equation_1 import suitable_lookahead
@@ -117,7 +117,7 @@ class LocalModel:
     def fresh(self) -> SamplingModel:
         """The model with its server's threads and nothing read yet, so that no text helps the next."""
         torch.set_num_threads(self.threads)
-        self.backend.forget()
+        self.backend.clear_cache()
         return SamplingModel(self.backend)
 
 
@@ -135,7 +135,7 @@ def load_apart(target: str, drafter: str, dtype: str = "float32", threads: int |
     """Each as an engine with one target would place it, but in this process."""
     EngineConfig(target, (drafter,), dtype=dtype, threads=threads).check_measurable()
     quiet()
-    big, small = load(model_path(target, TARGET), dtype), load(model_path(drafter, DRAFTER), dtype)
+    big, small = load_model(model_path(target, TARGET), dtype), load_model(model_path(drafter, DRAFTER), dtype)
     text = tokenizer(model_path(target, TARGET), big)
     check_vocabulary(text, tokenizer(model_path(drafter, DRAFTER), small), target, drafter)
     cores = place([TARGET], [DRAFTER], sorted(os.sched_getaffinity(0)))
@@ -174,7 +174,7 @@ def load_pair(
     """
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
-    big = load(model_path(target, TARGET), dtype)
+    big = load_model(model_path(target, TARGET), dtype)
     text = tokenizer(model_path(target, TARGET), big)
     judge = backend(big, texts) if mp == 1 else TensorParallel(big, mp, texts, threads)
     guessers = [guesser(name, text, big, target, dtype, vocab, texts) for name in drafters]
@@ -204,14 +204,14 @@ def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contentio
 def guesser(name: str, text: Tokenizer, big: Any, target: str, dtype: str, vocab: str, texts: int) -> LoadedDrafter:
     if name == NGRAM:
         return LoadedDrafter(NGram())  # it guesses from the target's own tokens, whatever they mean
-    model = load(model_path(name, DRAFTER), dtype)
+    model = load_model(model_path(name, DRAFTER), dtype)
     own, small = tokenizer(model_path(name, DRAFTER), model), backend(model, texts)
     if vocab == SAME or (vocab == AUTO and text.same_vocabulary(own)):
         check_vocabulary(text, own, target, name)
         return LoadedDrafter(SamplingModel(small), forward_ms(small), small.context)
     known = [Vocabulary(each, rows(of)) for each, of in ((own, model), (text, big))]
-    other = translated(vocab, small, known[0], known[1], small.context, name)
-    return LoadedDrafter(other, guess_ms(other, known[1].encode(ORDINARY)))
+    other = translate_drafter(vocab, small, known[0], known[1], small.context, name)
+    return LoadedDrafter(other, guess_ms(other, known[1].encode(SAMPLE_TEXT)))
 
 
 def rows(model: Any) -> int:
@@ -221,7 +221,7 @@ def rows(model: Any) -> int:
 
 def backend(model: Any, texts: int = TEXTS) -> Transformer:
     """The leanest way to run this model."""
-    return LlamaCpu(model, texts) if LlamaCpu.fits(model) else Transformer(model, texts)
+    return LlamaCpu(model, texts) if LlamaCpu.supports(model) else Transformer(model, texts)
 
 
 def place(targets: Sequence[str], drafters: Sequence[str], cores: Sequence[int]) -> dict[str, list[int]]:
@@ -294,7 +294,7 @@ def tell_forwards_ms(judge: TensorParallel, cores: Sequence[int], wire: Any) -> 
         os.sched_setaffinity(0, cores)
     try:
         wire.send(by_widths(judge))
-    except (Lost, ValueError) as error:
+    except (RankLost, ValueError) as error:
         wire.send(str(error.__cause__ or error))
     judge.close()
 

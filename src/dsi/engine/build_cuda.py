@@ -22,9 +22,9 @@ from dsi.engine.profile_cuda import in_order, latency_model
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.worker import PrefixTable, Server
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.cuda.green_contexts import streams
-from dsi.models.device_map import spread
-from dsi.models.hf import load
+from dsi.models.cuda.green_contexts import green_context_streams
+from dsi.models.device_map import split_layers
+from dsi.models.hf import load_model
 from dsi.models.names import model_path
 from dsi.models.shapes import random_model
 from dsi.planning.choose import DEGREES, choose
@@ -54,11 +54,11 @@ def load_placed(
     shared_kv = len(judges) > len(big)
     if shared_kv and sp is None:  # or all of them are taken
         judges = in_order(judges, prompt)
-    found = latency_model(judges, guesser, prompt, judges[0].stops, room, shared_kv)
+    found = latency_model(judges, guesser, prompt, judges[0].cancel_points, room, shared_kv)
     degrees = DEGREES if sp is None else (sp,)
     choices = {each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)}
     degree = choices["dsi"].sp
-    common = shared_kv and all(judge.shares(judges[0]) for judge in judges)
+    common = shared_kv and all(judge.shares_cache_with(judges[0]) for judge in judges)
     servers = [
         Server(f"{TARGET}-{i}", TARGET, judge, PrefixTable(shared_kv=common))
         for i, judge in enumerate(judges[:degree], 1)
@@ -70,7 +70,7 @@ def load_placed(
 
 def remarks(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
     """Why forwards on a GPU run as they stand, which takes several times as long; each reason once."""
-    return tuple({model.why_not: None for model in models if model.why_not and model.on_gpu})
+    return tuple({model.eager_reason: None for model in models if model.eager_reason and model.on_gpu})
 
 
 def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> CudaGraphModel:
@@ -79,7 +79,7 @@ def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> Cuda
     quiet()
     devices = device.split("+")
     made = random_model(shape, dtype, device if len(devices) == 1 else "cpu", room)
-    return CudaGraphModel(spread(made, devices), room)
+    return CudaGraphModel(split_layers(made, devices), room)
 
 
 def placed_targets(
@@ -99,18 +99,18 @@ def recorded(
     room: int,
     place: Place,
     lanes: dict[Place, Any],
-    beside: CudaGraphModel | None = None,
+    share_cache_with: CudaGraphModel | None = None,
     guesses: bool = False,
 ) -> CudaGraphModel:
     try:
-        return CudaGraphModel(model, room, lanes.get(place), beside=beside, guesses=guesses)
+        return CudaGraphModel(model, room, lanes.get(place), share_cache_with=share_cache_with, drafts=guesses)
     except torch.OutOfMemoryError as error:
         raise ValueError(no_room(model.config.model_type, place.device)) from error
 
 
 def load_on(name: str, dtype: str, device: str) -> Any:
     try:
-        return spread(load(name, dtype), device.split("+"))
+        return split_layers(load_model(name, dtype), device.split("+"))
     except torch.OutOfMemoryError as error:
         raise ValueError(no_room(name, device)) from error
 
@@ -129,7 +129,7 @@ def slice_streams(chosen: Placement) -> dict[Place, Any]:
     cut = [place for place in (*chosen.targets, chosen.drafter) if place.slices]
     for device, slices in sorted({(place.index, place.slices) for place in cut}):
         mine = [place for place in cut if (place.index, place.slices) == (device, slices)]
-        lanes = streams(device, slices, [1] * (max(place.number for place in mine) + 1))
+        lanes = green_context_streams(device, slices, [1] * (max(place.number for place in mine) + 1))
         found |= {place: lanes[place.number] for place in mine}
     return found
 

@@ -31,15 +31,15 @@ from dsi.engine.build import (
 )
 from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, resources_of
 from dsi.fleets.worker import Server
-from dsi.models.device_map import spread
-from dsi.models.hf import load
+from dsi.models.device_map import split_layers
+from dsi.models.hf import load_model
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
-from dsi.models.tensor_parallel import TensorParallel, check
+from dsi.models.tensor_parallel import TensorParallel, check_tensor_parallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab import AUTO, SAME
-from dsi.models.vocab.translate import translated
+from dsi.models.vocab.translate import translate_drafter
 from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.planning.latency import LatencyModel
 
@@ -80,9 +80,9 @@ def speaker(name: str, role: str, dtype: str, threads: int, texts: int, gpus: in
     quiet()
     if mp > 1:
         torch.set_num_threads(1)  # a pool of threads would not survive the fork
-        return SamplingModel(TensorParallel(load(model_path(name, role), dtype), mp, texts, threads))
+        return SamplingModel(TensorParallel(load_model(model_path(name, role), dtype), mp, texts, threads))
     torch.set_num_threads(threads)
-    return SamplingModel(backend(spread(load(model_path(name, role), dtype), devices(gpus)), texts))
+    return SamplingModel(backend(split_layers(load_model(model_path(name, role), dtype), devices(gpus)), texts))
 
 
 def devices(gpus: int) -> list[str]:
@@ -93,7 +93,7 @@ def devices(gpus: int) -> list[str]:
 def translator(name: str, target: str, vocab: str, *means: Any) -> Model:
     """A drafter that has another vocabulary than the target, whose tokenizer must be there as well."""
     made, own = speaker(name, DRAFTER, *means), outline(name, DRAFTER)
-    return translated(vocab, made.backend, own.vocabulary, outline(target, TARGET).vocabulary, own.context, name)
+    return translate_drafter(vocab, made.backend, own.vocabulary, outline(target, TARGET).vocabulary, own.context, name)
 
 
 def load_on_ray(
@@ -161,7 +161,7 @@ def check_parts(target: str, mp: int) -> None:
     if mp > 1:
         config = AutoConfig.from_pretrained(model_path(target, TARGET))
         with torch.device("meta"):
-            check(AutoModelForCausalLM.from_config(config), mp)
+            check_tensor_parallel(AutoModelForCausalLM.from_config(config), mp)
 
 
 def guesser(name: str, target: str, big: ModelInfo, vocab: str, means: tuple[Any, ...]) -> LoadedDrafter:
@@ -172,7 +172,7 @@ def guesser(name: str, target: str, big: ModelInfo, vocab: str, means: tuple[Any
     if vocab == SAME or (vocab == AUTO and big.text.same_vocabulary(own.text)):
         check_vocabulary(big.text, own.text, target, name)
         return LoadedDrafter(carried, context=own.context)
-    translated(vocab, carried, own.vocabulary, big.vocabulary, own.context, name)  # refused here if at all
+    translate_drafter(vocab, carried, own.vocabulary, big.vocabulary, own.context, name)  # refused here if at all
     return LoadedDrafter(RemoteModel(translator, name, target, vocab, *means))
 
 

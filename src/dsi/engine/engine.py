@@ -17,7 +17,7 @@ from dsi.core.sequence import Tokens
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.engine.config import EngineConfig
 from dsi.fleets.loop import EngineLoop
-from dsi.models.tokenizer import Detokenizer, Stops
+from dsi.models.tokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from dsi.engine.build import Deployment
@@ -33,7 +33,7 @@ class TextStream:
 
     def __init__(self, engine: Engine, request: Request, stops: Sequence[str]) -> None:
         self._engine, self._request = engine, request
-        self._stops = Stops(stops)
+        self._stops = StopStrings(stops)
         self._run = engine.submit(request)
         self._pieces: list[str] = []
         self._rest = self._written()
@@ -226,7 +226,7 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
         if self.loaded.choices and (sampling.rule != "match" or sampling.logprobs is not None):
             what = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
             raise ValueError(f"{what}: on devices there are only match and no logprobs; leave them out")
-        return Request(prompt, self._room(prompt, wanted), policy, sampling, self.text.ends)
+        return Request(prompt, self._room(prompt, wanted), policy, sampling, self.text.eos_token_ids)
 
     @property
     def patience(self) -> int:

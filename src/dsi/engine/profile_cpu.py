@@ -72,7 +72,7 @@ def tried(pair: ModelPair, advance: Progress) -> tuple[float, list[bool]]:
     chosen = sample_prompts(BUILTIN_PROMPTS, pair.text, PROMPTS, 0, TOKENS, pair.context)
     hits: list[bool] = []
     for prompt in chosen.prompts:
-        hits += run_trial(pair.target.fresh, pair.drafter.fresh, prompt, TOKENS, pair.text.ends).hits
+        hits += run_trial(pair.target.fresh, pair.drafter.fresh, prompt, TOKENS, pair.text.eos_token_ids).hits
         advance()
     return guess, hits
 

@@ -20,7 +20,7 @@ from dsi.fleets.connection import Connection, Receiver
 from dsi.fleets.remote import NOTHING, RemoteFleet, SharedCancelFlag, WorkerHandle, answer
 from dsi.fleets.spans import Span
 from dsi.fleets.worker import Server
-from dsi.models.child_process import die_with_parent, keep_only
+from dsi.models.child_process import close_other_fds, die_with_parent
 
 FORK = multiprocessing.get_context("fork")
 JOIN_SECONDS = 2.0
@@ -32,7 +32,7 @@ def serve(
 ) -> None:
     """The life of a server process."""
     die_with_parent()
-    keep_only(wire.fileno())
+    close_other_fds(wire.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's to handle
     if cores:
         os.sched_setaffinity(0, cores)

@@ -15,7 +15,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def keep_only(wire: int) -> None:
+def close_other_fds(wire: int) -> None:
     """Close what the parent had open: a connection of its own would stay open until this process ends."""
     for first, after in ((STDERR + 1, wire), (wire + 1, os.sysconf("SC_OPEN_MAX"))):
         os.closerange(first, after)

@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dsi.models.hf import layers
+from dsi.models.hf import decoder_layers
 
 
-def spread(model: Any, devices: Sequence[str]) -> Any:
+def split_layers(model: Any, devices: Sequence[str]) -> Any:
     """Never more on a device than its part: together they may hold what none of them could."""
-    home, deep = devices[0], layers(model)
+    home, deep = devices[0], decoder_layers(model)
     if len(devices) == 1:
         return model.to(home)
     if len(deep) < len(devices):

@@ -86,22 +86,22 @@ class KVSequence:
 class Transformer:
     """A transformers model on one device. `slots` is how many texts it keeps caches of."""
 
-    def __init__(self, model: Any, slots: int = 4) -> None:
+    def __init__(self, model: Any, max_sequences: int = 4) -> None:
         self.model = model.eval()
         self.context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
         self._slots: list[KVSequence] = []
-        self._capacity = slots
+        self._capacity = max_sequences
         self.spared = SPARED
         self._flag: CancelFlag = NEVER
-        self._hooks = [layer.register_forward_pre_hook(self._look) for layer in layers(model)]
+        self._hooks = [layer.register_forward_pre_hook(self._look) for layer in decoder_layers(model)]
 
     def release(self) -> None:
         """Leave the model as it was found."""
         for hook in self._hooks:
             hook.remove()
-        self.forget()
+        self.clear_cache()
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """The next text is read from its beginning."""
         self._slots = []
 
@@ -153,7 +153,7 @@ class Transformer:
         """Mostly the last one, which this text goes on from: then the others are not looked at."""
         best, found = 0, KVSequence()
         for slot in reversed(self._slots):
-            shared = common(slot.tokens, tokens)
+            shared = common_prefix_length(slot.tokens, tokens)
             if shared and shared == len(slot.tokens) and slot is self._slots[-1]:
                 return shared, slot
             if shared > best or (shared and shared == best and len(slot.tokens) < len(found.tokens)):
@@ -165,7 +165,7 @@ class Transformer:
             raise Cancelled
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens two texts begin with alike: those of one request part near the end, if at all."""
     length = min(len(a), len(b))
     near = max(0, length - NEAR)
@@ -189,7 +189,7 @@ def _halved(a: Sequence[int], b: Sequence[int], high: int) -> int:
     return low
 
 
-def layers(model: Any) -> nn.ModuleList:
+def decoder_layers(model: Any) -> nn.ModuleList:
     """The decoder's layers: the one list of modules that is as long as the model is deep."""
     deep = model.config.num_hidden_layers
     for module in model.modules():
@@ -198,7 +198,7 @@ def layers(model: Any) -> nn.ModuleList:
     return nn.ModuleList()
 
 
-def load(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
+def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
     """The model of a local folder or of the hub."""
     check_exists(folder)
     try:

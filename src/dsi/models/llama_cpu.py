@@ -35,15 +35,15 @@ class LlamaCpu(Transformer):
     """`Lean.fits` says which models can be read this way; the others stay as they are."""
 
     @staticmethod
-    def fits(model: Any) -> bool:
+    def supports(model: Any) -> bool:
         config = model.config
         if not is_plain(model):
             return False
         whole = config.num_key_value_heads == config.num_attention_heads == config.hidden_size // config.head_dim
         return bool(rotation(config) == "default" and whole and model.device.type == "cpu")
 
-    def __init__(self, model: Any, slots: int = 4) -> None:
-        super().__init__(model, slots)
+    def __init__(self, model: Any, max_sequences: int = 4) -> None:
+        super().__init__(model, max_sequences)
         self._epsilon = model.config.rms_norm_eps
         self._layers = [joined(layer) for layer in model.model.layers]
         self._heads = len(self._layers[0].qkv) // (3 * model.config.head_dim)

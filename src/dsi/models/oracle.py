@@ -17,7 +17,7 @@ from dsi.models.protocol import ForwardRequest, Model
 @dataclass(frozen=True)
 class Oracle:
     body: CudaGraphModel  # whose forwards are computed, and whose answers nobody hears
-    mind: Model  # whose answers are given
+    teacher: Model  # whose answers are given
 
     def answer(self, request: ForwardRequest) -> Tokens:
         self.body.answer(request)
@@ -32,7 +32,7 @@ class Oracle:
         return self._said(request) if said is None else said
 
     def poll_draft(self, request: ForwardRequest, count: int) -> Iterator[int | None]:
-        return self.body.poll_draft(request, count, self.mind)
+        return self.body.poll_draft(request, count, self.teacher)
 
     def _said(self, request: ForwardRequest) -> Tokens:
-        return self.mind.answer(request) if request.num_positions else ()
+        return self.teacher.answer(request) if request.num_positions else ()

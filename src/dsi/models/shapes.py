@@ -69,30 +69,30 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 VOCABULARIES = {"llama": 32000, "gpt_bigcode": 49152, "phi3": 32064}
 NAMES = {
-    "gpt_bigcode": {"layers": "n_layer", "heads": "n_head", "places": "n_positions"},
+    "gpt_bigcode": {"layers": "n_layer", "heads": "n_head", "max_positions": "n_positions"},
     "llama": {
         "layers": "num_hidden_layers",
         "heads": "num_attention_heads",
-        "places": "max_position_embeddings",
+        "max_positions": "max_position_embeddings",
     },
 }
 
 
-def config(name: str, places: int = 2048) -> Any:
+def config(name: str, max_positions: int = 2048) -> Any:
     """The configuration of a shape; `places` is the length of the longest text."""
     if name not in SHAPES:
         raise ValueError(f"shape {name!r}: must be one of {', '.join(SHAPES)}")
     shape = dict(SHAPES[name])
     kind = shape.pop("model_type")
     names = NAMES.get(kind, NAMES["llama"])
-    found = {names.get(key, key): value for key, value in (shape | {"places": places}).items()}
+    found = {names.get(key, key): value for key, value in (shape | {"max_positions": max_positions}).items()}
     if kind == "phi3":
-        found |= {"pad_token_id": 0, "original_max_position_embeddings": places}
+        found |= {"pad_token_id": 0, "original_max_position_embeddings": max_positions}
     return AutoConfig.for_model(kind, vocab_size=VOCABULARIES[kind], **found)
 
 
-def random_model(name: str, dtype: str = "bfloat16", device: str = "cpu", places: int = 2048) -> Any:
+def random_model(name: str, dtype: str = "bfloat16", device: str = "cpu", max_positions: int = 2048) -> Any:
     """Made where it will run; small numbers, so that nothing overflows."""
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config(name, places), dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(config(name, max_positions), dtype=getattr(torch, dtype))
     return model.eval()

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor, distributed, nn
 
-from dsi.models.child_process import die_with_parent, keep_only
-from dsi.models.hf import Transformer, common
+from dsi.models.child_process import close_other_fds, die_with_parent
+from dsi.models.hf import Transformer, common_prefix_length
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
@@ -38,7 +38,7 @@ PATIENCE = timedelta(seconds=60)  # with a rank that does not come to a sum: the
 ALIKE = (Cancelled, ValueError, IndexError)  # what every rank raises at the same place, and goes on
 
 
-class Lost(SystemExit):
+class RankLost(SystemExit):
     """Another rank is gone. A server's process ends with it, and the fleet starts them all again."""
 
 
@@ -90,8 +90,8 @@ class Group:
 class LlamaCpuRank(LlamaCpu):
     """What one rank holds of a lean Llama."""
 
-    def __init__(self, model: Any, slots: int, group: Group) -> None:
-        super().__init__(model, slots)
+    def __init__(self, model: Any, max_sequences: int, group: Group) -> None:
+        super().__init__(model, max_sequences)
         self._group, self._cut = group, len(self._words) < model.config.vocab_size
 
     def _total(self, part: Tensor) -> Tensor:
@@ -118,14 +118,14 @@ class TensorParallel:
 
     model: Any
     size: int
-    slots: int = 4
+    max_sequences: int = 4
     threads: int | None = None
     helpers: list[RankProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check(self.model, self.size)
+        check_tensor_parallel(self.model, self.size)
         self.groups = [Group(rank, self.size) for rank in range(self.size)]
-        self._parts = [part(self.model, group, self.slots) for group in self.groups]
+        self._parts = [part(self.model, group, self.max_sequences) for group in self.groups]
         self.context = self._parts[0].context
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
@@ -141,7 +141,7 @@ class TensorParallel:
             raise
         except Exception as error:  # gloo's, a pipe's: nothing else is different from rank to rank
             self.close()
-            raise Lost(1) from error
+            raise RankLost(1) from error
         except BaseException:  # it stopped where the others do not
             self.close()
             raise
@@ -159,7 +159,7 @@ class TensorParallel:
     def _start(self) -> None:
         if self.groups[0].met:
             return
-        self._parts[0].forget()
+        self._parts[0].clear_cache()
         cores = sorted(os.sched_getaffinity(0))
         with TemporaryDirectory(prefix="dsi-") as folder:
             self.helpers += [self._fork(rank, folder, cores) for rank in range(1, self.size)]
@@ -181,7 +181,7 @@ class TensorParallel:
 
     def _follow(self, rank: int, folder: str, orders: int, cores: Sequence[int]) -> NoReturn:
         """The life of a helper: it reads what it is told to, until nobody is there to tell."""
-        keep_only(orders)
+        close_other_fds(orders)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the one who started all this
         self._settle(rank, cores)
         self.groups[rank].meet(folder)
@@ -202,19 +202,19 @@ class TensorParallel:
 
 
 def _tell(helper: RankProcess, tokens: Sequence[int], start: int) -> None:
-    kept = common(helper.tokens, tokens)
+    kept = common_prefix_length(helper.tokens, tokens)
     pickle.dump((kept, list(tokens[kept:]), start), helper.orders)
     helper.orders.flush()
     helper.tokens = list(tokens)
 
 
-def part(model: Any, group: Group, slots: int) -> Transformer:
+def part(model: Any, group: Group, max_sequences: int) -> Transformer:
     """What one rank holds, in the leanest way to run it. The weights are views of the model's."""
     split = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
     for module, style in planned(split):
         if style not in WHOLE:
             _cut(module, style, group)
-    return LlamaCpuRank(split, slots, group) if LlamaCpu.fits(model) else Transformer(split, slots)
+    return LlamaCpuRank(split, max_sequences, group) if LlamaCpu.supports(model) else Transformer(split, max_sequences)
 
 
 def planned(model: Any) -> list[tuple[Any, str]]:
@@ -262,7 +262,7 @@ def _still(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.detach(), requires_grad=False)
 
 
-def check(model: Any, size: int) -> None:
+def check_tensor_parallel(model: Any, size: int) -> None:
     """A model that cannot be split so is refused before anything is started."""
     says, kind = f"target mp {size}:", model.config.model_type
     if size < 1:

@@ -16,7 +16,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, ends: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
         own = tokenizer.eos_token_id
-        self.ends = frozenset(ends) | (frozenset() if own is None else {own})
+        self.eos_token_ids = frozenset(ends) | (frozenset() if own is None else {own})
 
     @property
     def size(self) -> int:
@@ -36,12 +36,12 @@ class Tokenizer:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @property
-    def chats(self) -> bool:
+    def has_chat_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
         """A conversation as the model was taught to read one; without a template, as one running text."""
-        if not self.chats:
+        if not self.has_chat_template:
             return self.encode(" ".join(message["content"] for message in messages))
         found = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
         return tuple(found["input_ids"] if isinstance(found, Mapping) else found)
@@ -78,7 +78,7 @@ class Detokenizer:
         return now[len(before) :]
 
 
-class Stops:
+class StopStrings:
     """Ends a text before any of these strings, wherever the borders between tokens are."""
 
     def __init__(self, stops: Iterable[str]) -> None:

@@ -59,13 +59,13 @@ class ToyDrafter:
     target: ToyTarget
     acceptance: float
     seed: int = 1
-    second: float = 0.0  # where the first guess is wrong: how often the second is right
-    sure: float = 0.0  # where the first guess is right: how often there is no second
-    later: tuple[int, float] | None = None  # from this place of a text on, another acceptance
-    wrong: frozenset[int] = frozenset()  # places of a text at which it errs whatever its luck
+    runner_up_acceptance: float = 0.0  # where the first guess is wrong: how often the second is right
+    no_runner_up_rate: float = 0.0  # where the first guess is right: how often there is no second
+    acceptance_from: tuple[int, float] | None = None  # from this place of a text on, another acceptance
+    wrong_positions: frozenset[int] = frozenset()  # places of a text at which it errs whatever its luck
 
     def __post_init__(self) -> None:
-        for name in ("acceptance", "second", "sure"):
+        for name in ("acceptance", "runner_up_acceptance", "no_runner_up_rate"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 1")
 
@@ -77,11 +77,11 @@ class ToyDrafter:
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:  # noqa: ARG002
         """A second guess beside the first; further ones are never right, and left out."""
         [truth], [guess] = self.target.answer(request), self.answer(request)
-        if count < 2 or (guess == truth and self.luck(SURE, request.tokens, request.start) < self.sure):
+        if count < 2 or (guess == truth and self.luck(SURE, request.tokens, request.start) < self.no_runner_up_rate):
             return (guess,)
         if guess == truth:
             return guess, truth + 1
-        right = self.luck(SECOND, request.tokens, request.start) < self.second
+        right = self.luck(SECOND, request.tokens, request.start) < self.runner_up_acceptance
         return guess, truth if right else (truth + 3) % VOCABULARY
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
@@ -89,10 +89,10 @@ class ToyDrafter:
         return np.stack([np.roll(row, self.errs(tokens, start + i)) for i, row in enumerate(rows)])
 
     def errs(self, tokens: Sequence[int], i: int) -> bool:
-        if i in self.wrong:
+        if i in self.wrong_positions:
             return True
-        changed = self.later is not None and i >= self.later[0]
-        acceptance = self.later[1] if changed and self.later else self.acceptance
+        changed = self.acceptance_from is not None and i >= self.acceptance_from[0]
+        acceptance = self.acceptance_from[1] if changed and self.acceptance_from else self.acceptance
         return (place(ERROR, self.seed, tokens, i) >> 11) * 2.0**-53 >= acceptance
 
     def luck(self, about: int, tokens: Sequence[int], i: int) -> float:

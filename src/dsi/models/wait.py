@@ -27,7 +27,7 @@ class Latency:
     ttft: Time = None
     per_token: Time = 0
     jitter: float = 0
-    steps: tuple[tuple[int, Time], ...] = ()
+    by_width: tuple[tuple[int, Time], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.tpot < float("inf"):
@@ -45,8 +45,8 @@ class Latency:
         if request.num_cached is None:
             return answer + (0 if self.ttft is None else self.ttft - self.tpot)
         new = max(len(request.tokens) - request.num_cached, places)
-        if self.steps:
-            return next((time for width, time in self.steps if new <= width), self.steps[-1][1]) if new else 0
+        if self.by_width:
+            return next((time for width, time in self.by_width if new <= width), self.by_width[-1][1]) if new else 0
         return answer + self.per_token * (new - bool(places))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsi.core.messages import TopLogprobs
 from dsi.core.sequence import Tokens
-from dsi.models.tokenizer import Detokenizer, Stops, Tokenizer
+from dsi.models.tokenizer import Detokenizer, StopStrings, Tokenizer
 from dsi.server.engine_thread import EngineOutput, ServerJob
 
 FLOOR = -9999.0  # the logarithm of a probability of nothing, which JSON has no number for
@@ -48,7 +48,7 @@ class ChoiceOutput:
 
     def __post_init__(self) -> None:
         self._spelling = Detokenizer(self.text, self.prompt)  # token by token
-        self._stops = Stops(self.stops)
+        self._stops = StopStrings(self.stops)
 
     @property
     def stopped(self) -> bool:

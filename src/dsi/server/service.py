@@ -151,7 +151,7 @@ class Service:
         messages = [{"role": each.role, "content": each.text} for each in body.messages]
         self._check_length(sum(len(each["content"]) for each in messages))
         try:
-            return [self.engine.text.chat(messages)]
+            return [self.engine.text.apply_chat_template(messages)]
         except Exception as error:  # a template may raise anything about roles that it does not know
             raise Problem(400, "these messages do not fit the model's template", param="messages") from error
 

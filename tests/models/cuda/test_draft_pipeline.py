@@ -28,8 +28,8 @@ class Mark:
 
 
 class CudaForward:
-    def __init__(self, name: str, processor: Processor, pieces: int) -> None:
-        self.name, self.processor, self.pieces = name, processor, pieces
+    def __init__(self, name: str, processor: Processor, segments: int) -> None:
+        self.name, self.processor, self.segments = name, processor, segments
 
     def launch(self, piece: int, after: object, cancelled: CancelFlag) -> Mark:  # noqa: ARG002
         processor = self.processor

@@ -52,7 +52,7 @@ def test_guesses_stream_as_if_asked_for_one_by_one(model: Any) -> None:
 
 def in_a_chain(model: Any) -> CudaGraphModel:
     """As if its forwards had been recorded: those that are not guess better one by one."""
-    found = CudaGraphModel(model, ROOM, guesses=True)
+    found = CudaGraphModel(model, ROOM, drafts=True)
     assert found._followers == []
     found._followers = [EagerForward(found._follower(turn), ()) for turn in (0, 1)]
     return found
@@ -64,7 +64,7 @@ def test_a_chain_of_guesses_is_what_one_after_the_other_would_be(model: Any) -> 
     chained = in_a_chain(model)
     tokens = [token for token in chained.poll_draft(ForwardRequest([4, 4, 2], 3), 20) if token is not None]
     assert tokens == text[3:23]
-    assert chained.held == text[:22]
+    assert chained.cached_tokens == text[:22]
     stream = chained.poll_draft(ForwardRequest(text[:30], 30), 99)
     for token in text[30:]:
         assert next(token for token in stream if token is not None) == token
@@ -76,10 +76,10 @@ def test_a_chain_of_guesses_is_what_one_after_the_other_would_be(model: Any) -> 
 def test_a_chain_that_is_broken_off_leaves_no_trace(looks: int) -> None:
     torch.manual_seed(6)
     llama = MODELS["llama"]().eval()
-    chained, plain = in_a_chain(llama), SamplingModel(Transformer(llama, slots=1))
+    chained, plain = in_a_chain(llama), SamplingModel(Transformer(llama, max_sequences=1))
     with pytest.raises(Cancelled):
         list(chained.poll_draft(ForwardRequest([1, 2, 3], 3, cancelled=After(looks)), 30))
-    held = chained.held
+    held = chained.cached_tokens
     assert chained.answer(ForwardRequest(held, 1)) == plain.answer(ForwardRequest(held, 1))
     other = [1, 2, 3, *held[3:5], 7, 7]
     assert chained.answer(ForwardRequest(other, 4)) == plain.answer(ForwardRequest(other, 4))
@@ -90,7 +90,7 @@ def test_a_chain_that_is_broken_off_leaves_no_trace(looks: int) -> None:
 def test_it_answers_as_if_it_had_no_memory(asks: list[tuple[list[int], int]]) -> None:
     torch.manual_seed(2)
     llama = MODELS["llama"]().eval()
-    graphed, plain = CudaGraphModel(llama, ROOM), SamplingModel(Transformer(llama, slots=1))
+    graphed, plain = CudaGraphModel(llama, ROOM), SamplingModel(Transformer(llama, max_sequences=1))
     for text, start in asks:
         request = ForwardRequest(text, min(start, len(text) + 1))
         assert graphed.answer(request) == plain.answer(request)
@@ -128,8 +128,8 @@ class After:
 def test_a_cancelled_forward_ends_between_pieces_and_leaves_no_trace(looks: int) -> None:
     torch.manual_seed(4)
     llama = MODELS["llama"]().eval()
-    graphed = CudaGraphModel(llama, ROOM, pieces=3)
-    assert graphed.pieces == 3
+    graphed = CudaGraphModel(llama, ROOM, segments=3)
+    assert graphed.segments == 3
     before = graphed.answer(ForwardRequest([1, 2, 3], 1))
     with pytest.raises(Cancelled):
         graphed.answer(ForwardRequest([1, 2, 9, 9, 9], 3, cancelled=After(looks)))
@@ -137,7 +137,7 @@ def test_a_cancelled_forward_ends_between_pieces_and_leaves_no_trace(looks: int)
 
 
 def test_where_nothing_is_recorded_it_says_why() -> None:
-    assert CudaGraphModel(MODELS["llama"](), ROOM).why_not == "forwards on cpu are not recorded"
+    assert CudaGraphModel(MODELS["llama"](), ROOM).eager_reason == "forwards on cpu are not recorded"
 
 
 def test_a_recurrent_model_is_refused_by_name() -> None:
@@ -155,15 +155,15 @@ def test_texts_beyond_the_room_are_refused() -> None:
 
 def test_an_oracle_says_what_its_mind_says_and_computes_with_its_body() -> None:
     torch.manual_seed(5)
-    body, mind = CudaGraphModel(MODELS["llama"](), ROOM), ToyTarget(3)
-    oracle = Oracle(body, mind)
+    body, teacher = CudaGraphModel(MODELS["llama"](), ROOM), ToyTarget(3)
+    oracle = Oracle(body, teacher)
     text = [1, 2, 3]
     for _ in range(8):
-        text += mind.answer(ForwardRequest(text, len(text)))
-    assert oracle.answer(ForwardRequest(text, 4)) == mind.answer(ForwardRequest(text, 4))
+        text += teacher.answer(ForwardRequest(text, len(text)))
+    assert oracle.answer(ForwardRequest(text, 4)) == teacher.answer(ForwardRequest(text, 4))
     assert oracle.answer(ForwardRequest(text, len(text) + 1)) == ()
     assert [token for token in oracle.poll_draft(ForwardRequest([1, 2, 3], 3), 8) if token is not None] == text[3:]
-    assert body.held == text[:-1]  # it has read what the mind said, not what it found itself
+    assert body.cached_tokens == text[:-1]  # it has read what the mind said, not what it found itself
 
 
 def test_an_oracle_thinks_while_its_body_computes() -> None:
@@ -199,4 +199,4 @@ def test_models_that_do_not_use_the_cache_are_refused_by_name() -> None:
 def test_one_that_guesses_shares_its_cache_with_nobody() -> None:
     llama = MODELS["llama"]()
     with pytest.raises(ValueError, match="has its cache to itself"):
-        CudaGraphModel(llama, ROOM, beside=CudaGraphModel(llama, ROOM), guesses=True)
+        CudaGraphModel(llama, ROOM, share_cache_with=CudaGraphModel(llama, ROOM), drafts=True)

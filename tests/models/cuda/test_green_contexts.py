@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dsi.models.cuda.green_contexts import size_of_slice, streams
+from dsi.models.cuda.green_contexts import green_context_streams, size_of_slice
 
 
 @pytest.mark.parametrize(("slices", "size"), [(1, 128 + 0), (8, 16), (16, 8), (5, 24)])
@@ -13,10 +13,10 @@ def test_more_slices_than_a_gpu_has_are_refused() -> None:
     with pytest.raises(ValueError, match="17 slices of a GPU of 132 multiprocessors: must be 1 to 16"):
         size_of_slice(132, 17)
     with pytest.raises(ValueError, match="9 slices for the servers: the GPU is cut into 8"):
-        streams(0, 8, [2] + [1] * 7)
+        green_context_streams(0, 8, [2] + [1] * 7)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_gives_a_stream_for_each_slice() -> None:
-    lanes = streams(0, 16, [2] + [1] * 7)
+    lanes = green_context_streams(0, 16, [2] + [1] * 7)
     assert len({lane.cuda_stream for lane in lanes}) == 8

@@ -38,7 +38,7 @@ class Stepped:
     """A forward that a thread of its own computes, one piece for each launch, as a GPU's stream would."""
 
     def __init__(self, compute: Callable[[], Any], cuts: list[Any]) -> None:
-        self._compute, self.pieces = compute, len(cuts) + 1
+        self._compute, self.segments = compute, len(cuts) + 1
         self._go, self._there = threading.Semaphore(0), threading.Semaphore(0)
         self._thread: threading.Thread | None = None
         self._halt = False
@@ -101,8 +101,10 @@ def llama() -> Any:
 def crew(llama: Any) -> Iterator[list[CudaGraphModel]]:
     servers: list[CudaGraphModel] = []
     for _ in range(SERVERS):
-        beside = servers[0] if servers else None
-        servers.append(CudaGraphModel(llama, ROOM, pieces=LAYERS, sizes=(1, 2, 4, 8), beside=beside))
+        share_cache_with = servers[0] if servers else None
+        servers.append(
+            CudaGraphModel(llama, ROOM, segments=LAYERS, sizes=(1, 2, 4, 8), share_cache_with=share_cache_with)
+        )
     for server in servers:
         stepped = {size: Stepped(server._computer(size), server._cuts) for size in server._sizes}
         server._forwards = stepped  # type: ignore[assignment]
@@ -116,7 +118,7 @@ class Play:
     """Asks of growing and branching texts, each looked at when chance says so."""
 
     def __init__(self, crew: list[CudaGraphModel], llama: Any) -> None:
-        self.crew, self.plain = crew, SamplingModel(Transformer(llama, slots=1))
+        self.crew, self.plain = crew, SamplingModel(Transformer(llama, max_sequences=1))
         self.text = [1, 2, 3]
         self.flying: dict[int, tuple[ForwardRequest, Wish, Any]] = {}
         self.dead: set[int] = set()
@@ -157,7 +159,7 @@ class Play:
         while self.flying:
             for server in list(self.flying):
                 self.look(server)
-        assert self.crew[0].held == self.crew[1].held
+        assert self.crew[0].cached_tokens == self.crew[1].cached_tokens
 
 
 @given(st.lists(st.tuples(st.integers(0, SERVERS - 1), st.sampled_from(WISHES), st.integers(1, 5)), max_size=60))
@@ -196,7 +198,7 @@ def test_a_server_reads_only_what_no_other_is_reading(crew: list[CudaGraphModel]
 class Counting:
     """Two pieces; says who has been where."""
 
-    pieces = 2
+    segments = 2
 
     def __init__(self, name: str, diary: list[str]) -> None:
         self.name, self.diary = name, diary

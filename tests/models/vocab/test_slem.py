@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dsi.core.messages import GREEDY, Sampling
 from dsi.engine.build import tokenizer as loaded
-from dsi.models.hf import load
+from dsi.models.hf import load_model
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.names import model_path
 from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Never, SamplingModel
@@ -115,7 +115,7 @@ def test_what_was_cancelled_is_not_remembered() -> None:
 def test_through_text_and_back_a_model_agrees_with_itself(sampling: Sampling) -> None:
     """With one tokenizer its noise is that of the same places: when last seen, 400 of 400 were right."""
     where = model_path("builtin", "target")
-    model = load(where)
+    model = load_model(where)
     text = loaded(where, model)
     own = Vocabulary(text, 4096)
     slem, target = SLEM(LlamaCpu(model), own, own, 512), SamplingModel(LlamaCpu(model))

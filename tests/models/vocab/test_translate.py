@@ -28,7 +28,7 @@ from dsi.models.protocol import ForwardRequest, Model, SamplingModel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.slem import SLEM
 from dsi.models.vocab.tli import TLI
-from dsi.models.vocab.translate import ENOUGH, share, translated
+from dsi.models.vocab.translate import MIN_SHARED_RATE, shared_token_rate, translate_drafter
 from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.models.wait import Latency, Wait
 from tongues import MAKERS, llama, tongue, vocabulary
@@ -40,7 +40,7 @@ CONTEXT, LENGTH = 256, 20
 
 def drafter_of(way: str, drafter: str, target: str) -> Model:
     pair = vocabulary(drafter), vocabulary(target)
-    return translated(way, LlamaCpu(llama(drafter, seed=1)), *pair, CONTEXT, drafter)
+    return translate_drafter(way, LlamaCpu(llama(drafter, seed=1)), *pair, CONTEXT, drafter)
 
 
 def prompt_of(target: str, text: str) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ def test_auto_goes_by_token_where_enough_are_shared() -> None:
     by_token = drafter_of("tli", "characters", "byte_level")
     assert isinstance(by_token, SamplingModel)
     assert isinstance(by_token.backend, TLI)
-    assert 0 < share(by_token.backend, vocabulary("byte_level")) < ENOUGH
+    assert 0 < shared_token_rate(by_token.backend, vocabulary("byte_level")) < MIN_SHARED_RATE
 
 
 def test_nothing_shared_is_one_sentence_by_token_and_no_hindrance_by_text() -> None:
@@ -111,8 +111,8 @@ def test_nothing_shared_is_one_sentence_by_token_and_no_hindrance_by_text() -> N
     pair = Vocabulary(Tokenizer(raw), 2), vocabulary("characters")
     backend = LlamaCpu(llama("characters"))
     with pytest.raises(ValueError, match="the drafter x shares none of its 2 tokens with the target's 52"):
-        translated("tli", backend, *pair, CONTEXT, "x")
-    assert len(translated("auto", backend, *pair, CONTEXT, "x").answer(ForwardRequest([5, 6], 2))) == 1
+        translate_drafter("tli", backend, *pair, CONTEXT, "x")
+    assert len(translate_drafter("auto", backend, *pair, CONTEXT, "x").answer(ForwardRequest([5, 6], 2))) == 1
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_processes_write_the_text_of_the_target_too(folders: dict[str, str], way
                 done = engine.generate(prompt, max_new_tokens=LENGTH, algorithm=algorithm)
                 assert done.tally.failed == 0
                 assert done.tokens == alone("byte_level", prompt)[: len(done.tokens)]
-                assert len(done.tokens) == LENGTH or done.tokens[-1] in engine.text.ends
+                assert len(done.tokens) == LENGTH or done.tokens[-1] in engine.text.eos_token_ids
 
 
 def test_several_drafters_may_speak_differently(folders: dict[str, str]) -> None:

@@ -30,7 +30,7 @@ class DraftPipeline:
 
     def ended(self, follower: CudaForward | None) -> Iterator[None]:
         """Look again after each None; when it has ended, the first piece of its follower is on its way."""
-        while self._piece + 1 < self._forward.pieces:
+        while self._piece + 1 < self._forward.segments:
             yield from self._piece_ended(self._forward, self._piece + 1)
         yield from self._piece_ended(follower, 0)
 

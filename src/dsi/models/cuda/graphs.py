@@ -26,7 +26,7 @@ from dsi.models.cuda.fused_ops import fused
 from dsi.models.cuda.green_contexts import driver
 from dsi.models.cuda.kv_cache import CudaForward, InflightForward, SharedKVCache
 from dsi.models.cuda.llama_triton import fits, swift
-from dsi.models.hf import common, layers
+from dsi.models.hf import common_prefix_length, decoder_layers
 from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Model
 from dsi.sampling.acceptance_rules import match
 
@@ -48,7 +48,7 @@ class Ended:
 class EagerForward:
     """A forward as it stands, looking at its flag before the first layer of each piece."""
 
-    pieces = 1
+    segments = 1
 
     def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any], stream: Any = None) -> None:
         self._compute, self._cuts, self._stream = compute, cuts, stream
@@ -86,7 +86,7 @@ class CapturedForward:
                 self.rows = compute()
             finally:
                 self._graphs[-1].capture_end()  # or the stream would stay as it is
-        self.pieces = len(self._graphs)
+        self.segments = len(self._graphs)
         self._ends = [event() for _ in self._graphs]
         self._replays = [replay(graph, stream) for graph in self._graphs]
 
@@ -185,21 +185,21 @@ class CudaGraphModel:
         model: Any,
         room: int,
         stream: Any = None,
-        pieces: int | None = None,
+        segments: int | None = None,
         sizes: Sequence[int] = SIZES,
-        beside: CudaGraphModel | None = None,
-        guesses: bool = False,
+        share_cache_with: CudaGraphModel | None = None,
+        drafts: bool = False,
     ) -> None:
         self.model = model.eval()
         self.context = room
-        self.why_not = ""  # the forwards are recorded, if there is no reason here
+        self.eager_reason = ""  # the forwards are recorded, if there is no reason here
         self._device = model.device
         self._sizes = sorted(size for size in sizes if size <= room)
         self._shelf: SharedKVCache
         self._cache: Any
-        deep = list(layers(model))
-        self.pieces = max(1, min(len(deep), max(2, len(deep) // LAYERS) if pieces is None else pieces))
-        self._cuts = [deep[i * len(deep) // self.pieces] for i in range(1, self.pieces)]
+        deep = list(decoder_layers(model))
+        self.segments = max(1, min(len(deep), max(2, len(deep) // LAYERS) if segments is None else segments))
+        self._cuts = [deep[i * len(deep) // self.segments] for i in range(1, self.segments)]
         self._stream = self._lane(stream)
         self._length = torch.zeros((), dtype=torch.int64, device=self._device)
         self._length_here = self._here(1)
@@ -210,27 +210,27 @@ class CudaGraphModel:
         self._length_now, self._ids_now, self._found_now, self._next_now = (
             each.numpy() for each in (self._length_here, self._ids_here, self._found_here, self._next_here)
         )
-        if guesses and beside is not None:
+        if drafts and share_cache_with is not None:
             raise ValueError("a model that guesses has its cache to itself")
         self._followers: list[CudaForward] = []
         self._guess_seconds: dict[int, float] = {}  # by the piece of a guess: what it took lately
-        self._forwards = self._prepared(beside, guesses)
+        self._forwards = self._prepared(share_cache_with, drafts)
 
     @property
-    def held(self) -> list[int]:
+    def cached_tokens(self) -> list[int]:
         """The text in the cache."""
         return self._shelf.tokens
 
-    def shares(self, other: CudaGraphModel) -> bool:
+    def shares_cache_with(self, other: CudaGraphModel) -> bool:
         """Whether both fill one cache."""
         return self._shelf is other._shelf
 
     @property
-    def stops(self) -> int:
+    def cancel_points(self) -> int:
         """In how many parts virtual time sees a forward: it ends after one and a half pieces on average,
         as one is on its way while another computes.
         """
-        return max(1, self.pieces // 3)
+        return max(1, self.segments // 3)
 
     @property
     def on_gpu(self) -> bool:
@@ -244,47 +244,49 @@ class CudaGraphModel:
             return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _prepared(self, beside: CudaGraphModel | None, guesses: bool) -> dict[int, EagerForward | CapturedForward]:
+    def _prepared(
+        self, share_cache_with: CudaGraphModel | None, drafts: bool
+    ) -> dict[int, EagerForward | CapturedForward]:
         plain = {size: EagerForward(self._computer(size), self._cuts, self._stream) for size in self._sizes}
         if self.on_gpu:
             torch.cuda.synchronize(self._device)  # the weights are there
         with torch.inference_mode(), on(self._stream):
-            self._take_cache(beside)
+            self._take_cache(share_cache_with)
             devices = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
             if not self.on_gpu or len(devices) > 1:
-                self.why_not = f"forwards on {' and '.join(devices)} are not recorded"
+                self.eager_reason = f"forwards on {' and '.join(devices)} are not recorded"
                 return dict(plain)
             for how in ways(self.model, self.context):
                 try:
-                    found, self.why_not = self._recorded(how, guesses), ""
+                    found, self.eager_reason = self._recorded(how, drafts), ""
                     return found
                 except torch.OutOfMemoryError:
                     raise  # as it stands, it would not fit either
                 except Exception as error:
                     said = str(error).splitlines() or [type(error).__name__]
-                    self.why_not = f"forwards cannot be recorded ({said[0]})"
+                    self.eager_reason = f"forwards cannot be recorded ({said[0]})"
             self._take_cache(None)  # it could not keep step with others
             return dict(plain)
 
-    def _take_cache(self, beside: CudaGraphModel | None) -> None:
+    def _take_cache(self, share_cache_with: CudaGraphModel | None) -> None:
         """The other's, unless that one's forwards could not be recorded: such take no turns."""
         self._shelf, self._cache = SharedKVCache(), static_cache(self.model.config, self.context)
         self._computed(1)  # its layers get their tensors
         if not all(layer.is_initialized for layer in self._cache.layers):
             raise ValueError(f"a {self.model.config.model_type} model does not use the cache it is given")
-        if beside is not None and not (self.on_gpu and beside.why_not):
-            self._share(beside)
+        if share_cache_with is not None and not (self.on_gpu and share_cache_with.eager_reason):
+            self._share(share_cache_with)
 
     def _share(self, other: CudaGraphModel) -> None:
         """Each keeps a length of its own: forwards in one piece may be at different places of the text."""
-        if (other.model, other.context, other.pieces) != (self.model, self.context, self.pieces):
+        if (other.model, other.context, other.segments) != (self.model, self.context, self.segments):
             raise ValueError("models that fill one cache must be the same, in the same pieces")
         self._shelf = other._shelf
-        self.held.clear()  # recording leaves its traces in the cache
+        self.cached_tokens.clear()  # recording leaves its traces in the cache
         for mine, its in zip(self._cache.layers, other._cache.layers):
             mine.keys, mine.values = its.keys, its.values
 
-    def _recorded(self, how: How, guesses: bool) -> dict[int, EagerForward | CapturedForward]:
+    def _recorded(self, how: How, drafts: bool) -> dict[int, EagerForward | CapturedForward]:
         with how(self.model):  # it may have put the weights together, elsewhere
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # what is free now could not be had while a forward is being recorded
@@ -292,7 +294,7 @@ class CudaGraphModel:
         found: dict[int, EagerForward | CapturedForward] = {}
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
             found[size] = self._recording(self._computer(size), how, pool)
-        turns = (0, 1) if guesses else ()
+        turns = (0, 1) if drafts else ()
         self._followers = [self._recording(self._follower(turn), how, pool) for turn in turns]
         torch.cuda.synchronize()
         return found
@@ -364,17 +366,17 @@ class CudaGraphModel:
                 self._shelf.reader = None
         return found[len(found) - request.num_positions :]
 
-    def poll_draft(self, request: ForwardRequest, count: int, mind: Model | None = None) -> Iterator[int | None]:
+    def poll_draft(self, request: ForwardRequest, count: int, teacher: Model | None = None) -> Iterator[int | None]:
         """Guess after guess; `mind` says what is guessed in place of the model itself."""
         [token] = yield from self.poll_answer(request)
-        if mind is not None:
-            [token] = mind.answer(request)
+        if teacher is not None:
+            [token] = teacher.answer(request)
         if self._followers and request.sampling.temperature == 0:
-            yield from self._chain(request, token, count, mind)
+            yield from self._chain(request, token, count, teacher)
         else:
-            yield from self._one_by_one(request, token, count, mind)
+            yield from self._one_by_one(request, token, count, teacher)
 
-    def _chain(self, request: ForwardRequest, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
+    def _chain(self, request: ForwardRequest, token: int, count: int, teacher: Model | None) -> Iterator[int | None]:
         """Each forward is sent after the one before it shortly before that ends: the GPU has no gaps."""
         text = [*request.tokens, token]
         forwards = min(count - 1, self.context + 1 - len(text))
@@ -383,7 +385,7 @@ class CudaGraphModel:
             link = DraftPipeline(self._forwards[1], request.cancelled, self._guess_seconds)
         yield token
         for place in range(forwards):
-            said = mind.answer(ForwardRequest(text, len(text))) if mind is not None else ()
+            said = teacher.answer(ForwardRequest(text, len(text))) if teacher is not None else ()
             yield from link.ended(self._followers[place % 2] if place + 1 < forwards else None)
             self._shelf.hold(len(text) - 1, text[-1:])
             [token] = said or (int(self._next_now[(place - 1) % 2] if place else self._found_now[0]),)
@@ -392,14 +394,16 @@ class CudaGraphModel:
         if forwards < count - 1:
             yield from self.poll_answer(ForwardRequest(text, len(text)))  # which says that there is no room
 
-    def _one_by_one(self, request: ForwardRequest, token: int, count: int, mind: Model | None) -> Iterator[int | None]:
+    def _one_by_one(
+        self, request: ForwardRequest, token: int, count: int, teacher: Model | None
+    ) -> Iterator[int | None]:
         text = [*request.tokens, token]
         yield token
         for _ in range(count - 1):
             further = ForwardRequest(text, len(text), None, request.sampling, request.cancelled)
             [token] = yield from self.poll_answer(further)
-            if mind is not None:
-                [token] = mind.answer(further)
+            if teacher is not None:
+                [token] = teacher.answer(further)
             text.append(token)
             yield token
 
@@ -411,7 +415,7 @@ class CudaGraphModel:
 
     def _kept(self, request: ForwardRequest) -> int:
         """How much of this text need not be read again."""
-        return min(common(self.held, request.tokens), request.start - 1)
+        return min(common_prefix_length(self.cached_tokens, request.tokens), request.start - 1)
 
     def _next(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
         """What one forward reads after the first tokens, and how wide a forward."""

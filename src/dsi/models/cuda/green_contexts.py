@@ -62,7 +62,7 @@ def size_of_slice(processors: int, slices: int) -> int:
     return size
 
 
-def streams(device: int, slices: int, shares: Sequence[int]) -> list[Any]:
+def green_context_streams(device: int, slices: int, shares: Sequence[int]) -> list[Any]:
     """Streams on so many equal slices of a GPU, each with its share of them, until the process ends."""
     wanted = sum(shares)
     if wanted > slices:

@@ -24,7 +24,7 @@ class Mark(Protocol):
 
 class CudaForward(Protocol):
     @property
-    def pieces(self) -> int: ...
+    def segments(self) -> int: ...
 
     def launch(self, piece: int, after: Any, cancelled: CancelFlag) -> Mark:
         """Begin a piece, behind the mark `after` if there is one; returns the mark of its end."""
@@ -53,7 +53,7 @@ class InflightForward:
 
     @property
     def launched(self) -> bool:
-        return len(self.ends) == self.forward.pieces
+        return len(self.ends) == self.forward.segments
 
 
 class SharedKVCache:

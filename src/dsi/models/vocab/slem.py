@@ -64,7 +64,7 @@ class SLEM:
         found: Tokens | None = ()
         for _ in range(REACH):
             token, said = self._step(read, request), written.removeprefix(space)
-            if token in self._drafter.ends:
+            if token in self._drafter.eos_token_ids:
                 return found[0] if found else self._target.end if said.startswith(rest) else None
             piece = self._drafter.piece(token)
             read, written = (*read, token), written + piece

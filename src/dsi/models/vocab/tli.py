@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsi.models.hf import common
+from dsi.models.hf import common_prefix_length
 from dsi.models.protocol import Backend, CancelFlag
 from dsi.models.vocab.token_map import carried, shared
 from dsi.models.vocab.vocabulary import Vocabulary, fitting, unfinished
@@ -33,7 +33,7 @@ class Retokenizer:
         self._at = [(0, 0)]
 
     def of(self, tokens: Sequence[int]) -> list[int]:
-        kept = common(self._tokens, tokens)
+        kept = common_prefix_length(self._tokens, tokens)
         del self._tokens[kept:], self._at[kept + 1 :]
         del self._settled[self._at[kept][0] :]
         for token in tokens[kept:]:

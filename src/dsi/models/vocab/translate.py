@@ -12,8 +12,8 @@ from dsi.models.vocab.vocabulary import Vocabulary
 # it never guesses; through text it can guess all, but a guess costs more (0.9 against 0.6 ms for the built-in
 # drafter, which 5% more right guesses make up for in virtual time). In `benchmarks/vocabularies.py` the two
 # are right equally often at 0.81 (0.433 and 0.438 of the guesses), and by tokens it is 9% less at 0.68.
-ENOUGH = 0.75
-ORDINARY = """\
+MIN_SHARED_RATE = 0.75
+SAMPLE_TEXT = """\
 Once upon a time there was an old man who lived by the sea. Every morning he went down to the shore, and
 nobody knew what he was looking for. "It isn't the fish," he said; "I've had enough of those since 1987."
 
@@ -27,11 +27,13 @@ history, geography and physics. However, the results are not significantly bette
 """
 
 
-def translated(vocab: str, backend: Backend, drafter: Vocabulary, target: Vocabulary, context: int, name: str) -> Model:
+def translate_drafter(
+    vocab: str, backend: Backend, drafter: Vocabulary, target: Vocabulary, context: int, name: str
+) -> Model:
     """A drafter that guesses in the target's tokens; `name` is what an error calls it."""
     by_token = TLI(backend, drafter, target, context)
     if vocab == AUTO:
-        vocab = BY_TOKEN if share(by_token, target) >= ENOUGH else BY_TEXT
+        vocab = BY_TOKEN if shared_token_rate(by_token, target) >= MIN_SHARED_RATE else BY_TEXT
     if vocab == BY_TEXT:
         return SLEM(backend, drafter, target, context)
     if not len(by_token.shared):
@@ -42,7 +44,7 @@ def translated(vocab: str, backend: Backend, drafter: Vocabulary, target: Vocabu
     return SamplingModel(by_token)
 
 
-def share(by_token: TLI, target: Vocabulary) -> float:
+def shared_token_rate(by_token: TLI, target: Vocabulary) -> float:
     """Of an ordinary text's tokens, those that this drafter could guess."""
-    tokens, known = target.encode(ORDINARY), set(by_token.shared.target.tolist())
+    tokens, known = target.encode(SAMPLE_TEXT), set(by_token.shared.target.tolist())
     return sum(token in known for token in tokens) / max(1, len(tokens))

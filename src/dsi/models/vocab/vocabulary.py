@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from dsi.core.sequence import Tokens
-from dsi.models.hf import common
+from dsi.models.hf import common_prefix_length
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.token_map import TokenFormat, TokenMap, declared, guessed, lexicon
 
@@ -34,7 +34,7 @@ class Vocabulary:
 
     def __init__(self, text: Tokenizer, size: int) -> None:
         self._tokenizer, self.size = text.tokenizer, size
-        self.ends = text.ends
+        self.eos_token_ids = text.eos_token_ids
         self.lexicon = _lexicon(text.tokenizer, size)
         self._pieces = [what if isinstance(what, bytes) else b"" for what in self.lexicon.meanings]
         self._sorted = sorted(self._pieces)
@@ -133,7 +133,7 @@ class Written:
         self._bytes = bytearray()
 
     def of(self, tokens: Sequence[int]) -> bytes:
-        kept = common(self._tokens, tokens)
+        kept = common_prefix_length(self._tokens, tokens)
         del self._tokens[kept:], self._lengths[kept + 1 :], self._bytes[self._lengths[kept] :]
         for token in tokens[kept:]:
             self._tokens.append(token)
