@@ -11,7 +11,7 @@ from dsi.engine.build import quiet, tokenizer
 from dsi.engine.trial import decode
 from dsi.experiments.compare import PROMPTS
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.hf import Transformer, load
+from dsi.models.hf import Transformer, load_model
 from dsi.models.names import model_path
 from dsi.models.protocol import SamplingModel
 
@@ -35,9 +35,9 @@ def divergences(
     """Compare the built-in target's texts after each prompt."""
     quiet()
     name = model_path("builtin", TARGET)
-    reference = Transformer(load(name))
+    reference = Transformer(load_model(name))
     text = tokenizer(name, reference.model)
-    models = SamplingModel(reference), CudaGraphModel(load(name, dtype, device), reference.context)
+    models = SamplingModel(reference), CudaGraphModel(load_model(name, dtype, device), reference.context)
     rows = []
     for prompt in prompts:
         ids = text.encode(prompt)

@@ -39,12 +39,12 @@ from dsi.fleets.loop import EngineLoop
 from dsi.fleets.worker import PrefixTable, Server
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
-from dsi.models.oracle import Oracle
 from dsi.models.shapes import random_model
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.paper.table2 import PAIRS
 from dsi.planning.choose import Choice, as_chosen, as_measured, choose
 from dsi.planning.latency import LatencyModel
+from oracle import Oracle
 
 TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
 DRAFTER_SHAPE = "vicuna-68m"

@@ -21,11 +21,11 @@ from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.worker import PrefixTable, Server
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.oracle import Oracle
 from dsi.models.protocol import CancelFlag
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.planning.choose import Choice, as_chosen, as_measured
 from dsi.planning.latency import LatencyModel
+from oracle import Oracle
 
 ROOM, PROMPT, PIECES = 512, 128, 11
 # As measured for a target of 1.1B and a drafter of 68M on slices of 8 multiprocessors of an H200.

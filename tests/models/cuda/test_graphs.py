@@ -13,9 +13,9 @@ from decoders import MODELS, ROOM
 from dsi.core.messages import Sampling
 from dsi.models.cuda.graphs import CudaGraphModel, EagerForward, static_cache
 from dsi.models.hf import Transformer
-from dsi.models.oracle import Oracle
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from dsi.models.toy import ToyTarget
+from oracle import Oracle
 
 
 @pytest.fixture(params=MODELS, scope="module")

@@ -150,7 +150,7 @@ def test_several_drafters_may_speak_differently(folders: dict[str, str]) -> None
     drafters = [folders["characters"], "ngram", folders["byte_level"]]
     with Engine.load(folders["byte_level"], drafters, lookahead=2) as engine:
         servers = engine.fleet._servers.values()  # type: ignore[attr-defined]
-        assert [type(server.model).__name__ for server in servers] == ["Speaker", "SLEM", "NGram", "Speaker"]
+        assert [type(server.model).__name__ for server in servers] == ["SamplingModel", "SLEM", "NGram", "Speaker"]
         done = engine.generate(PROMPTS[0], max_new_tokens=12)
         assert done.tokens == alone("byte_level", prompt_of("byte_level", PROMPTS[0]))[:12]
 
