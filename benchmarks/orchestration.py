@@ -1,20 +1,20 @@
 """What the engine itself adds to a token, where servers are GPU slices: real code, forwards that only wait.
 
-The GPU is replaced by a clock: a piece of a forward has ended when its time is over. Everything else is what
-runs there: the core, the fleet that polls, the shelf, the writing of inputs. The same text in virtual time
-with the same latencies says what is beyond. Waited.
+The GPU is replaced by a clock: a part of a forward has ended when its time is over. Everything else is what
+runs there: the core, the fleet that polls, the KV caches, the writing of inputs. The same text in virtual
+time with the same latencies shows what is beyond. Waited.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import harness
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.request import Request
 from dsi.fleets.cuda import CudaFleet
@@ -41,7 +41,7 @@ ROWS = {"si": Choice("si", 1, 12, 0, 0), "dsi": Choice("dsi", 3, 4, 3, 0)}
 
 
 class Clock:
-    """A processor that is busy until `free`."""
+    """A processor that is busy until `free`, in seconds."""
 
     def __init__(self) -> None:
         self.free = 0.0
@@ -56,7 +56,7 @@ class Due:
 
 
 class Timed:
-    """A forward that takes its time on its processor, piece by piece."""
+    """A forward that takes its time on its processor, one part after the other."""
 
     rows = None
 
@@ -85,7 +85,7 @@ def timed(
     return server
 
 
-def crew(sp: int) -> tuple[list[CudaGraphModel], CudaGraphModel]:
+def servers(sp: int) -> tuple[list[CudaGraphModel], CudaGraphModel]:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64, max_position_embeddings=ROOM))
     targets: list[CudaGraphModel] = []
@@ -94,21 +94,21 @@ def crew(sp: int) -> tuple[list[CudaGraphModel], CudaGraphModel]:
     return targets, timed(model, dict.fromkeys(BY_WIDTH, DRAFTER_MS), 2, guesses=True)
 
 
-def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float, float]:
-    """Milliseconds waited, and in virtual time."""
+def waited_and_virtual(name: str, tokens: int, acceptance: float, seed: int) -> tuple[float, float]:
+    """Return the milliseconds of one text, waited and in virtual time."""
     choice = ROWS[name]
-    targets, drafter = crew(choice.sp)
+    targets, drafter = servers(choice.sp)
     teacher = ToyTarget(seed)
-    servers = [
-        Server(f"{TARGET}-{i}", TARGET, Oracle(each, teacher), PrefixTable(shared_kv=True))
-        for i, each in enumerate(targets, 1)
+    pool = [
+        Server(f"{TARGET}-{i}", TARGET, Oracle(model, teacher), PrefixTable(shared_kv=True))
+        for i, model in enumerate(targets, 1)
     ]
-    guess = ToyDrafter(teacher, acceptance, seed * 1013)
+    draft = ToyDrafter(teacher, acceptance, seed * 1013)
     setting = as_chosen(as_measured(LATENCY, acceptance, tokens, choice.sp), choice)
     request = Request((1,) * PROMPT, tokens, setting.policy(name))
-    fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(drafter, guess))])
-    for each in (*targets, drafter):
-        each.cached_tokens[:] = request.prompt  # it is in the caches
+    fleet = CudaFleet([*pool, Server(DRAFTER, DRAFTER, Oracle(drafter, draft))])
+    for model in (*targets, drafter):
+        model.cached_tokens[:] = request.prompt  # it is in the caches
     [done] = EngineLoop(fleet).run(request)
     [virtual] = EngineLoop(setting.simulated(seed)).run(request)
     assert done.tokens == virtual.tokens
@@ -116,22 +116,18 @@ def beyond(name: str, tokens: int, seed: int, acceptance: float) -> tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--acceptance", type=float, default=0.93)
-    parser.add_argument("--json", action="store_true")
+    parser = harness.arguments(__doc__, "--repeats 1", tokens=200, repeats=4)
+    parser.add_argument("--acceptance", type=harness.share, default=0.93)
     options = parser.parse_args()
-    found = {}
-    for name in ROWS:
-        runs = [beyond(name, options.tokens, seed, options.acceptance) for seed in range(options.repeats)]
-        waited, virtual = (sum(times) for times in zip(*runs))
-        each = 1000 * (waited - virtual) / options.tokens / options.repeats
-        found[name] = {"over_virtual": waited / virtual, "beyond_virtual_us_per_token": each}
-        if not options.json:
-            print(f"{name}: {waited / virtual:.3f} of virtual time, {each:.0f} us a token beyond it (waited)")
-    if options.json:
-        print(json.dumps({"label": "waited", **found}))
+    contenders = {name: partial(waited_and_virtual, name, options.tokens, options.acceptance) for name in ROWS}
+    runs = harness.interleave(contenders, range(options.repeats))
+    results, lines = {}, []
+    for name, times in runs.items():
+        waited, virtual = (sum(column) for column in zip(*times))
+        us = 1000 * (waited - virtual) / options.tokens / options.repeats
+        results[name] = {"over_virtual": waited / virtual, "beyond_virtual_us_per_token": us}
+        lines.append(f"{name}: {waited / virtual:.3f} of virtual time, {us:.0f} us a token beyond it (waited)")
+    harness.report(options, "waited", results, lines)
 
 
 if __name__ == "__main__":

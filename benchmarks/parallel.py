@@ -1,7 +1,7 @@
 """What splitting a target over two processes costs or gives: one forward, in milliseconds, measured.
 
 The built-in target, and a Llama with random weights that is large enough for its matrices to matter; whole
-with one thread, whole with two, and in two parts with a thread each. Each way runs in a process of its own,
+with one thread, whole with two, and on two ranks with a thread each. Each layout runs in a process of its own,
 in turn, and the fastest forward of all rounds counts: what else the machine does only adds.
 
     python benchmarks/parallel.py --rounds 5
@@ -9,13 +9,14 @@ in turn, and the fastest forward of all rounds counts: what else the machine doe
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import transformers as hf
 
+import harness
 from dsi.engine.build import backend, forward_ms, quiet
 from dsi.fleets.processes import FORK
 from dsi.models.hf import load_model
@@ -39,43 +40,41 @@ def whole(threads: int) -> Callable[[Any], Any]:
     return make
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "whole, 1 thread": whole(1),
     "whole, 2 threads": whole(2),
-    "2 parts, 1 thread each": lambda model: TensorParallel(model, 2),
+    "2 ranks, 1 thread each": lambda model: TensorParallel(model, 2),
 }
 
 
-def measured(model: Any, way: Callable[[Any], Any]) -> list[float]:
-    """In a process that ends: threads and parts are started anew each time."""
-    ours, theirs = FORK.Pipe()
+def timed(model: Any, layout: Callable[[Any], Any], _: int) -> list[float]:
+    """Time forwards in a process that ends: threads and ranks are started anew each time."""
+    receiver, sender = FORK.Pipe()
 
-    def tell() -> None:
-        found = way(model)
-        theirs.send([forward_ms(found, new, 30) for new in NEW])
+    def send() -> None:
+        split = layout(model)
+        sender.send([forward_ms(split, new, 30) for new in NEW])
 
-    process = FORK.Process(target=tell)
+    process = FORK.Process(target=send)
     process.start()
-    times: list[float] = ours.recv()
+    times: list[float] = receiver.recv()
     process.join()
     return times
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    options = harness.arguments(__doc__, "--rounds 2", rounds=5).parse_args()
     quiet()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
+    results, lines = {}, []
     for name, model in (("built-in target", load_model(model_path("builtin", "target"))), ("large Llama", large())):
-        print(f"{name}, {sum(weight.numel() for weight in model.parameters()) / 1e6:.0f}M parameters")
-        found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
-        for _ in range(rounds):
-            for way, make in WAYS.items():
-                found[way].append(measured(model, make))
-        for way, times in found.items():
-            best = [min(column) for column in zip(*times)]
-            print(f"  {way:24}", *(f"{new} new: {ms:7.2f} ms" for new, ms in zip(NEW, best)), sep="  ")
+        contenders = {layout: partial(timed, model, make) for layout, make in LAYOUTS.items()}
+        runs = harness.interleave(contenders, range(options.rounds))
+        results[name] = {layout: [min(column) for column in zip(*times)] for layout, times in runs.items()}
+        lines.append(f"{name}, {sum(weight.numel() for weight in model.parameters()) / 1e6:.0f}M parameters (measured)")
+        heads = ("", *(f"{new} new, ms" for new in NEW))
+        lines += harness.table(heads, [(layout, *(f"{ms:.2f}" for ms in row)) for layout, row in results[name].items()])
+    harness.report(options, "measured", {"new_tokens": NEW, "ms": results}, lines)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What stale forwards cost DSI, and what stopping them early and patience give back. Simulated.
+"""What stale forwards cost DSI, and what cancel points and a minimum draft give back. Simulated.
 
 Target 27 ms, drafter 1 ms, 100 tokens; SI and DSI each at their best lookahead. Prints DSI's speed over
 SI's for each SP degree; `--svg FILE` draws it (docs/how-it-works.md shows the picture).
@@ -6,39 +6,39 @@ SI's for each SP degree; `--svg FILE` draws it (docs/how-it-works.md shows the p
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from pathlib import Path
 
-import matplotlib
 from matplotlib.figure import Figure
 
+import harness
 from dsi.experiments.simulate import best
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
+from dsi.plot import style
 
 REPEATS = 30
 SPS = (1, 2, 3, 4, 7)
-# (pieces, eager): what becomes of a cancelled forward, and when a target that answered takes its next job.
+# (cancel points, thread pool): when a cancelled forward ends, and when a target takes its next job.
 STOPS = {
     (1, True): "whole forwards",
     (1, False): "whole forwards, answers handled first",
-    (8, True): "stopped between eight pieces",
+    (8, True): "eight cancel points",
     (0, True): "stopped at once",
 }
 COLOURS = ("#d1495b", "#e08a3c", "#3b6fb6", "#4c9f70")
 LOOKAHEADS = (2, 4, 6, 9, 14)
-PATIENCES = {False: (0,), True: (1, 2, 4, 6, 9)}
-Cell = tuple[float, int, tuple[int, bool], bool]  # acceptance, SP, how forwards stop, patient
+MIN_DRAFTS = {False: (0,), True: (1, 2, 4, 6, 9)}
+Cell = tuple[float, int, tuple[int, bool], bool]  # acceptance, SP, how forwards stop, with a minimum draft
 
 
 def dsi_ms(cell: Cell) -> float:
-    acceptance, sp, (pieces, eager), patient = cell
-    setting = SimulationConfig(LatencyModel(27.0, 1.0, cancel_points=pieces), acceptance, sp, tokens=100, eager=eager)
-    return best(setting, "dsi", LOOKAHEADS, PATIENCES[patient], repeats=REPEATS).mean_ms
+    acceptance, sp, (cancel_points, thread_pool), with_min_draft = cell
+    latency = LatencyModel(27.0, 1.0, cancel_points=cancel_points)
+    setting = SimulationConfig(latency, acceptance, sp, tokens=100, eager=thread_pool)
+    return best(setting, "dsi", LOOKAHEADS, MIN_DRAFTS[with_min_draft], repeats=REPEATS).mean_ms
 
 
 def si_ms(acceptance: float) -> float:
@@ -54,17 +54,16 @@ def measure(acceptances: list[float]) -> dict[Cell, float]:
         ratios = {}
         for cell, ms in zip(cells, pool.map(dsi_ms, cells)):
             ratios[cell] = si[cell[0]] / ms
-            print(f"\r{len(ratios)} of {len(cells)} cells", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+            harness.progress(len(ratios), len(cells), "cells")
     return ratios
 
 
-def show(ratios: dict[Cell, float]) -> None:
+def lines(ratios: dict[Cell, float]) -> Iterator[str]:
     for acceptance in sorted({cell[0] for cell in ratios}):
-        print(f"\nacceptance {acceptance}: DSI's speed over SI's (simulated), SP = {SPS}")
-        for stop, patient in product(STOPS, (False, True)):
-            row = " ".join(f"{ratios[acceptance, sp, stop, patient]:5.2f}" for sp in SPS)
-            print(f"  {row}   {STOPS[stop]}{', with patience' * patient}")
+        yield f"\nacceptance {acceptance}: DSI's speed over SI's (simulated), SP = {SPS}"
+        for stop, with_min_draft in product(STOPS, (False, True)):
+            row = " ".join(f"{ratios[acceptance, sp, stop, with_min_draft]:5.2f}" for sp in SPS)
+            yield f"  {row}   {STOPS[stop]}{', with a minimum draft' * with_min_draft}"
 
 
 def draw(ratios: dict[Cell, float], path: Path) -> None:
@@ -73,37 +72,39 @@ def draw(ratios: dict[Cell, float], path: Path) -> None:
     panels = picture.subplots(1, len(acceptances), sharey=True, squeeze=False)[0]
     for axes, acceptance in zip(panels, acceptances):
         for (stop, label), colour in zip(STOPS.items(), COLOURS):
-            for patient, style in ((False, "--"), (True, "-")):
-                values = [ratios[acceptance, sp, stop, patient] for sp in SPS]
-                name = label + ", with patience" * patient
-                axes.plot(SPS, values, style, marker="o", color=colour, label=name)
+            for with_min_draft, line in ((False, "--"), (True, "-")):
+                values = [ratios[acceptance, sp, stop, with_min_draft] for sp in SPS]
+                name = label + ", with a minimum draft" * with_min_draft
+                axes.plot(SPS, values, line, marker="o", color=colour, label=name)
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_title(f"acceptance {acceptance}", fontsize=10)
         axes.set_xlabel("SP degree (target servers)")
         axes.set_xticks(SPS)
     panels[0].set_ylabel("DSI's speed over SI's (simulated)")
     picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
-    with matplotlib.rc_context({"svg.hashsalt": "dsi", "svg.fonttype": "none"}):
-        picture.savefig(path, metadata={"Date": None})
+    style.save(picture, path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.63])
-    parser.add_argument("--svg", type=Path, help="also draw it")
-    parser.add_argument("--json", action="store_true")
+    parser = harness.arguments(__doc__, "--acceptance 0.63 0.8 0.93 --svg docs/stale.svg")
+    parser.add_argument("--acceptance", type=harness.share, nargs="+", default=[0.63])
+    parser.add_argument("--svg", type=harness.writable, metavar="FILE", help="also draw it")
     options = parser.parse_args()
     ratios = measure(options.acceptance)
     if options.svg:
         draw(ratios, options.svg)
-    if options.json:
-        rows = [
-            {"acceptance": p, "sp": sp, "pieces": pieces, "eager": eager, "patient": patient, "speed": ratio}
-            for (p, sp, (pieces, eager), patient), ratio in ratios.items()
-        ]
-        print(json.dumps({"label": "simulated", "rows": rows}))
-    else:
-        show(ratios)
+    rows = [
+        {
+            "acceptance": acceptance,
+            "sp": sp,
+            "cancel_points": cancel_points,
+            "thread_pool": thread_pool,
+            "min_draft": min_draft,
+            "speed": ratio,
+        }
+        for (acceptance, sp, (cancel_points, thread_pool), min_draft), ratio in ratios.items()
+    ]
+    harness.report(options, "simulated", {"rows": rows}, lines(ratios))
 
 
 if __name__ == "__main__":
