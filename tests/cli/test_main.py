@@ -250,7 +250,7 @@ def test_the_commands_say_how_long_a_server_on_a_cluster_has(command: str, monke
         raise ValueError(f"asked for {options['hang_seconds']} and {options['start_seconds']}")
 
     monkeypatch.setattr(Engine, "load", load)
-    monkeypatch.setattr("dsi.server.auth.listen", lambda *_: None)
+    monkeypatch.setattr("dsi.server.sockets.listen", lambda *_: None)
     words = [command, "--fleet", "ray", "--hang-seconds", "5", "--start-seconds", "300"]
     done = CliRunner().invoke(app, [*words, *(["Once"] if command == "generate" else [])])
     assert str(done.exception) == "asked for 5.0 and 300.0"

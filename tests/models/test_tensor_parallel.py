@@ -252,7 +252,7 @@ def test_the_commands_split_their_target(command: str, monkeypatch: pytest.Monke
         raise ValueError(f"asked for {options['target_mp']}")
 
     monkeypatch.setattr(Engine, "load", load)
-    monkeypatch.setattr("dsi.server.auth.listen", lambda *_: None)
+    monkeypatch.setattr("dsi.server.sockets.listen", lambda *_: None)
     words = [command, "--target-mp", "2", *(["Once"] if command == "generate" else [])]
     done = CliRunner().invoke(app, words)
     assert str(done.exception) == "asked for 2"

@@ -1,234 +1,349 @@
-"""Where requests wait for the engine: turns, bounds, news, and an end for everybody."""
+"""The engine thread: queue limits, outputs, cancellation, failures, and that no other thread touches the engine."""
 
 import asyncio
 import os
+import re
 import signal
+import sys
+import threading
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
-from dsi.core.messages import Sampling
-from dsi.core.policies import autoregressive, distributed, load_aware
+from dsi.core.generation import Generation
+from dsi.core.messages import GREEDY
+from dsi.core.policies import autoregressive
 from dsi.core.request import Request
+from dsi.core.scheduler import Scheduler
+from dsi.core.scoring import Scoring
 from dsi.core.spec import SpecConfig
 from dsi.engine.build import Deployment
 from dsi.engine.engine import Engine
-from dsi.fleets.loop import EngineLoop
+from dsi.fleets.loop import EngineLoop, Run
 from dsi.fleets.processes import ProcessFleet
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
-from dsi.server.engine_thread import EngineOutput, EngineThread, ServerJob
-from dsi.server.errors import Problem
+from dsi.server.app import make_app
+from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob
+from dsi.server.errors import ApiError
 from dsi.server.limits import Limits
 
-SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
+CONFIG = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
 LIMITS = Limits(running=2, waiting=3, shutdown_seconds=5)
 
 
 def plain(prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    [done] = EngineLoop(SETTING.simulated(3)).run(Request(prompt, tokens, autoregressive()))
+    [done] = EngineLoop(CONFIG.simulated(3)).run(Request(prompt, tokens, autoregressive()))
     return done.tokens
 
 
 @pytest.fixture
-def desk() -> Iterator[EngineThread]:
-    fleet = ProcessFleet(SETTING.servers(3, unit=1000))
-    text: Any = None
-    at = EngineThread(Engine(Deployment(fleet, text, 0, 2, LatencyModel(4, 1)), "dsi", None, None), LIMITS)
-    yield at
-    at.close()
+def fleet() -> ProcessFleet:
+    return ProcessFleet(CONFIG.servers(3, unit=1000))
 
 
-def request(desk: EngineThread, last: int, tokens: int = 30) -> Request:
-    policy = load_aware(distributed(2), SpecConfig(lookahead=2), desk.engine.crowd)
-    return Request((1, 2, last), tokens, policy)
+@pytest.fixture
+def engine_thread(fleet: ProcessFleet) -> Iterator[EngineThread]:
+    tokenizer: Any = type("NoEos", (), {"eos_token_ids": frozenset()})
+    thread = EngineThread(Engine(Deployment(fleet, tokenizer, 0, 2, LatencyModel(4, 1)), "dsi", 2, 2), LIMITS)
+    yield thread
+    thread.close()
 
 
-def ticket(desk: EngineThread, last: int, tokens: int = 30, trace: bool = False) -> ServerJob:
-    news: asyncio.Queue[tuple[ServerJob, EngineOutput]] = asyncio.Queue()
-    return ServerJob(deque([request(desk, last, tokens)]), news, asyncio.get_running_loop(), trace)
+class Client:
+    """A job and the outputs that it receives."""
+
+    def __init__(self, last: int, tokens: int = 30, **options: Any) -> None:
+        self.prompt = (1, 2, last)
+        self._tokens = tokens
+        self._outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def deliver(output: EngineOutput) -> None:
+            loop.call_soon_threadsafe(self._outputs.put_nowait, output)
+
+        self.job = GenerationJob(self.prompt, tokens, SpecConfig(), GREEDY, deliver, **options)
+
+    async def outputs(self) -> list[EngineOutput]:
+        """All of them, up to the last."""
+        outputs: list[EngineOutput] = []
+        async with asyncio.timeout(30):
+            while not outputs or outputs[-1].finish_reason is None:
+                outputs.append(await self._outputs.get())
+        return outputs
+
+    async def last(self) -> EngineOutput:
+        return (await self.outputs())[-1]
+
+    async def check_tokens(self) -> list[EngineOutput]:
+        outputs = await self.outputs()
+        assert text(outputs) == plain(self.prompt, self._tokens)
+        return outputs
 
 
-async def heard(of: ServerJob) -> list[EngineOutput]:
-    """All its news."""
-    updates: list[EngineOutput] = []
-    async with asyncio.timeout(30):
-        while not updates or updates[-1].ended is None:
-            updates.append((await of.news.get())[1])
-    return updates
+def text(outputs: list[EngineOutput]) -> tuple[int, ...]:
+    return tuple(token for output in outputs for token in output.tokens)
 
 
-def text(updates: list[EngineOutput]) -> tuple[int, ...]:
-    return tuple(token for update in updates for token in update.tokens)
+def jobs(*clients: Client) -> list[GenerationJob]:
+    return [client.job for client in clients]
 
 
-async def until(condition: Any) -> None:
+async def until(engine_thread: EngineThread, running: int, waiting: int) -> None:
     async with asyncio.timeout(10):
-        while not condition():
+        while True:
+            status = await engine_thread.status()
+            if (status.running, status.waiting) == (running, waiting):
+                return
             await asyncio.sleep(0.005)
 
 
-def test_every_ticket_gets_its_own_text_and_its_turn(desk: EngineThread) -> None:
-    async def story() -> None:
-        tickets = [ticket(desk, last) for last in range(5)]
-        desk.submit(tickets)
-        for last, each in enumerate(tickets):
-            updates = await heard(each)
-            assert text(updates) == plain((1, 2, last), 30)
-            assert updates[-1].ended == "length"
-            assert len(text(updates)) == sum(len(update.origins) for update in updates)
-        assert desk.open == 0
-        assert tickets[4].queued > 0
-
-    asyncio.run(story())
+def run(scenario: Callable[[], Any]) -> None:
+    asyncio.run(scenario())
 
 
-def test_beyond_the_queue_all_tickets_of_a_request_are_refused(desk: EngineThread) -> None:
-    async def story() -> None:
-        first = [ticket(desk, last, 2000) for last in range(4)]
-        desk.submit(first)
-        with pytest.raises(Problem) as refused:
-            desk.submit([ticket(desk, 7), ticket(desk, 8)])
+def test_engine_thread_generates_each_jobs_own_text_in_turn(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        clients = [Client(last) for last in range(5)]
+        await engine_thread.submit(jobs(*clients))
+        for client in clients:
+            outputs = await client.check_tokens()
+            assert outputs[-1].finish_reason == "length"
+            assert len(text(outputs)) == sum(len(output.origins) for output in outputs)
+            assert all(output.stats is None for output in outputs[:-1])
+            stats = outputs[-1].stats
+            assert stats is not None
+            assert stats.completion.tokens == text(outputs)
+            assert len(stats.completion.times) == len(stats.completion.origins) == 30
+            assert (stats.queued > 0, list(stats.servers)) == (True, ["drafter", "target-1", "target-2"])
+        await until(engine_thread, 0, 0)
+
+    run(scenario)
+
+
+def test_engine_thread_refuses_all_jobs_of_a_request_beyond_its_queue(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        first = [Client(last, 2000) for last in range(4)]
+        await engine_thread.submit(jobs(*first))
+        with pytest.raises(ApiError) as refused:
+            await engine_thread.submit(jobs(Client(7), Client(8)))
         assert refused.value.status == 429
-        desk.submit([ticket(desk, 9, 3)])
-        assert desk.open == 5
-        desk.cancel(first)
-        await until(lambda: desk.open == 0)
+        await engine_thread.submit(jobs(Client(9, 3)))
+        await until(engine_thread, 2, 3)
+        engine_thread.cancel(jobs(*first))
+        await until(engine_thread, 0, 0)
 
-    asyncio.run(story())
-
-
-def test_a_cancelled_ticket_makes_room_whether_it_runs_or_waits(desk: EngineThread) -> None:
-    async def story() -> None:
-        tickets = [ticket(desk, last, 5000) for last in range(4)]
-        desk.submit(tickets)
-        await until(lambda: desk.running == 2)
-        desk.cancel([tickets[3], tickets[0]])
-        assert (await heard(tickets[3]))[-1].ended == "cancelled"
-        assert (await heard(tickets[0]))[-1].ended == "cancelled"
-        await until(lambda: desk.open == 2)
-        desk.cancel(tickets)  # twice is once
-        await until(lambda: desk.open == 0)
-        assert (desk.running, desk.waiting) == (0, 0)
-        last = ticket(desk, 7, 5)
-        desk.submit([last])
-        assert text(await heard(last)) == plain((1, 2, 7), 5)
-
-    asyncio.run(story())
+    run(scenario)
 
 
-def test_an_idle_desk_wakes_at_once(desk: EngineThread) -> None:
-    async def story() -> None:
+def test_engine_thread_cancels_running_and_waiting_jobs(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        clients = [Client(last, 5000) for last in range(4)]
+        await engine_thread.submit(jobs(*clients))
+        await until(engine_thread, 2, 2)
+        engine_thread.cancel(jobs(clients[3], clients[0]))
+        waiting, running = await clients[3].last(), await clients[0].last()
+        assert (waiting.finish_reason, waiting.stats) == ("cancelled", None)
+        assert running.finish_reason == "cancelled"
+        assert running.stats is not None
+        assert running.stats.shared
+        await until(engine_thread, 2, 0)
+        engine_thread.cancel(jobs(*clients))  # cancelling twice changes nothing
+        await until(engine_thread, 0, 0)
+        last = Client(7, 5)
+        await engine_thread.submit(jobs(last))
+        await last.check_tokens()
+
+    run(scenario)
+
+
+def test_engine_thread_wakes_from_idle(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
         for last in range(3):
-            each = ticket(desk, last, 2)
-            desk.submit([each])
-            assert text(await heard(each)) == plain((1, 2, last), 2)
+            client = Client(last, 2)
+            await engine_thread.submit(jobs(client))
+            await client.check_tokens()
             await asyncio.sleep(0.05)
 
-    asyncio.run(story())
+    run(scenario)
 
 
-def test_a_trace_has_the_forwards_of_its_own_request(desk: EngineThread) -> None:
-    async def story() -> None:
-        one, other = ticket(desk, 1, trace=True), ticket(desk, 2, trace=True)
-        desk.submit([one, other])
-        for each, last in ((one, 1), (other, 2)):
-            spans = [span for update in await heard(each) for span in update.spans]
-            assert {tuple(span.context.origin) for span in spans} == {(1, 2, last)}
+def test_engine_thread_traces_a_jobs_own_forwards(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        clients = [Client(1, trace=True), Client(2, trace=True)]
+        await engine_thread.submit(jobs(*clients))
+        for client in clients:
+            outputs = await client.outputs()
+            spans = [span for output in outputs for span in output.spans]
+            assert {tuple(span.context.origin) for span in spans} == {client.prompt}
             assert {span.kind for span in spans} >= {"draft", "verify"}
+            assert outputs[-1].stats is not None
+            assert list(outputs[-1].stats.spans) == spans
+            assert all(0 <= span.start <= span.end for span in spans)
 
-    asyncio.run(story())
-
-
-def test_a_ticket_may_score_its_prompt_first(desk: EngineThread) -> None:
-    async def story() -> None:
-        each = ticket(desk, 5, 4)
-        each.requests.appendleft(Request((1, 2, 5), 0, autoregressive(), Sampling(logprobs=1)))
-        desk.submit([each])
-        updates = await heard(each)
-        assert (updates[0].tokens, updates[0].ended) == ([], None)
-        assert text(updates) == plain((1, 2, 5), 4)
-
-    asyncio.run(story())
+    run(scenario)
 
 
-def test_servers_may_die_while_many_write(desk: EngineThread) -> None:
-    async def story() -> None:
-        tickets = [ticket(desk, last, 60, trace=True) for last in range(5)]
-        desk.submit(tickets)
-        fleet = desk.engine.loaded.fleet
-        assert isinstance(fleet, ProcessFleet)
+def test_engine_thread_scores_the_prompt_first(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        client = Client(5, 4, prompt_logprobs=1)
+        await engine_thread.submit(jobs(client))
+        outputs = await client.check_tokens()
+        assert (list(outputs[0].tokens), outputs[0].finish_reason) == ([], None)
+
+    run(scenario)
+
+
+def test_engine_thread_survives_deaths_of_servers(engine_thread: EngineThread, fleet: ProcessFleet) -> None:
+    async def scenario() -> None:
+        clients = [Client(last, 60, trace=True) for last in range(5)]
+        await engine_thread.submit(jobs(*clients))
         for _ in range(6):
             await asyncio.sleep(0.04)
             os.kill(next(iter(fleet._workers.values())).process.pid or 0, signal.SIGKILL)
-        died = False
-        for last, each in enumerate(tickets):
-            updates = await heard(each)
-            assert text(updates) == plain((1, 2, last), 60)
-            died = died or any(update.died for update in updates)
-        assert died
+        reported = [server for client in clients for output in await client.check_tokens() for server in output.servers]
+        assert any(server.restarts for server in reported)
 
-    asyncio.run(story())
+    run(scenario)
 
 
-def test_what_cannot_begin_is_told_so_and_hurts_nobody_else(desk: EngineThread) -> None:
-    async def story() -> None:
-        bad, good = ticket(desk, 1, -3), ticket(desk, 2)
-        desk.submit([bad, good])
-        assert (await heard(bad))[-1].error == "ValueError: max_new_tokens -3: must be at least 1"
-        assert text(await heard(good)) == plain((1, 2, 2), 30)
+def test_engine_thread_reports_a_job_that_cannot_begin_to_it_alone(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        invalid, valid = Client(1, -3), Client(2)
+        await engine_thread.submit(jobs(invalid, valid))
+        assert (await invalid.last()).error == "ValueError: max_new_tokens -3: must be at least 1"
+        await valid.check_tokens()
 
-    asyncio.run(story())
-
-
-def test_when_no_target_is_left_everybody_hears_of_it(desk: EngineThread) -> None:
-    async def story() -> None:
-        tickets = [ticket(desk, last, 5000) for last in range(3)]
-        desk.submit(tickets)
-        await until(lambda: desk.running == 2)
-        desk.engine.loaded.fleet.__dict__["_restart"] = False
-        for seat in list(desk.engine.loaded.fleet.__dict__["_workers"].values()):
-            os.kill(seat.process.pid, signal.SIGKILL)
-        for each in tickets:
-            assert "no target server is left" in ((await heard(each))[-1].error or "")
-
-    asyncio.run(story())
+    run(scenario)
 
 
-def test_a_desk_that_closes_cuts_what_is_left_and_takes_nothing_more(desk: EngineThread) -> None:
-    async def story() -> None:
-        tickets = [ticket(desk, last, 5000) for last in range(4)]
-        desk.submit(tickets)
-        await until(lambda: desk.running == 2)
-        began = time.monotonic()
-        await asyncio.to_thread(desk.close)
-        assert time.monotonic() - began < 5
-        for each in tickets:
-            assert (await heard(each))[-1].ended == "cancelled"
-        with pytest.raises(Problem) as refused:
-            desk.submit([ticket(desk, 9)])
+def test_engine_thread_refuses_an_invalid_job(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ApiError, match="auto") as refused:
+            await engine_thread.submit([GenerationJob((1,), 3, SpecConfig("auto", 4), GREEDY, print)])
+        assert refused.value.status == 400
+
+    run(scenario)
+
+
+def test_engine_thread_fails_all_jobs_when_no_target_is_left(engine_thread: EngineThread, fleet: ProcessFleet) -> None:
+    async def scenario() -> None:
+        clients = [Client(last, 5000) for last in range(3)]
+        await engine_thread.submit(jobs(*clients))
+        await until(engine_thread, 2, 1)
+        fleet.__dict__["_restart"] = False
+        for worker in list(fleet._workers.values()):
+            os.kill(worker.process.pid or 0, signal.SIGKILL)
+        for client in clients:
+            assert "no target server is left" in ((await client.last()).error or "")
+        assert not (await engine_thread.status()).has_target
+        with pytest.raises(ApiError, match="no target server is left") as refused:
+            await engine_thread.submit(jobs(Client(9)))
         assert refused.value.status == 503
 
-    asyncio.run(story())
+    run(scenario)
 
 
-def test_an_engine_that_fails_is_told_to_all_and_serves_the_next(
-    desk: EngineThread, monkeypatch: pytest.MonkeyPatch
+def test_engine_thread_close_cancels_all_jobs_and_refuses_more(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        clients = [Client(last, 5000) for last in range(4)]
+        await engine_thread.submit(jobs(*clients))
+        await until(engine_thread, 2, 2)
+        began = time.monotonic()
+        await asyncio.to_thread(engine_thread.close)
+        assert time.monotonic() - began < 5
+        for client in clients:
+            assert (await client.last()).finish_reason == "cancelled"
+        with pytest.raises(ApiError) as refused:
+            await engine_thread.submit(jobs(Client(9)))
+        assert refused.value.status == 503
+
+    run(scenario)
+
+
+def test_engine_thread_reports_a_failed_engine_to_all_jobs_and_serves_the_next(
+    engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def story() -> None:
-        tickets = [ticket(desk, last, 5000) for last in range(2)]
-        desk.submit(tickets)
-        await until(lambda: desk.running == 2)
+    async def scenario() -> None:
+        clients = [Client(last, 5000) for last in range(2)]
+        await engine_thread.submit(jobs(*clients))
+        await until(engine_thread, 2, 0)
         with monkeypatch.context() as broken:
             broken.setattr(EngineLoop, "step", lambda _: 1 / 0)
-            for each in tickets:
-                assert (await heard(each))[-1].error == "ZeroDivisionError: division by zero"
-        good = ticket(desk, 3)
-        desk.submit([good])
-        assert text(await heard(good)) == plain((1, 2, 3), 30)
-        assert desk.open == 0
+            for client in clients:
+                assert (await client.last()).error == "ZeroDivisionError: division by zero"
+        client = Client(3)
+        await engine_thread.submit(jobs(client))
+        await client.check_tokens()
+        await until(engine_thread, 0, 0)
 
-    asyncio.run(story())
+    run(scenario)
+
+
+@pytest.fixture
+def trespasses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Every attribute of the engine's mutable parts that is read by another thread than the engine's."""
+    found: list[str] = []
+
+    def guard(owner: type) -> None:
+        read: Any = owner.__getattribute__
+
+        def checked(self: object, name: str) -> Any:
+            if threading.current_thread().name != "engine":
+                caller = sys._getframe(1).f_code.co_name
+                if name != "wake" and caller != "wake":  # which any thread may call
+                    found.append(f"{owner.__name__}.{name} in {caller}")
+            return read(self, name)
+
+        monkeypatch.setattr(owner, "__getattribute__", checked)
+
+    for owner in (Engine, Deployment, Run, Generation, Scoring, ProcessFleet, Scheduler):
+        guard(owner)
+    yield found
+    monkeypatch.undo()
+
+
+BODIES: list[dict[str, Any]] = [
+    {},
+    {"algorithm": "auto"},
+    {"algorithm": "auto", "stream": True, "trace": True},
+    {"stream": True, "n": 2, "temperature": 1.0, "seed": 3},
+    {"echo": True, "logprobs": 1},
+    {"echo": True, "logprobs": 1, "max_tokens": 0},
+    {"stop": ["little"], "max_tokens": 60},
+    {"timeout": 0.05, "max_tokens": 200},
+    {"lookahead": 3, "algorithm": "si"},
+    {"lookahead": 3, "algorithm": "auto"},
+    {"prompt": [1] * 5000},
+]
+
+
+def test_engine_is_touched_by_no_other_thread(trespasses: list[str]) -> None:
+    """Whatever the event loop serves: completions, streams, health, metrics, traces."""
+
+    async def serve_all(client: httpx.AsyncClient) -> None:
+        for body in BODIES:
+            answer = await client.post("/v1/completions", json={"prompt": "Once upon a time", "max_tokens": 12, **body})
+            ids = re.findall(r'"id": ?"(.*?)"', answer.text)[:1]
+            paths = ["/health", "/metrics", "/v1/models", *(f"/v1/traces/{id}" for id in ids)]
+            statuses = [(await client.get(path)).status_code for path in paths]
+            assert answer.status_code != 500
+            assert statuses == [200] * len(paths), answer.text
+
+    async def scenario() -> None:
+        engine = Engine.load()
+        app, service = make_app(engine, "builtin", Limits(shutdown_seconds=5), local=True)
+        trespasses.clear()  # until here the engine was this thread's
+        try:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+                await serve_all(client)
+            assert trespasses == []
+            _ = engine.algorithm  # which the guard must notice
+            assert trespasses[0] == "Engine.algorithm in scenario"
+        finally:
+            await asyncio.to_thread(service.engine_thread.close)
+
+    run(scenario)

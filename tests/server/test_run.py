@@ -1,4 +1,4 @@
-"""The server as a process: where it listens, whom it lets in, what it writes down."""
+"""Starting the server: API keys, sockets, limits, logs, and mistakes on the command line."""
 
 import json
 import logging
@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from dsi.server.auth import KEYS, is_local, listen, read_keys
+from dsi.server.auth import KEYS_VARIABLE, read_keys
 from dsi.server.limits import Limits
 from dsi.server.run import LogFormatter
+from dsi.server.sockets import is_loopback, listen
 
 
-def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KEYS, raising=False)
+def test_read_keys_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
     assert read_keys(None) == []
-    monkeypatch.setenv(KEYS, " one, two ,,")
+    monkeypatch.setenv(KEYS_VARIABLE, " one, two ,,")
     assert read_keys(None) == ["one", "two"]
     path = tmp_path / "keys"
     path.write_text("# mine\nthree\n\n four \n")
@@ -25,7 +26,7 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("content", [b"", b"# none\n", b"\xff\xfe"])
-def test_a_file_without_keys_is_refused_rather_than_let_everybody_in(tmp_path: Path, content: bytes) -> None:
+def test_read_keys_refuses_a_file_without_keys(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "keys"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="keys: "):
@@ -34,26 +35,26 @@ def test_a_file_without_keys_is_refused_rather_than_let_everybody_in(tmp_path: P
         read_keys(tmp_path / "missing")
 
 
-def test_it_listens_on_loopback_and_says_so_where_it_cannot() -> None:
-    with listen("127.0.0.1", 0) as found:
-        assert is_local(found)
-        found.listen()
-        port = found.getsockname()[1]
+def test_listen_binds_or_says_why_not() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert is_loopback(listener)
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(ValueError, match=f"127.0.0.1:{port}: cannot listen there"):
             listen("127.0.0.1", port)
     with pytest.raises(ValueError, match="port 70000"):
         listen("127.0.0.1", 70000)
-    with listen("0.0.0.0", 0) as found:
-        assert not is_local(found)
+    with listen("0.0.0.0", 0) as listener:
+        assert not is_loopback(listener)
 
 
 @pytest.mark.parametrize("bad", [{"running": 0}, {"waiting": -1}, {"seconds": float("nan")}])
-def test_limits_without_sense_are_refused(bad: dict[str, float]) -> None:
+def test_limits_refuse_impossible_values(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         Limits(**bad)  # type: ignore[arg-type]
 
 
-def test_each_line_of_log_is_a_json_document() -> None:
+def test_log_formatter_writes_json() -> None:
     record = logging.makeLogRecord({"msg": "answered", "levelname": "INFO", "status": 200, "request": "a\nb"})
     document = json.loads(LogFormatter().format(record))
     assert (document["event"], document["status"], document["request"]) == ("answered", 200, "a\nb")
@@ -68,7 +69,7 @@ def test_each_line_of_log_is_a_json_document() -> None:
         (["--algorithm", "magic"], "algorithm 'magic'"),
     ],
 )
-def test_a_mistake_at_start_is_one_sentence(options: list[str], words: str) -> None:
+def test_serve_reports_a_mistake_in_one_sentence(options: list[str], words: str) -> None:
     command = [sys.executable, "-m", "dsi", "serve", "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
@@ -76,7 +77,7 @@ def test_a_mistake_at_start_is_one_sentence(options: list[str], words: str) -> N
     assert "Traceback" not in done.stderr
 
 
-def test_a_port_that_is_taken_is_known_before_anything_is_loaded() -> None:
+def test_serve_reports_a_port_in_use_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "dsi", "serve", "--port", port]

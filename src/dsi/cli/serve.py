@@ -66,8 +66,9 @@ def serve(
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds that answers have to end.")] = 10.0,
 ) -> None:
     """Serve OpenAI's API, and at / a page that shows who computes what, when."""
-    from dsi.server.auth import listen, read_keys
+    from dsi.server.auth import read_keys
     from dsi.server.limits import Limits
+    from dsi.server.sockets import listen
 
     running = max_running if target_devices is None else 1  # a device holds one text
     limits = Limits(
@@ -81,10 +82,10 @@ def serve(
         shutdown_seconds=shutdown_timeout,
     )
     keys = read_keys(api_key_file)
-    found = listen(host, port)
+    listener = listen(host, port)
     more: dict[str, Any] = {} if target_devices else {"texts": running + 1}
     with load_engine(locals(), **more) as engine:
         from dsi.server.run import serve as run
 
-        run(engine, name or target, found, limits, keys)
+        run(engine, name or target, listener, limits, keys)
     print("dsi: stopped", file=sys.stderr)

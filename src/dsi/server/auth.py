@@ -1,22 +1,20 @@
-"""Where a server listens, and who has a key: known before anything heavy is loaded."""
+"""API keys, read before any model is loaded."""
 
 from __future__ import annotations
 
 import os
-import socket
-from ipaddress import ip_address
 from pathlib import Path
 
-KEYS = "DSI_API_KEYS"  # in the environment: keys, separated by commas
+KEYS_VARIABLE = "DSI_API_KEYS"  # in the environment: keys, separated by commas
 
 
 def read_keys(path: Path | None) -> list[str]:
-    """API keys of a file, one on a line, or of the environment."""
+    """Read API keys from a file, one on a line, or from the environment."""
     if path is None:
-        found = os.environ.get(KEYS, "")
-        keys = [key for each in found.split(",") if (key := each.strip())]
-        if found and not keys:
-            raise ValueError(f"${KEYS}: has no API key in it")
+        value = os.environ.get(KEYS_VARIABLE, "")
+        keys = [key for part in value.split(",") if (key := part.strip())]
+        if value and not keys:
+            raise ValueError(f"${KEYS_VARIABLE}: has no API key in it")
         return keys
     try:
         lines = path.read_text().splitlines()
@@ -26,24 +24,3 @@ def read_keys(path: Path | None) -> list[str]:
     if not keys:
         raise ValueError(f"{path}: has no API key in it")
     return keys
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket, before any model is loaded: that an address is taken should be known at once."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"port {port}: must be between 0 and 65535")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By name, or asyncio does not know that it may send small pieces at once, and each waits for 40 ms.
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((host, port))
-    except (OSError, UnicodeError) as error:
-        found.close()
-        reason = error.strerror if isinstance(error, OSError) else "no such name"
-        raise ValueError(f"{host}:{port}: cannot listen there ({str(reason).lower()})") from error
-    return found
-
-
-def is_local(found: socket.socket) -> bool:
-    return ip_address(found.getsockname()[0]).is_loopback

@@ -1,4 +1,4 @@
-"""One text of an answer as it grows: its characters, its stops, and what is said of its tokens."""
+"""One choice of a response as its text grows: characters, stop strings, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -9,134 +9,130 @@ from typing import Any
 from dsi.core.messages import TopLogprobs
 from dsi.core.sequence import Tokens
 from dsi.models.tokenizer import Detokenizer, StopStrings, Tokenizer
-from dsi.server.engine_thread import EngineOutput, ServerJob
+from dsi.server.engine_thread import EngineOutput, GenerationJob, JobStats
 
-FLOOR = -9999.0  # the logarithm of a probability of nothing, which JSON has no number for
+MIN_LOGPROB = -9999.0  # for a probability of 0, whose logarithm JSON has no number for
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token in the text: what it added to it, where, and what else might have stood there."""
+    """A token, the characters it added, and the likeliest tokens in its place."""
 
     token: int
-    spelling: str
+    text: str
     offset: int
-    note: TopLogprobs | None = None
+    top_logprobs: TopLogprobs | None = None
     origin: str = ""
-    at: float = 0.0
+    time: float = 0.0
 
     @property
     def logprob(self) -> float | None:
-        return None if self.note is None else dict(self.note).get(self.token, FLOOR)
+        return None if self.top_logprobs is None else dict(self.top_logprobs).get(self.token, MIN_LOGPROB)
 
 
-@dataclass
+@dataclass(eq=False)
 class ChoiceOutput:
+    """One choice: `add` takes the engine's outputs, the rest puts them into the API's shapes."""
+
     index: int
     prompt: Tokens
-    text: Tokenizer
+    tokenizer: Tokenizer
     stops: Sequence[str]
-    seed: int
-    best: int | None = None  # how many of the likeliest tokens are to be named; None: nobody asks
-    ticket: ServerJob | None = None
+    num_logprobs: int | None = None  # of the likeliest tokens, in the response; None: no log-probabilities
+    job: GenerationJob | None = None
+    stats: JobStats | None = None  # once the job has ended
     offset: int = 0  # characters before the next token
-    words: list[TokenText] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
+    tokens: list[TokenText] = field(default_factory=list)
+    text: str = ""
     finish_reason: str | None = None
-    root: int = 0
-    tip: int = 0
 
     def __post_init__(self) -> None:
-        self._spelling = Detokenizer(self.text, self.prompt)  # token by token
+        self._detokenizer = Detokenizer(self.tokenizer, self.prompt)
         self._stops = StopStrings(self.stops)
 
     @property
     def stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
         return self._stops.stopped
 
-    def take(self, update: EngineOutput) -> tuple[str, list[TokenText]]:
-        """The characters and tokens that this news makes certain; what follows a stop is not taken."""
-        words, piece = [], ""
-        self.root, self.tip = update.root, update.tip
-        notes: Sequence[TopLogprobs | None] = update.notes or [None] * len(update.tokens)
-        for token, origin, note in zip(update.tokens, update.origins, notes):
-            added = self._spelling.push([token])
-            words.append(TokenText(token, added, self.offset, note, origin, update.at))
-            self.offset += len(added)
-            piece += self._stops.push(added)
+    def add(self, output: EngineOutput) -> tuple[str, list[TokenText]]:
+        """Append an output; returns the new characters and tokens, up to a stop string."""
+        tokens, text = [], ""
+        top_logprobs: Sequence[TopLogprobs | None] = output.top_logprobs or [None] * len(output.tokens)
+        for token, origin, top in zip(output.tokens, output.origins, top_logprobs):
+            characters = self._detokenizer.push([token])
+            tokens.append(TokenText(token, characters, self.offset, top, origin, output.time))
+            self.offset += len(characters)
+            text += self._stops.push(characters)
             if self.stopped:
                 break
-        if update.ended and not self.stopped:
-            piece += self._rest()
-        self.words += words
-        self.pieces.append(piece)
-        self.finish_reason = "stop" if self.stopped else update.ended
-        return piece, words
+        if output.finish_reason and not self.stopped:
+            text += self._flush()
+        self.tokens += tokens
+        self.text += text
+        self.finish_reason = "stop" if self.stopped else output.finish_reason
+        return text, tokens
 
-    def _rest(self) -> str:
-        shown = self._stops.push(self._spelling.finish())
-        return shown if self.stopped else shown + self._stops.finish()
+    def _flush(self) -> str:
+        text = self._stops.push(self._detokenizer.finish())
+        return text if self.stopped else text + self._stops.finish()
 
-    def read(self, notes: Sequence[TopLogprobs]) -> tuple[str, list[TokenText]]:
-        """The prompt, with what the target thought of each token but the first."""
-        words, spelling = [], Detokenizer(self.text)
-        for token, note in zip(self.prompt, (None, *notes) if notes else [None] * len(self.prompt)):
-            added = spelling.push([token])
-            words.append(TokenText(token, added, self.offset, note))
-            self.offset += len(added)
-        self.words += words
-        self.pieces.append("".join(word.spelling for word in words))
-        return self.pieces[-1], words
+    def echo_prompt(self, top_logprobs: Sequence[TopLogprobs]) -> tuple[str, list[TokenText]]:
+        """Append the prompt, with the target's log-probabilities of each token but the first."""
+        tokens, detokenizer = [], Detokenizer(self.tokenizer)
+        scores = (None, *top_logprobs) if top_logprobs else [None] * len(self.prompt)
+        for token, top in zip(self.prompt, scores):
+            characters = detokenizer.push([token])
+            tokens.append(TokenText(token, characters, self.offset, top))
+            self.offset += len(characters)
+        text = "".join(token.text for token in tokens)
+        self.tokens += tokens
+        self.text += text
+        return text, tokens
 
-    def one_token(self, token: int) -> str:
-        """A token by itself, special ones too."""
-        return str(self.text.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    def decode(self, token: int) -> str:
+        """The spelling of a token by itself, even of a special one."""
+        return str(self.tokenizer.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
-    def completion_logprobs(self, words: Sequence[TokenText]) -> dict[str, Any] | None:
-        """As `/v1/completions` has them."""
-        if self.best is None:
+    def completion_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+        """In the shape of `/v1/completions`."""
+        if self.num_logprobs is None:
             return None
         return {
-            "tokens": [self.one_token(word.token) for word in words],
-            "token_logprobs": [word.logprob for word in words],
-            "top_logprobs": [self._top(word) for word in words],
-            "text_offset": [word.offset for word in words],
+            "tokens": [self.decode(token.token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [self._top_by_spelling(token) for token in tokens],
+            "text_offset": [token.offset for token in tokens],
         }
 
-    def _top(self, word: TokenText) -> dict[str, float] | None:
-        """The likeliest tokens and this one; of those that are spelled alike, the likelier."""
-        if word.note is None:
+    def _top_by_spelling(self, token: TokenText) -> dict[str, float] | None:
+        """The likeliest tokens and this one; of those with one spelling, the likelier."""
+        if token.top_logprobs is None:
             return None
-        found: dict[str, float] = {}
-        for token, log in self._best(word):
-            found.setdefault(self.one_token(token), log)
-        return found
+        top = token.top_logprobs[: self.num_logprobs or 0]
+        if all(candidate != token.token for candidate, _ in top):
+            top = (*top, *(pair for pair in token.top_logprobs if pair[0] == token.token))
+        by_spelling: dict[str, float] = {}
+        for candidate, logprob in top:
+            by_spelling.setdefault(self.decode(candidate), logprob)
+        return by_spelling
 
-    def _best(self, word: TokenText) -> TopLogprobs:
-        note = word.note or ()
-        kept = note[: self.best or 0]
-        return kept if any(token == word.token for token, _ in kept) else (*kept, *_of(word, note))
-
-    def chat_logprobs(self, words: Sequence[TokenText]) -> dict[str, Any] | None:
-        """As `/v1/chat/completions` has them."""
-        if self.best is None:
+    def chat_logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+        """In the shape of `/v1/chat/completions`."""
+        if self.num_logprobs is None:
             return None
-        return {"content": [self._entry(word) for word in words], "refusal": None}
+        return {"content": [self._chat_entry(token) for token in tokens], "refusal": None}
 
-    def _entry(self, word: TokenText) -> dict[str, Any]:
-        top = [self._named(token, log) for token, log in (word.note or ())[: self.best]]
-        return {**self._named(word.token, word.logprob), "top_logprobs": top}
+    def _chat_entry(self, token: TokenText) -> dict[str, Any]:
+        top = [self._logprob_json(*pair) for pair in (token.top_logprobs or ())[: self.num_logprobs]]
+        return {**self._logprob_json(token.token, token.logprob), "top_logprobs": top}
 
-    def _named(self, token: int, log: float | None) -> dict[str, Any]:
-        spelling = self.one_token(token)
-        return {"token": spelling, "logprob": log, "bytes": list(spelling.encode())}
+    def _logprob_json(self, token: int, logprob: float | None) -> dict[str, Any]:
+        spelling = self.decode(token)
+        return {"token": spelling, "logprob": logprob, "bytes": list(spelling.encode())}
 
-    def tinted(self, words: Sequence[TokenText]) -> Iterator[dict[str, Any]]:
-        """For whoever wants to see how each token came."""
-        for word in words:
-            others = [[self.one_token(token), log] for token, log in word.note or ()]
-            yield {"text": word.spelling, "how": word.origin, "at": word.at, "alternatives": others}
-
-
-def _of(word: TokenText, note: TopLogprobs) -> TopLogprobs:
-    return tuple(pair for pair in note if pair[0] == word.token)
+    def trace_tokens(self, tokens: Sequence[TokenText]) -> Iterator[dict[str, Any]]:
+        """Each token with its origin and its alternatives, in the shape of a trace."""
+        for token in tokens:
+            alternatives = [[self.decode(candidate), logprob] for candidate, logprob in token.top_logprobs or ()]
+            yield {"text": token.text, "how": token.origin, "at": token.time, "alternatives": alternatives}

@@ -1,4 +1,4 @@
-"""Where requests wait for the engine, which runs in a thread of its own and is touched by no other."""
+"""The thread that owns the engine: jobs go in as plain data, outputs come out, and no other thread touches it."""
 
 from __future__ import annotations
 
@@ -7,276 +7,393 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event, Lock, Thread
+from typing import Any, TypeVar
 
-from dsi.core.generation import Tally
-from dsi.core.messages import TopLogprobs
-from dsi.core.request import Request
-from dsi.core.sequence import TokenSequence
-from dsi.core.spec import Decision
+from dsi.core.messages import TARGET, Sampling, TopLogprobs
+from dsi.core.request import Completion, Request
+from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.spec import Decision, SpecConfig
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import Run
 from dsi.fleets.spans import Span
-from dsi.server.errors import busy, closing
+from dsi.server.errors import ApiError, queue_full, shutting_down
 from dsi.server.limits import Limits
 
-log = logging.getLogger("dsi.serve")
+log = logging.getLogger("dsi.server")
 
-TOLD_EVERY = 0.04  # seconds between two words on what the servers do, where no token has come
-SPANS = 10_000  # forwards of one request that are remembered
+TRACE_INTERVAL = 0.04  # seconds between two outputs of a traced job while no token is generated
+MAX_SPANS = 10_000  # forwards of one job that are recorded
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, eq=False)
+class GenerationJob:
+    """One text to generate, as plain data; `deliver` gets its outputs, in the engine thread."""
+
+    prompt: Tokens
+    max_new_tokens: int  # 0: the prompt is only scored
+    spec: SpecConfig
+    sampling: Sampling
+    deliver: Callable[[EngineOutput], object]
+    prompt_logprobs: int | None = None  # score the prompt first, naming this many of the likeliest tokens
+    trace: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatus:
+    """One drafter or target server of the fleet."""
+
+    name: str
+    role: str
+    alive: bool
+    restarts: int
+    busy: float  # seconds
+
+    def json(self) -> dict[str, Any]:
+        return {"name": self.name, "role": self.role, "alive": self.alive, "restarts": self.restarts}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The queue and the servers at one moment; drafters come first."""
+
+    running: int = 0
+    waiting: int = 0
+    accepts: bool = True  # False: the server is shutting down
+    servers: tuple[ServerStatus, ...] = ()
+
+    @property
+    def has_target(self) -> bool:
+        return any(server.role == TARGET and server.alive for server in self.servers)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStats:
+    """Final statistics of a job. Spans and decisions count from its admission, token times from its last request."""
+
+    completion: Completion
+    spans: Sequence[Span]
+    queued: float  # seconds
+    shared: bool  # whether another job ran at the same time
+    servers: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """News of a ticket. Times are in seconds since it was taken up."""
+    """What has become of a job since its last output. Times are in seconds since it was admitted."""
 
     tokens: Sequence[int] = ()
     origins: Sequence[str] = ()
-    notes: Sequence[TopLogprobs] = ()
-    at: float = 0.0
+    top_logprobs: Sequence[TopLogprobs] = ()
+    time: float = 0.0
     root: int = 0
     tip: int = 0
     spans: Sequence[Span] = ()
     decisions: Sequence[tuple[float, Decision]] = ()
-    ended: str | None = None  # stop, length or cancelled, once it has
+    servers: Sequence[ServerStatus] = ()  # of a traced job, if one of them has died
+    finish_reason: str | None = None  # stop, length or cancelled, in the last output
     error: str | None = None
-    died: bool = False  # whether a server has, since the last news
+    stats: JobStats | None = None  # in the last output of a job that was admitted
 
 
 @dataclass(eq=False)
-class ServerJob:
-    """One text to be written; news of it goes into `news`, in the thread of `loop`."""
+class JobState:
+    """A job as the engine thread sees it."""
 
-    requests: deque[Request]  # one after the other: to score the prompt, perhaps, and to go on from it
-    news: asyncio.Queue[tuple[ServerJob, EngineOutput]]
-    loop: asyncio.AbstractEventLoop
-    trace: bool = False
+    job: GenerationJob
+    requests: deque[Request]  # in order: perhaps one that scores the prompt, then one that continues it
     submitted: float = field(default_factory=time.perf_counter)
-    began: float = 0.0  # by the fleet's clock
+    admitted: float = 0.0  # by the fleet's clock
     queued: float = 0.0  # seconds
     run: Run | None = None
-    over: bool = False  # its last news is out
-    crowded: bool = False  # whether it ever had to share
-    seen: int = 0  # tokens told
-    told: float = 0.0  # when
-    shown: int = 0  # spans told
-    turned: int = 0  # decisions told
-    deaths: int = 0  # told
+    shared: bool = False
     spans: list[Span] = field(default_factory=list)
+    # Already delivered:
+    num_tokens: int = 0
+    num_spans: int = 0
+    num_decisions: int = 0
+    num_deaths: int = 0
+    time: float = 0.0
 
-    @property
-    def tally(self) -> Tally:
-        return self.run.generation.tally if self.run else Tally()
+    def decisions(self, run: Run, skip: int = 0) -> tuple[tuple[float, Decision], ...]:
+        """What `auto` decided, and when."""
+        offset = float(run.began) - self.admitted
+        made = list(zip(run.turns, run.generation.decisions))[skip:]
+        return tuple((offset + float(at), decision) for at, decision in made)
 
-    @property
-    def origins(self) -> list[str]:
-        return self.run.generation.origins if self.run else []
-
-    @property
-    def decisions(self) -> tuple[tuple[float, Decision], ...]:
-        """Of `auto`, each with its seconds since the ticket was taken up."""
-        if self.run is None:
-            return ()
-        late = float(self.run.began) - self.began
-        return tuple((late + float(at), each) for at, each in zip(self.run.turns, self.run.generation.decisions))
-
-    def tell(self, update: EngineOutput) -> None:
-        with suppress(RuntimeError):  # nobody is left to hear it
-            self.loop.call_soon_threadsafe(self.news.put_nowait, (self, update))
+    def completion(self, run: Run) -> Completion:
+        """All that was generated, even if the job was cancelled or failed."""
+        generation = run.generation
+        return Completion(
+            tokens=tuple(run.tokens),
+            finish_reason=generation.finish_reason or "cancelled",
+            times=tuple(run.times),
+            tally=replace(generation.tally),
+            origins=tuple(generation.origins),
+            decisions=self.decisions(run),
+            overlap=run.overlap,
+        )
 
 
 class EngineThread:
+    """Schedules jobs on the engine: some run, others wait in order, more are refused."""
+
     def __init__(self, engine: Engine, limits: Limits) -> None:
-        self.engine, self.limits = engine, limits
-        self.open = 0  # tickets that wait or are being written
+        self._engine, self._fleet, self._limits = engine, engine.loaded.fleet, limits
+        self._wake = self._fleet.wake  # the one method that any thread may call
         self._lock = Lock()
-        self._closing = False
-        self._orders: deque[Callable[[], None]] = deque()  # for the engine's thread
+        self._commands: deque[Callable[[], object]] = deque()
         self._signal = Event()
-        self._waiting: deque[ServerJob] = deque()
-        self._running: dict[Run, ServerJob] = {}
-        self._texts: dict[TokenSequence, ServerJob] = {}  # by which a span knows whose it is
-        self._log: list[Span] = []
-        engine.loaded.fleet.log = self._log
+        self._accepts, self._stopped = True, False
+        self._states: dict[GenerationJob, JobState] = {}  # waiting and running
+        self._waiting: deque[JobState] = deque()
+        self._running: dict[Run, JobState] = {}
+        self._by_prompt: dict[TokenSequence, JobState] = {}  # a span's context says whose it is
+        self._spans: list[Span] = []
+        self._fleet.log = self._spans
         self._thread = Thread(target=self._work, name="engine", daemon=True)
         self._thread.start()
 
-    @property
-    def running(self) -> int:
-        return len(self._running)
+    # For any thread.
 
-    @property
-    def waiting(self) -> int:
-        return max(0, self.open - len(self._running))
+    async def submit(self, jobs: Sequence[GenerationJob]) -> EngineStatus:
+        """Queue all of the jobs, or raise an `ApiError` and queue none."""
+        return await self._call(partial(self._enqueue, jobs))
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive() and not self._closing
+    async def status(self) -> EngineStatus:
+        return await self._call(self._status)
 
-    def submit(self, tickets: Sequence[ServerJob]) -> None:
-        """All of them or none."""
-        with self._lock:
-            if self._closing or not self._thread.is_alive():
-                raise closing()
-            if self.open + len(tickets) > self.limits.running + self.limits.waiting:
-                raise busy(self.open)
-            self.open += len(tickets)
-        self._order(lambda: self._waiting.extend(tickets))
-
-    def cancel(self, tickets: Iterable[ServerJob]) -> None:
-        """Nobody wants these any longer. Those that have ended do not mind."""
-        for ticket in tickets:
-            if not ticket.over:
-                self._order(partial(self._drop, ticket))
+    def cancel(self, jobs: Iterable[GenerationJob]) -> None:
+        """End jobs whose outputs are no longer wanted; finished ones are ignored."""
+        for job in jobs:
+            self._post(partial(self._cancel, job))
 
     def refuse(self) -> None:
-        """Take no more."""
-        with self._lock:
-            self._closing = True
+        """Accept no more jobs."""
+        self._post(partial(setattr, self, "_accepts", False))
 
-    def cut(self) -> None:
-        """End all that is running or waiting."""
-        self._order(self._cut)
+    def cancel_all(self) -> None:
+        self._post(self._cancel_all)
 
     def close(self) -> None:
         self.refuse()
-        self.cut()
-        self._order(self._stop)
-        self._thread.join(self.limits.shutdown_seconds)
-        self.engine.close()
+        self.cancel_all()
+        self._post(self._stop)
+        self._thread.join(self._limits.shutdown_seconds)
 
-    def _order(self, order: Callable[[], None]) -> None:
-        self._orders.append(order)
+    def _post(self, command: Callable[[], object]) -> bool:
+        """Have the engine thread run a command; False: it has stopped."""
+        with self._lock:
+            if self._stopped:
+                return False
+            self._commands.append(command)
         self._signal.set()
-        with suppress(OSError):  # the fleet is closed
-            self.engine.fleet.wake()
+        with suppress(OSError):  # the fleet is being closed
+            self._wake()
+        return True
 
-    # From here on: the engine's thread.
+    def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """The result of a function that the engine thread runs."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+
+        if not self._post(run):
+            raise shutting_down()
+        return asyncio.wrap_future(future)
+
+    # From here on: only the engine thread.
 
     def _work(self) -> None:
-        self._on = True
-        while self._on:
+        while not self._stopped or self._commands:
             try:
                 self._turn()
-            except Exception as error:  # never a hang: whoever waits hears of it, and the next is served
+            except Exception as error:  # every client gets an answer, and the next one is served
                 log.exception("the engine failed")
                 self._fail(f"{type(error).__name__}: {error}")
+        self._engine.close()
 
     def _turn(self) -> None:
-        while self._orders:
-            self._orders.popleft()()
+        while self._commands:
+            self._commands.popleft()()
         self._admit()
         if self._running:
             self._step()
-        elif self._on and not self._orders:
+        elif not self._stopped and not self._commands:
             self._signal.wait()
             self._signal.clear()
 
-    def _fail(self, why: str) -> None:
-        for ticket in list(self._running.values()):
-            if ticket.run is not None and not ticket.run.done:
-                with suppress(Exception):
-                    self.engine.cancel(ticket.run)
-            self._end(ticket, EngineOutput(ended="cancelled", error=why))
-
     def _stop(self) -> None:
-        self._on = False
+        with self._lock:
+            self._stopped = True
+
+    def _status(self) -> EngineStatus:
+        return EngineStatus(len(self._running), len(self._waiting), self._accepts, self._servers())
+
+    def _servers(self) -> tuple[ServerStatus, ...]:
+        busy, deaths = self._fleet.busy, self._fleet.deaths
+        servers = [
+            ServerStatus(name, role, alive, deaths.get(name, 0), float(busy[name]))
+            for name, role, alive in self._fleet.servers()
+        ]
+        return tuple(sorted(servers, key=lambda server: server.role == TARGET))
+
+    def _enqueue(self, jobs: Sequence[GenerationJob]) -> EngineStatus:
+        try:
+            states = [JobState(job, self._requests(job)) for job in jobs]
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+        status = self._status()
+        if not self._accepts:
+            raise shutting_down()
+        if not status.has_target:
+            raise ApiError(503, "no target server is left")
+        if len(self._states) + len(jobs) > self._limits.running + self._limits.waiting:
+            raise queue_full(len(self._states))
+        self._states.update(zip(jobs, states))
+        self._waiting.extend(states)
+        return status
+
+    def _requests(self, job: GenerationJob) -> deque[Request]:
+        policy = self._engine.policy(job.spec.algorithm, job.spec.lookahead, job.spec.min_draft)
+        requests: deque[Request] = deque()
+        if job.prompt_logprobs is not None:
+            score = Sampling(logprobs=job.prompt_logprobs)
+            requests.append(self._engine.request(job.prompt, 0, policy, score))
+        if job.max_new_tokens:
+            requests.append(self._engine.request(job.prompt, job.max_new_tokens, policy, job.sampling))
+        return requests
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self.limits.running:
-            ticket = self._waiting.popleft()
-            ticket.queued = time.perf_counter() - ticket.submitted
-            ticket.began = float(self.engine.fleet.now())
-            ticket.deaths = self._deaths()
+        while self._waiting and len(self._running) < self._limits.running:
+            state = self._waiting.popleft()
+            state.queued = time.perf_counter() - state.submitted
+            state.admitted = float(self._fleet.now())
+            state.num_deaths = self._num_deaths()
             try:
-                self._begin(ticket)
+                self._begin(state)
             except Exception as error:
-                self._end(ticket, EngineOutput(ended="cancelled", error=f"{type(error).__name__}: {error}"))
+                self._end(state, EngineOutput(finish_reason="cancelled", error=f"{type(error).__name__}: {error}"))
 
-    def _begin(self, ticket: ServerJob) -> None:
-        ticket.run = self.engine.submit(ticket.requests.popleft())
-        self._running[ticket.run] = ticket
-        self._texts[ticket.run.generation.origin] = ticket
+    def _begin(self, state: JobState) -> None:
+        state.run = run = self._engine.submit(state.requests.popleft())
+        self._running[run] = state
+        self._by_prompt[run.generation.origin] = state
 
-    def _leave(self, ticket: ServerJob) -> None:
-        if ticket.run is not None:
-            self._running.pop(ticket.run, None)
-            self._texts.pop(ticket.run.generation.origin, None)
+    def _leave(self, state: JobState) -> None:
+        if state.run is not None:
+            self._running.pop(state.run, None)
+            self._by_prompt.pop(state.run.generation.origin, None)
 
     def _step(self) -> None:
-        self.engine.step()
-        self._sort_spans()
-        crowded = len(self._running) > 1
-        for run, ticket in list(self._running.items()):
-            ticket.crowded = ticket.crowded or crowded
-            if run.done or len(run.tokens) > ticket.seen or (ticket.trace and self._is_due(ticket)):
-                self._report(ticket, run)
+        self._engine.step()
+        self._assign_spans()
+        shared = len(self._running) > 1
+        for run, state in list(self._running.items()):
+            state.shared = state.shared or shared
+            if run.done or len(run.tokens) > state.num_tokens or (state.job.trace and self._is_due(state)):
+                self._output(state, run)
 
-    def _is_due(self, ticket: ServerJob) -> bool:
-        return len(ticket.spans) > ticket.shown and self._since(ticket) - ticket.told > TOLD_EVERY
+    def _is_due(self, state: JobState) -> bool:
+        return len(state.spans) > state.num_spans and self._elapsed(state) - state.time > TRACE_INTERVAL
 
-    def _since(self, ticket: ServerJob) -> float:
-        return float(self.engine.fleet.now()) - ticket.began
+    def _elapsed(self, state: JobState) -> float:
+        return float(self._fleet.now()) - state.admitted
 
-    def _sort_spans(self) -> None:
-        for span in self._log:
-            ticket = self._texts.get(span.context.origin)
-            if ticket is not None and len(ticket.spans) < SPANS:
-                ticket.spans.append(span)
-        self._log.clear()
+    def _assign_spans(self) -> None:
+        for span in self._spans:
+            state = self._by_prompt.get(span.context.origin)
+            if state is not None and len(state.spans) < MAX_SPANS:
+                start, end = float(span.start) - state.admitted, float(span.end) - state.admitted
+                state.spans.append(replace(span, start=start, end=end))
+        self._spans.clear()
 
-    def _report(self, ticket: ServerJob, run: Run) -> None:
-        generation, seen = run.generation, ticket.seen
+    def _output(self, state: JobState, run: Run) -> None:
+        """Deliver what is new; after the prompt's scores the job goes on with its next request."""
+        output = self._new_output(state, run)
+        state.num_tokens, state.time = len(run.tokens), output.time
+        if not run.done:
+            self._deliver(state, output)
+        elif state.requests and not output.error:
+            self._deliver(state, replace(output, finish_reason=None))
+            self._leave(state)
+            self._begin(state)
+        else:
+            self._end(state, output)
+
+    def _new_output(self, state: JobState, run: Run) -> EngineOutput:
+        generation, skip = run.generation, state.num_tokens
         root, tip = generation.reached
-        update = EngineOutput(
-            tokens=run.tokens[seen:],
-            origins=generation.origins[seen:],
-            notes=generation.notes[seen:],
-            at=self._since(ticket),
+        output = EngineOutput(
+            tokens=run.tokens[skip:],
+            origins=generation.origins[skip:],
+            top_logprobs=generation.notes[skip:],
+            time=self._elapsed(state),
             root=root,
             tip=tip,
-            ended=generation.finish_reason,
+            finish_reason=generation.finish_reason,
             error=None if run.error is None else str(run.error),
         )
-        if ticket.trace:
-            update.spans, ticket.shown = ticket.spans[ticket.shown :], len(ticket.spans)
-            update.decisions = ticket.decisions[ticket.turned :]
-            ticket.turned += len(update.decisions)
-            deaths = self._deaths()
-            update.died, ticket.deaths = deaths > ticket.deaths, deaths
-        ticket.seen, ticket.told = len(run.tokens), update.at
-        if not run.done:
-            ticket.tell(update)
-        elif ticket.requests and not update.error:
-            update.ended = None
-            ticket.tell(update)
-            self._leave(ticket)
-            self._begin(ticket)
-        else:
-            self._end(ticket, update)
+        return self._with_trace(output, state, run) if state.job.trace else output
 
-    def _deaths(self) -> int:
-        return sum(self.engine.loaded.fleet.deaths.values())
+    def _with_trace(self, output: EngineOutput, state: JobState, run: Run) -> EngineOutput:
+        spans, decisions = state.spans[state.num_spans :], state.decisions(run, state.num_decisions)
+        deaths = self._num_deaths()
+        servers = self._servers() if deaths > state.num_deaths else ()
+        state.num_spans += len(spans)
+        state.num_decisions += len(decisions)
+        state.num_deaths = deaths
+        return replace(output, spans=spans, decisions=decisions, servers=servers)
 
-    def _drop(self, ticket: ServerJob) -> None:
-        if ticket.over:
+    def _num_deaths(self) -> int:
+        return sum(self._fleet.deaths.values())
+
+    def _cancel(self, job: GenerationJob) -> None:
+        state = self._states.get(job)
+        if state is None:
             return
-        if ticket.run is None:
-            self._waiting.remove(ticket)
-        elif not ticket.run.done:
-            self.engine.cancel(ticket.run)
-        self._end(ticket, EngineOutput(ended="cancelled"))
+        if state.run is None:
+            self._waiting.remove(state)
+        elif not state.run.done:
+            self._engine.cancel(state.run)
+        self._end(state, EngineOutput(finish_reason="cancelled"))
 
-    def _cut(self) -> None:
-        for ticket in [*self._waiting, *self._running.values()]:
-            self._drop(ticket)
+    def _cancel_all(self) -> None:
+        for job in list(self._states):
+            self._cancel(job)
 
-    def _end(self, ticket: ServerJob, update: EngineOutput) -> None:
-        ticket.over = True
-        self._leave(ticket)
-        with self._lock:
-            self.open -= 1
-        ticket.tell(update)
+    def _fail(self, reason: str) -> None:
+        """End the running jobs after an error that may have left them inconsistent."""
+        for state in list(self._running.values()):
+            if state.run is not None and not state.run.done:
+                with suppress(Exception):
+                    self._engine.cancel(state.run)
+            self._end(state, EngineOutput(finish_reason="cancelled", error=reason))
+
+    def _end(self, state: JobState, output: EngineOutput) -> None:
+        self._leave(state)
+        del self._states[state.job]
+        stats = None
+        with suppress(ValueError):  # an engine that failed amid a step has no consistent statistics
+            stats = self._stats(state)
+        self._deliver(state, replace(output, stats=stats))
+
+    def _stats(self, state: JobState) -> JobStats | None:
+        if state.run is None:
+            return None
+        names = [server.name for server in self._servers()]
+        return JobStats(state.completion(state.run), state.spans, state.queued, state.shared, names)
+
+    def _deliver(self, state: JobState, output: EngineOutput) -> None:
+        with suppress(RuntimeError):  # the event loop is closed: nobody is left to receive it
+            state.job.deliver(output)

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's clients know it: a status and an error object, never a path or a traceback."""
+"""Errors as OpenAI's clients expect them: a status and an error object, never a path or a traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-KINDS = {
+TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     404: "not_found_error",
@@ -21,8 +21,8 @@ KINDS = {
 }
 
 
-class Problem(Exception):
-    """An answer that is an error."""
+class ApiError(Exception):
+    """An error that the client gets as the response."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Problem(Exception):
         self.headers = headers or {}
 
     def json(self) -> dict[str, Any]:
-        kind = KINDS.get(self.status, "invalid_request_error")
+        kind = TYPES.get(self.status, "invalid_request_error")
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }
@@ -52,19 +52,19 @@ class ErrorObject(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """What every answer with a status of 400 or more holds."""
+    """The body of every response with a status of 400 or more."""
 
     error: ErrorObject
 
 
-def busy(open: int) -> Problem:
+def queue_full(open: int) -> ApiError:
     message = f"{open} texts are being written or wait for their turn: try again later"
-    return Problem(429, message, code="queue_full", headers={"retry-after": "1"})
+    return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
 
-def closing() -> Problem:
-    return Problem(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
+def shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
 
 
-def failed() -> Problem:
-    return Problem(500, "the server failed; its log says why", code="internal_error")
+def internal_error() -> ApiError:
+    return ApiError(500, "the server failed; its log says why", code="internal_error")

@@ -1,4 +1,4 @@
-"""What another algorithm would have taken for the same text, from what this one's forwards took."""
+"""Estimates what other algorithms would have taken for the same text, from the latencies of its own forwards."""
 
 from __future__ import annotations
 
@@ -10,38 +10,36 @@ from dsi.fleets.spans import Span
 from dsi.planning.latency import LatencyModel
 
 
-def own_pace(spans: Sequence[Span], alone: LatencyModel) -> LatencyModel:
-    """What a forward took while this text was written, whatever else the machine did: as many times as long
-    as `alone` as its own did.
-    """
-    drafts = [_ms(span) / alone.drafter_ms for span in spans if span.kind == "draft"]
-    verdicts = [
-        _ms(span) / (alone.target_ms + (span.width - 1) * alone.per_token_ms)
+def observed_latency(spans: Sequence[Span], idle: LatencyModel) -> LatencyModel:
+    """Scale the latencies of an idle machine by the median slowdown of a request's own forwards."""
+    drafts = [_ms(span) / idle.drafter_ms for span in spans if span.kind == "draft"]
+    verifications = [
+        _ms(span) / (idle.target_ms + (span.width - 1) * idle.per_token_ms)
         for span in spans
         if span.kind == "verify" and not span.stale
     ]
-    slower, slow = (max(1.0, median(found)) if found else 1.0 for found in (verdicts, drafts))
-    return alone.scaled(slower, slow)
+    target, drafter = (max(1.0, median(ratios)) if ratios else 1.0 for ratios in (verifications, drafts))
+    return idle.scaled(target, drafter)
 
 
 def _ms(span: Span) -> float:
     return 1000 * float(span.end - span.start)
 
 
-def nonsi_seconds(tokens: int, pace: LatencyModel) -> float:
-    return tokens * pace.target_ms / 1000
+def nonsi_seconds(tokens: int, latency: LatencyModel) -> float:
+    return tokens * latency.target_ms / 1000
 
 
-def si_seconds(origins: Sequence[str], pace: LatencyModel, block: int) -> float:
-    """Block after block over the tokens as they came: a wrong guess ends a block.
+def si_seconds(origins: Sequence[str], latency: LatencyModel, lookahead: int) -> float:
+    """Replay SI block by block over the tokens' origins: a correction ends a block.
 
-    A token that nobody had guessed counts as one that SI would have guessed: in doubt for SI.
+    A token without a draft counts as one that SI would have drafted correctly, which favours SI.
     """
     at, ms = 0, 0.0
     while at < len(origins):
-        run = 0
-        while run < block and at + run < len(origins) and origins[at + run] != CORRECTED:
-            run += 1
-        ms += block * pace.drafter_ms + pace.target_ms + block * pace.per_token_ms
-        at += run + 1  # the target adds one of its own
+        accepted = 0
+        while accepted < lookahead and at + accepted < len(origins) and origins[at + accepted] != CORRECTED:
+            accepted += 1
+        ms += lookahead * latency.drafter_ms + latency.target_ms + lookahead * latency.per_token_ms
+        at += accepted + 1  # the verification yields one token of the target's own
     return ms / 1000

@@ -1,4 +1,4 @@
-"""What stands between the network and the application: keys, bounds, ids, headers, one line of log each."""
+"""ASGI middleware around the application: API keys, limits, request ids, security headers, and the request log."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dsi.server.errors import Problem, closing, failed
+from dsi.server.errors import ApiError, internal_error, shutting_down
 from dsi.server.limits import Limits
 
-log = logging.getLogger("dsi.serve")
+log = logging.getLogger("dsi.server")
 
-ID = re.compile(r"[\w.-]{1,64}")
+REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
-HEADERS = {
+SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -36,8 +36,10 @@ HEADERS = {
 
 
 class LimitsMiddleware:
-    """`keys`: with any, the API asks for one of them. `local`: only this machine's own names are answered,
-    so that no page from elsewhere can reach it by a name that has come to mean this machine.
+    """Checks each request before the application sees it.
+
+    With `keys` the API requires one of them. With `local` the Host header must name this machine, which
+    prevents DNS rebinding.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits, keys: Sequence[str] = (), local: bool = False) -> None:
@@ -48,55 +50,57 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = RequestLog(scope, send)
+        request_log = RequestLog(scope, send)
         try:
             self._check(scope)
-            body = await self._body(receive)
+            body = await self._read_body(receive)
             if body is not None:
-                await self._app(scope, _replayed(body, receive), visit.send)
-        except Problem as problem:
-            await visit.refuse(problem)
-        except asyncio.CancelledError:  # the server ends, and has waited long enough
-            await visit.refuse(closing())
+                await self._app(scope, _replay_body(body, receive), request_log.send)
+        except ApiError as error:
+            await request_log.send_error(error)
+        except asyncio.CancelledError:  # the time to shut down is over
+            await request_log.send_error(shutting_down())
         except Exception:
-            log.exception("failed", extra={"request": visit.id})
-            await visit.refuse(failed())
+            log.exception("failed", extra={"request": request_log.id})
+            await request_log.send_error(internal_error())
         finally:
-            visit.report()
+            request_log.write()
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self._local and not LOOPBACK.fullmatch(headers.get("host", "")):
-            raise Problem(400, "this server answers only to the names of the machine it runs on")
-        if self._keys and scope["path"].startswith("/v1/") and not self._is_known(headers):
-            raise Problem(
+            raise ApiError(400, "this server answers only to the names of the machine it runs on")
+        if self._keys and scope["path"].startswith("/v1/") and not self._has_valid_key(headers):
+            raise ApiError(
                 401,
                 "a valid API key is needed: Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
-        if "content-length" in headers and "transfer-encoding" in headers:  # each reader has its own idea
-            raise Problem(400, "a body has a length or comes in chunks, not both")
-        if _size_of_head(scope) > self._limits.head_bytes:  # in one piece it may come to here
-            raise Problem(431, f"the head of the request is larger than {self._limits.head_bytes} bytes")
+        if (
+            "content-length" in headers and "transfer-encoding" in headers
+        ):  # request smuggling: a proxy may read it otherwise
+            raise ApiError(400, "a body has a length or comes in chunks, not both")
+        if _head_size(scope) > self._limits.head_bytes:  # uvicorn checks only incomplete heads
+            raise ApiError(431, f"the head of the request is larger than {self._limits.head_bytes} bytes")
         if int(headers.get("content-length", "0")) > self._limits.body_bytes:
             raise self._too_large()
 
-    def _is_known(self, headers: Headers) -> bool:
-        """Every key is compared, each in the same time whatever is wrong with it."""
+    def _has_valid_key(self, headers: Headers) -> bool:
+        """Compare with every key, in constant time."""
         given = headers.get("authorization", "")
         key = given[7:].encode("latin-1") if given[:7].lower() == "bearer " else b""
-        found = [hmac.compare_digest(key, known) for known in self._keys]
-        return any(found)
+        matches = [hmac.compare_digest(key, valid) for valid in self._keys]
+        return any(matches)
 
-    def _too_large(self) -> Problem:
-        return Problem(413, f"the request is larger than {self._limits.body_bytes} bytes", code="request_too_large")
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the request is larger than {self._limits.body_bytes} bytes", code="request_too_large")
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """All of it, within bounds of size and time; None: the client has left."""
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        """The whole body, limited in size and time; None: the client has disconnected."""
         body = bytearray()
         try:
-            async with asyncio.timeout(self._limits.arrival_seconds):
+            async with asyncio.timeout(self._limits.receive_seconds):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
@@ -107,34 +111,34 @@ class LimitsMiddleware:
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
-            seconds = self._limits.arrival_seconds
-            raise Problem(408, f"the request was not complete after {seconds:g} s") from None
+            seconds = self._limits.receive_seconds
+            raise ApiError(408, f"the request was not complete after {seconds:g} s") from None
 
 
-def _size_of_head(scope: Scope) -> int:
+def _head_size(scope: Scope) -> int:
     return sum(map(len, chain(*scope["headers"], [scope["path"], scope["query_string"]])))
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body that has been read, and then whatever else comes: only the end of the connection does."""
-    told = False
+def _replay_body(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that returns the body already read, then what else comes: only a disconnect does."""
+    replayed = False
 
-    async def again() -> Message:
-        nonlocal told
-        if told:
+    async def replay() -> Message:
+        nonlocal replayed
+        if replayed:
             return await receive()
-        told = True
+        replayed = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
+    return replay
 
 
 class RequestLog:
-    """One request and its answer, as the log knows it."""
+    """Follows one request to its response and writes one line of log about it."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
-        self.id = given if ID.fullmatch(given) else uuid4().hex
+        self.id = given if REQUEST_ID.fullmatch(given) else uuid4().hex
         scope.setdefault("state", {})["request_id"] = self.id
         self._scope, self._send = scope, send
         self._began = time.perf_counter()
@@ -145,30 +149,30 @@ class RequestLog:
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
             headers["x-request-id"] = self.id
-            for name, value in HEADERS.items():
+            for name, value in SECURITY_HEADERS.items():
                 headers.setdefault(name, value)
         await self._send(message)
 
-    async def refuse(self, problem: Problem) -> None:
+    async def send_error(self, error: ApiError) -> None:
         if self.status:
-            return  # the answer has begun: it can only break off
-        headers = problem.headers | {"connection": "close"}  # nobody waits for the rest of its body
-        response = JSONResponse(problem.json(), problem.status, headers=headers)
+            return  # the response has begun: it can only break off
+        headers = error.headers | {"connection": "close"}  # the rest of the request's body is not read
+        response = JSONResponse(error.json(), error.status, headers=headers)
         with suppress(OSError):
-            await response(self._scope, _nothing, self.send)
+            await response(self._scope, _disconnected, self.send)
 
-    def report(self) -> None:
+    def write(self) -> None:
         log.info(
             "answered",
             extra={
                 "request": self.id,
                 "method": self._scope["method"],
                 "path": self._scope["path"][:200],
-                "status": self.status or 499,  # the client left before there was an answer
+                "status": self.status or 499,  # the client disconnected before there was a response
                 "ms": round(1000 * (time.perf_counter() - self._began), 1),
             },
         )
 
 
-async def _nothing() -> Message:
+async def _disconnected() -> Message:
     return {"type": "http.disconnect"}

@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's API, whole or in chunks."""
+"""Responses in the shapes of OpenAI's API, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -11,157 +11,155 @@ from dsi.core.stats import mean
 from dsi.experiments.records import first_place
 from dsi.fleets.spans import Span
 from dsi.server.choice import ChoiceOutput, TokenText
-from dsi.server.engine_thread import ServerJob
-from dsi.server.errors import Problem
-from dsi.server.estimate import nonsi_seconds, own_pace, si_seconds
-from dsi.server.service import ApiRequest, Delta, Service
+from dsi.server.engine_thread import JobStats
+from dsi.server.errors import ApiError
+from dsi.server.estimate import nonsi_seconds, observed_latency, si_seconds
+from dsi.server.service import ApiRequest, Delta, EngineInfo
 
 DONE = b"data: [DONE]\n\n"
 
 
-def line(document: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+def event(document: dict[str, Any]) -> bytes:
+    """One server-sent event."""
     return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-def problem_line(problem: Problem) -> bytes:
-    return line(problem.json())
+def error_event(error: ApiError) -> bytes:
+    return event(error.json())
 
 
-def head(order: ApiRequest, chunk: bool) -> dict[str, Any]:
-    kind = ("chat.completion.chunk" if chunk else "chat.completion") if order.chat else "text_completion"
-    return {"id": order.id, "object": kind, "created": order.created, "model": order.model}
+def envelope(request: ApiRequest, chunk: bool) -> dict[str, Any]:
+    """The fields that a response and its chunks have in common."""
+    kind = ("chat.completion.chunk" if chunk else "chat.completion") if request.chat else "text_completion"
+    return {"id": request.id, "object": kind, "created": request.created, "model": request.model}
 
 
-def whole(house: Service, order: ApiRequest) -> dict[str, Any]:
-    return head(order, chunk=False) | {
-        "choices": [whole_choice(order, choice) for choice in order.choices],
-        "usage": usage(order),
-        "metrics": metrics(house, order, order.tickets),
+def full_response(info: EngineInfo, request: ApiRequest) -> dict[str, Any]:
+    return envelope(request, chunk=False) | {
+        "choices": [full_choice(request, choice) for choice in request.choices],
+        "usage": usage(request),
+        "metrics": metrics(info, request, request.stats),
     }
 
 
-def whole_choice(order: ApiRequest, choice: ChoiceOutput) -> dict[str, Any]:
-    text, words = "".join(choice.pieces), choice.words
-    if order.chat:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        said: dict[str, Any] = {"message": message, "logprobs": choice.chat_logprobs(words)}
+def full_choice(request: ApiRequest, choice: ChoiceOutput) -> dict[str, Any]:
+    if request.chat:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        content: dict[str, Any] = {"message": message, "logprobs": choice.chat_logprobs(choice.tokens)}
     else:
-        said = {"text": text, "logprobs": choice.completion_logprobs(words)}
-    return {"index": choice.index, **said, "finish_reason": choice.finish_reason}
+        content = {"text": choice.text, "logprobs": choice.completion_logprobs(choice.tokens)}
+    return {"index": choice.index, **content, "finish_reason": choice.finish_reason}
 
 
 class Chunks:
     """The events of one stream."""
 
-    def __init__(self, house: Service, order: ApiRequest) -> None:
-        self._house, self._order = house, order
-        self._head = head(order, chunk=True)
-        self._introduced = False
+    def __init__(self, info: EngineInfo, request: ApiRequest) -> None:
+        self._info, self._request = info, request
+        self._envelope = envelope(request, chunk=True)
+        self._sent_servers = False
 
     def first(self) -> Iterable[bytes]:
-        """A chat begins by saying who speaks."""
-        if self._order.chat:
+        """A chat starts with the role of each choice."""
+        if self._request.chat:
             delta = {"role": "assistant", "content": ""}
-            for choice in self._order.choices:
-                yield self._line([{"index": choice.index, "delta": delta, "finish_reason": None}])
+            for choice in self._request.choices:
+                yield self._event([{"index": choice.index, "delta": delta, "finish_reason": None}])
 
-    def of(self, news: Delta) -> Iterable[bytes]:
-        order, choice = self._order, news.choice
-        if not (news.piece or news.words or choice.finish_reason or order.trace):
-            return  # half a character, or the beginning of a stop
-        more: dict[str, Any] = {}
-        if order.trace:
-            more["trace"] = self._trace(news)
+    def of(self, delta: Delta) -> Iterable[bytes]:
+        request, choice = self._request, delta.choice
+        if not (delta.text or delta.tokens or choice.finish_reason or request.trace):
+            return  # an incomplete character, or the possible start of a stop string
+        fields: dict[str, Any] = {}
+        if request.trace:
+            fields["trace"] = self._trace(delta)
         if choice.finish_reason:
-            tickets = [choice.ticket] if choice.ticket else []
-            more["metrics"] = metrics(self._house, order, tickets)
-        yield self._line([self._choice(choice, news.piece, news.words)], **more)
+            fields["metrics"] = metrics(self._info, request, [choice.stats] if choice.stats else [])
+        yield self._event([self._choice(choice, delta.text, delta.tokens)], **fields)
 
     def last(self) -> Iterable[bytes]:
-        if self._order.usage:
-            yield line(self._head | {"choices": [], "usage": usage(self._order)})
+        if self._request.usage:
+            yield event(self._envelope | {"choices": [], "usage": usage(self._request)})
         yield DONE
 
-    def _line(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        if self._order.usage:
-            more["usage"] = None
-        return line({**self._head, "choices": choices, **more})
+    def _event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        if self._request.usage:
+            fields["usage"] = None
+        return event({**self._envelope, "choices": choices, **fields})
 
-    def _choice(self, choice: ChoiceOutput, piece: str, words: Sequence[TokenText]) -> dict[str, Any]:
-        if self._order.chat:
-            said: dict[str, Any] = {"delta": {"content": piece} if piece else {}}
-            logprobs = choice.chat_logprobs(words)
+    def _choice(self, choice: ChoiceOutput, text: str, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        if self._request.chat:
+            content: dict[str, Any] = {"delta": {"content": text} if text else {}}
+            logprobs = choice.chat_logprobs(tokens)
         else:
-            said, logprobs = {"text": piece}, choice.completion_logprobs(words)
-        return {"index": choice.index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+            content, logprobs = {"text": text}, choice.completion_logprobs(tokens)
+        return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
-    def _trace(self, news: Delta) -> dict[str, Any]:
-        update, ticket = news.update, news.choice.ticket
-        began = ticket.began if ticket else 0.0
-        told: dict[str, Any] = {
-            "now": update.at,
-            "tokens": list(news.choice.tinted(news.words)),
-            "spans": [span_json(span, began) for span in update.spans],
-            "root": update.root,
-            "tip": update.tip,
+    def _trace(self, delta: Delta) -> dict[str, Any]:
+        output = delta.output
+        trace: dict[str, Any] = {
+            "now": output.time,
+            "tokens": list(delta.choice.trace_tokens(delta.tokens)),
+            "spans": [span_json(span) for span in output.spans],
+            "root": output.root,
+            "tip": output.tip,
         }
-        if update.decisions:
-            told["decisions"] = [{"at": at, **decision.json()} for at, decision in update.decisions]
-        if update.died or not self._introduced:
-            told["servers"] = self._house.servers
-        self._introduced = True
-        return told
+        if output.decisions:
+            trace["decisions"] = [{"at": at, **decision.json()} for at, decision in output.decisions]
+        if output.servers or not self._sent_servers:
+            trace["servers"] = [server.json() for server in output.servers or self._request.servers]
+        self._sent_servers = True
+        return trace
 
 
-def span_json(span: Span, began: float) -> dict[str, Any]:
-    """Places are counted from the end of the prompt."""
+def span_json(span: Span) -> dict[str, Any]:
+    """Positions count from the end of the prompt."""
     prompt = len(span.context.origin)
     return {
         "server": span.server,
         "role": span.role if span.role == TARGET else "drafter",
         "kind": span.kind,
-        "start": float(span.start) - began,
-        "end": float(span.end) - began,
+        "start": span.start,
+        "end": span.end,
         "from": len(first_place(span)) - prompt,
         "to": len(span.context) - prompt,
         "stale": span.stale,
     }
 
 
-def usage(order: ApiRequest) -> dict[str, int]:
-    asked, new = order.prompt_tokens, order.new_tokens
-    return {"prompt_tokens": asked, "completion_tokens": new, "total_tokens": asked + new}
+def usage(request: ApiRequest) -> dict[str, int]:
+    prompt, new = request.prompt_tokens, request.new_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
-def metrics(house: Service, order: ApiRequest, tickets: Sequence[ServerJob]) -> dict[str, Any]:
+def metrics(info: EngineInfo, request: ApiRequest, stats: Sequence[JobStats]) -> dict[str, Any]:
     return {
-        "speculative_decoding": speculation(order, tickets),
-        "timing": timing(tickets),
-        "overlap": overlapped(tickets),
-        "estimated": estimated(house, tickets),
+        "speculative_decoding": speculation(request, stats),
+        "timing": timing(stats),
+        "overlap": overlap(stats),
+        "estimated": estimates(info, stats),
     }
 
 
-def overlapped(tickets: Sequence[ServerJob]) -> dict[str, Any] | None:
-    """What the overlap did, in the mean of several texts; under `auto` also what was decided."""
-    runs = [ticket.run for ticket in tickets if ticket.run]
-    if not runs:
+def overlap(stats: Sequence[JobStats]) -> dict[str, Any] | None:
+    """The mean overlap of several texts; under `auto` also what was decided."""
+    overlaps = [job.completion.overlap for job in stats if job.completion.overlap]
+    if not overlaps:
         return None
-    turns = [decision for ticket in tickets for decision in ticket.decisions]
-    decided = {"decisions": [{"at": at, **decision.json()} for at, decision in turns]} if turns else {}
-    return mean([run.overlap for run in runs]) | decided
+    made = [decision for job in stats for decision in job.completion.decisions]
+    decisions = {"decisions": [{"at": at, **decision.json()} for at, decision in made]} if made else {}
+    return mean(overlaps) | decisions
 
 
-def speculation(order: ApiRequest, tickets: Sequence[ServerJob]) -> dict[str, Any]:
+def speculation(request: ApiRequest, stats: Sequence[JobStats]) -> dict[str, Any]:
     """Draft acceptance rate: accepted over drafted. Mean acceptance length: 1 + accepted over drafts."""
-    tallies = [ticket.tally for ticket in tickets]
+    tallies = [job.completion.tally for job in stats]
     drafted, accepted = sum(t.drafted for t in tallies), sum(t.accepted for t in tallies)
     drafts = sum(t.useful for t in tallies) if drafted else 0
     return {
-        "algorithm": order.algorithm,
-        "lookahead": order.lookahead if order.algorithm != "nonsi" else 0,
-        "rule": order.rule,
+        "algorithm": request.algorithm,
+        "lookahead": request.lookahead if request.algorithm != "nonsi" else 0,
+        "rule": request.rule,
         "mean_acceptance_length": 1 + accepted / drafts if drafts else 1.0,
         "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
         "num_accepted_draft_tokens": accepted,
@@ -174,14 +172,14 @@ def speculation(order: ApiRequest, tickets: Sequence[ServerJob]) -> dict[str, An
     }
 
 
-def timing(tickets: Sequence[ServerJob]) -> dict[str, float]:
-    """In seconds, from the request on; `elapsed_s` from when a text was taken up, the longest of them."""
-    runs = [ticket.run for ticket in tickets if ticket.run and ticket.run.times]
-    elapsed = max((float(run.times[-1]) for run in runs), default=0.0)
-    first = min((float(run.times[0]) for run in runs), default=0.0)
-    tokens = sum(len(run.tokens) for run in runs)
-    queued = max((ticket.queued for ticket in tickets), default=0.0)
-    longest = max((len(run.tokens) for run in runs), default=0)
+def timing(stats: Sequence[JobStats]) -> dict[str, float]:
+    """Seconds from the request on; `elapsed_s` counts from a text's admission, the longest of them."""
+    completions = [job.completion for job in stats if job.completion.times]
+    elapsed = max((float(done.elapsed) for done in completions), default=0.0)
+    first = min((float(done.ttft) for done in completions), default=0.0)
+    tokens = sum(len(done.tokens) for done in completions)
+    queued = max((job.queued for job in stats), default=0.0)
+    longest = max((len(done.tokens) for done in completions), default=0)
     return {
         "queued_s": queued,
         "ttft_s": queued + first,
@@ -191,13 +189,13 @@ def timing(tickets: Sequence[ServerJob]) -> dict[str, float]:
     }
 
 
-def estimated(house: Service, tickets: Sequence[ServerJob]) -> dict[str, float] | None:
-    """What plain decoding and SI would have taken for one text, by what its own forwards took."""
-    if len(tickets) != 1 or not tickets[0].origins:
+def estimates(info: EngineInfo, stats: Sequence[JobStats]) -> dict[str, float] | None:
+    """What plain decoding and SI would have taken for one text, by the latencies of its own forwards."""
+    if len(stats) != 1 or not stats[0].completion.origins:
         return None
-    loaded, origins = house.engine.loaded, tickets[0].origins
-    pace = own_pace(tickets[0].spans, loaded.latency)
+    origins = stats[0].completion.origins
+    latency = observed_latency(stats[0].spans, info.latency)
     return {
-        "nonsi_s": nonsi_seconds(len(origins), pace),
-        "si_s": si_seconds(origins, pace, loaded.lookahead("si")),
+        "nonsi_s": nonsi_seconds(len(origins), latency),
+        "si_s": si_seconds(origins, latency, info.lookaheads["si"]),
     }

@@ -1,4 +1,4 @@
-"""The server as a process: sockets with bounds, logs, and an orderly end."""
+"""Runs the server: connection limits, JSON logs, and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -19,142 +19,143 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsi.engine.engine import Engine
 from dsi.server.app import make_app
-from dsi.server.auth import is_local
-from dsi.server.errors import Problem
+from dsi.server.errors import ApiError
 from dsi.server.limits import Limits
-from dsi.server.middleware import HEADERS
+from dsi.server.middleware import SECURITY_HEADERS
 from dsi.server.service import Service
+from dsi.server.sockets import is_loopback
 
-BACKLOG = 256  # connections taken at once: with all others, still fewer than a usual limit on open files
-OWN = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+BACKLOG = 256  # with the accepted connections still below the usual limit on open files
+RECORD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
 class LogFormatter(logging.Formatter):
-    """One JSON document for each line of log."""
+    """Formats a record as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {key: value for key, value in vars(record).items() if key not in OWN}
+        extra = {key: value for key, value in vars(record).items() if key not in RECORD_FIELDS}
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        document = {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **told}
+        document = {"time": when, "level": record.levelname.lower(), "event": record.getMessage(), **extra}
         if record.exc_info:
             document["exception"] = self.formatException(record.exc_info)
         return json.dumps(document, default=str)
 
 
-class Bounded(H11Protocol):
-    """Not too many connections, and none that takes for ever to say what it wants or to hear the answer."""
+class ConnectionLimitsProtocol(H11Protocol):
+    """HTTP with a limit on connections, on the time a request takes to arrive, and on unread responses."""
 
     limits = Limits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._late: asyncio.TimerHandle | None = None  # will end it: its request does not come
-        self._stuck: asyncio.TimerHandle | None = None  # will end it: its answer is not taken
-        self._quiet_since = self.loop.time()
-        transport.set_write_buffer_limits(0)  # so that any byte that is not taken is known of
-        full = len(self.connections) >= self.limits.connections and not self._make_room()
+        self._receive_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._idle_since = self.loop.time()
+        transport.set_write_buffer_limits(0)  # so that any unread byte pauses writing
+        full = len(self.connections) >= self.limits.connections and not self._evict_idle()
         super().connection_made(transport)
         if full:
             transport.abort()
         else:
-            self._expect()
+            self._start_receive_timer()
 
-    def _make_room(self) -> bool:
-        """Of those that have not said what they want, the one that has had most time for it has to leave."""
-        others: list[Any] = [*self.connections]
-        quiet = [each for each in others if each.conn.their_state in (h11.IDLE, h11.SEND_BODY)]
-        if quiet:
-            longest = min(quiet, key=lambda each: each._quiet_since)
+    def _evict_idle(self) -> bool:
+        """Close the connection that has taken longest to send its request, if there is any."""
+        connections: list[Any] = [*self.connections]
+        idle = [other for other in connections if other.conn.their_state in (h11.IDLE, h11.SEND_BODY)]
+        if idle:
+            longest = min(idle, key=lambda other: other._idle_since)
             self.connections.discard(longest)
             longest.transport.abort()
-        return bool(quiet)
+        return bool(idle)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._arrived()
-        elif self._late is None:
-            self._expect()
+            self._stop_receive_timer()
+        elif self._receive_timer is None:
+            self._start_receive_timer()
 
     def on_response_complete(self) -> None:
-        self._quiet_since = self.loop.time()
+        self._idle_since = self.loop.time()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stuck = self.loop.call_later(self.limits.taking_seconds, self.transport.abort)
+        self._send_timer = self.loop.call_later(self.limits.send_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._taken()
+        self._stop_send_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._arrived()
-        self._taken()
+        self._stop_receive_timer()
+        self._stop_send_timer()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """What is no HTTP gets an error object too."""
+        """Answer what is not HTTP with an error object, too."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()  # the answer has begun: it can only break off
+            self.transport.abort()  # the response has begun: it can only break off
             return
-        body = json.dumps(Problem(400, "this is not a request of HTTP").json()).encode()
-        headers = {**HEADERS, "content-type": "application/json", "content-length": str(len(body))}
+        body = json.dumps(ApiError(400, "this is not a request of HTTP").json()).encode()
+        headers = {**SECURITY_HEADERS, "content-type": "application/json", "content-length": str(len(body))}
         response = h11.Response(status_code=400, headers=[*headers.items(), ("connection", "close")])
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _expect(self) -> None:
-        self._late = self.loop.call_later(self.limits.arrival_seconds, self.transport.abort)
+    def _start_receive_timer(self) -> None:
+        self._receive_timer = self.loop.call_later(self.limits.receive_seconds, self.transport.abort)
 
-    def _arrived(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _stop_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
 
-    def _taken(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
+    def _stop_send_timer(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
 
 class UvicornServer(uvicorn.Server):
-    """Asked to end, it takes nothing new, lets answers end for a while, and then cuts them cleanly."""
+    """On a signal it accepts no more requests, lets running ones finish for a while, then ends them with an error."""
 
-    def __init__(self, config: uvicorn.Config, house: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._house = house
+        self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """A second word ends it at once. Unlike its parent's, it does not die of the signal afterwards."""
+        """A second signal ends it at once. Unlike the parent's handler, it does not raise the signal again."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        for each in sockets or []:
-            host, port = each.getsockname()[:2]
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
             name = f"[{host}]" if ":" in host else host
             print(f"dsi: listening on http://{name}:{port}", file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._house.desk.refuse()
-        deadline = self._house.limits.shutdown_seconds
-        asyncio.get_running_loop().call_later(deadline, self._house.desk.cut)
+        engine_thread = self._service.engine_thread
+        engine_thread.refuse()
+        seconds = self._service.limits.shutdown_seconds
+        asyncio.get_running_loop().call_later(seconds, engine_thread.cancel_all)
         await super().shutdown(sockets)
 
 
-def start_log() -> None:
+def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter())
-    for name in ("dsi.serve", "uvicorn.error"):
+    for name in ("dsi.server", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name == "dsi.serve" else logging.WARNING)
+        logger.setLevel(logging.INFO if name == "dsi.server" else logging.WARNING)
 
 
-def configured(app: ASGIApp, limits: Limits) -> uvicorn.Config:
-    protocol: Any = type("Protocol", (Bounded,), {"limits": limits})
+def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
+    protocol: Any = type("Protocol", (ConnectionLimitsProtocol,), {"limits": limits})
     return uvicorn.Config(
         app,
         http=protocol,
@@ -170,8 +171,8 @@ def configured(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     )
 
 
-def serve(engine: Engine, model: str, found: socket.socket, limits: Limits, keys: Sequence[str]) -> None:
-    """Until it is told to stop."""
-    start_log()
-    app, house = make_app(engine, model, limits, keys, is_local(found))
-    UvicornServer(configured(app, limits), house).run(sockets=[found])
+def serve(engine: Engine, model: str, listener: socket.socket, limits: Limits, keys: Sequence[str]) -> None:
+    """Serve until a signal ends it."""
+    configure_logging()
+    app, service = make_app(engine, model, limits, keys, is_loopback(listener))
+    UvicornServer(uvicorn_config(app, limits), service).run(sockets=[listener])

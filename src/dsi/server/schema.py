@@ -1,4 +1,4 @@
-"""What a client may ask for, in the words of OpenAI's API and a few of our own."""
+"""The bodies of requests and responses: OpenAI's fields and a few of our own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-MOST = 1 << 31  # of anything; a server's own limits are less
-FIRST = Field(fail_fast=True)  # the first wrong item is enough: a list of them all could be very long
+MAX_INT = 1 << 31  # of any number; a server's own limits are lower
+FAIL_FAST = Field(fail_fast=True)  # at the first invalid item: a list of all errors could be very long
 
 Prompt = str | tuple[int, ...]
 TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -15,23 +15,23 @@ TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 PROMPT = {"anyOf": [{"type": "string"}, TEXTS, TOKENS, {"type": "array", "items": TOKENS, "minItems": 1}]}
 
 
-def prompts(value: Any) -> list[Prompt]:
-    """Text or token ids, or a list of either. By hand: a list may be long, and all its items are alike."""
+def parse_prompts(value: Any) -> list[Prompt]:
+    """Text or token ids, or a list of either. Pydantic would take too long on a long list."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
         raise ValueError("must be text, token ids, or a list of either")
-    if all(isinstance(each, str) for each in value):
+    if all(isinstance(item, str) for item in value):
         return list(value)
-    if all(_is_token(each) for each in value):
+    if all(_is_token(item) for item in value):
         return [tuple(value)]
-    if all(isinstance(each, list) and each and all(map(_is_token, each)) for each in value):
-        return [tuple(each) for each in value]
+    if all(isinstance(item, list) and item and all(map(_is_token, item)) for item in value):
+        return [tuple(item) for item in value]
     raise ValueError("must be text, token ids, or a list of either")
 
 
 def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_INT
 
 
 class StreamOptions(BaseModel):
@@ -39,40 +39,40 @@ class StreamOptions(BaseModel):
 
 
 class Body(BaseModel):
-    """What both kinds of completion take. Fields that are not known are left alone."""
+    """Fields of both kinds of completion. Unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: int | None = Field(1, ge=1, le=MOST)
-    max_tokens: int | None = Field(None, ge=0, le=MOST)
+    n: int | None = Field(1, ge=1, le=MAX_INT)
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     temperature: float | None = Field(1.0, ge=0, le=100)
     top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=0, le=MOST, description="0: all tokens")
+    top_k: int | None = Field(0, ge=0, le=MAX_INT, description="0: all tokens")
     min_p: float | None = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | Annotated[list[str], FIRST] | None = None
+    stop: str | Annotated[list[str], FAIL_FAST] | None = None
     user: str | None = None
-    # Ours.
+    # Extensions.
     algorithm: Literal["nonsi", "si", "pearl", "dsi", "auto"] | None = None
     lookahead: int | None = Field(None, ge=1, le=512)
     rule: Literal["match", "reject", "block", "specinfer"] | None = None
     timeout: float | None = Field(None, gt=0, description="Seconds until the answer must be complete.")
-    trace: bool | None = Field(False, description="Tell how each token came, and what the servers did.")
-    # Known, and not done here: anything but these values is refused.
+    trace: bool | None = Field(False, description="Report the origin of each token and what the servers computed.")
+    # Not supported: other values than these are refused.
     frequency_penalty: float | None = 0.0
     presence_penalty: float | None = 0.0
     logit_bias: dict[str, Any] | None = None
 
 
 class CompletionBody(Body):
-    prompt: Annotated[list[Prompt], PlainValidator(prompts), WithJsonSchema(PROMPT)]
+    prompt: Annotated[list[Prompt], PlainValidator(parse_prompts), WithJsonSchema(PROMPT)]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     suffix: str | None = None
-    best_of: int | None = Field(None, ge=1, le=MOST)
+    best_of: int | None = Field(None, ge=1, le=MAX_INT)
 
 
 class Part(BaseModel):
@@ -82,16 +82,16 @@ class Part(BaseModel):
 
 class Message(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[Part], FIRST]
+    content: str | Annotated[list[Part], FAIL_FAST]
 
     @property
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(each.text for each in self.content)
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatBody(Body):
     messages: list[Message] = Field(min_length=1, fail_fast=True)
-    max_completion_tokens: int | None = Field(None, ge=0, le=MOST)
+    max_completion_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Any] | None = None
@@ -99,7 +99,7 @@ class ChatBody(Body):
     response_format: dict[str, Any] | None = None
 
 
-# What comes back, for those who read `/openapi.json`.
+# Responses, for `/openapi.json`.
 
 
 class Usage(BaseModel):
@@ -119,7 +119,7 @@ class Answer(BaseModel):
     created: int
     model: str
     usage: Usage
-    metrics: dict[str, Any] = Field(description="How it was written: speculation, and what took how long.")
+    metrics: dict[str, Any] = Field(description="Speculation, timing and overlap of the response.")
 
 
 class TextChoice(AnswerChoice):

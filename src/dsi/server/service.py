@@ -1,30 +1,76 @@
-"""From what a client asks to texts being written, and their news."""
+"""From a client's request to jobs for the engine thread, and from its outputs to the deltas of a response."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
-from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.request import Request
 from dsi.core.sequence import Tokens
-from dsi.core.spec import AUTO
+from dsi.core.spec import ALGORITHMS, AUTO, SpecConfig
 from dsi.engine.engine import Engine
+from dsi.models.tokenizer import Tokenizer
+from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
-from dsi.server.engine_thread import EngineOutput, EngineThread, ServerJob
-from dsi.server.errors import Problem, closing
-from dsi.server.limits import LONGEST_STOP, Limits
+from dsi.server.engine_thread import (
+    EngineOutput,
+    EngineStatus,
+    EngineThread,
+    GenerationJob,
+    JobStats,
+    ServerStatus,
+)
+from dsi.server.errors import ApiError, shutting_down
+from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
 from dsi.server.schema import Body, ChatBody, CompletionBody, Prompt
 from dsi.server.traces import Traces
 
-LONGEST_TOKEN = 64  # characters: a longer text has more tokens than its characters over this
+log = logging.getLogger("dsi.server")
+
+MAX_TOKEN_LENGTH = 64  # characters: a longer prompt has more tokens than its characters divided by this
+DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
+TRACE_LOGPROBS = 3  # alternatives of each token that a trace shows
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What never changes of an engine, read once before its thread starts."""
+
+    tokenizer: Tokenizer
+    algorithm: str
+    context: int  # tokens; 0: unbounded
+    sp: int
+    lookaheads: Mapping[str, int]  # by algorithm
+    min_draft: int
+    latency: LatencyModel
+    supports_logprobs: bool
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """Also makes the engine simulate now what requests could not wait for."""
+        loaded = engine.loaded
+        _ = loaded.outlook  # for `auto`
+        return cls(
+            engine.text,
+            engine.algorithm,
+            loaded.context,
+            loaded.sp,
+            {algorithm: loaded.lookahead(algorithm) for algorithm in ALGORITHMS},
+            engine.patience,
+            loaded.latency,
+            not loaded.choices,
+        )
+
+    def lookahead(self, algorithm: str) -> int | None:
+        """None under `auto`, which chooses its own as it goes."""
+        return None if algorithm == AUTO else self.lookaheads[algorithm]
 
 
 @dataclass(eq=False)
@@ -36,7 +82,7 @@ class ApiRequest:
     model: str
     choices: list[ChoiceOutput]
     algorithm: str
-    lookahead: int | None  # None under `auto`, which finds its own
+    lookahead: int | None
     rule: str
     seconds: float
     stream: bool
@@ -45,23 +91,29 @@ class ApiRequest:
     echo: bool
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.perf_counter)
-    first: float | None = None  # seconds until its first token
-    last: float = 0.0  # when its last news came
-    news: asyncio.Queue[tuple[ServerJob, EngineOutput]] = field(default_factory=asyncio.Queue)
+    ttft: float | None = None  # seconds
+    last_token: float = 0.0  # when it came
+    servers: Sequence[ServerStatus] = ()
+    open: set[ChoiceOutput] = field(default_factory=set)  # whose last output has not come
+    outputs: asyncio.Queue[tuple[ChoiceOutput, EngineOutput]] = field(default_factory=asyncio.Queue)
 
     @property
-    def tickets(self) -> list[ServerJob]:
-        return [choice.ticket for choice in self.choices if choice.ticket]
+    def jobs(self) -> list[GenerationJob]:
+        return [choice.job for choice in self.choices if choice.job]
+
+    @property
+    def stats(self) -> list[JobStats]:
+        return [choice.stats for choice in self.choices if choice.stats]
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt once, however many texts are to follow it."""
+        """Each prompt counts once, whatever n is."""
         return sum(len(prompt) for prompt in {id(c.prompt): c.prompt for c in self.choices}.values())
 
     @property
     def new_tokens(self) -> int:
         echoed = sum(len(choice.prompt) for choice in self.choices) if self.echo else 0
-        return sum(len(choice.words) for choice in self.choices) - echoed
+        return sum(len(choice.tokens) for choice in self.choices) - echoed
 
     @property
     def elapsed(self) -> float:
@@ -70,216 +122,234 @@ class ApiRequest:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
+    """What one output of the engine adds to a choice."""
+
     choice: ChoiceOutput
-    piece: str
-    words: Sequence[TokenText]
-    update: EngineOutput
+    text: str
+    tokens: Sequence[TokenText]
+    output: EngineOutput
 
 
 class Service:
-    """The engine and all that is around it."""
+    """The engine thread with everything the event loop keeps around it."""
 
-    def __init__(self, engine: Engine, desk: EngineThread, limits: Limits, model: str) -> None:
-        self.engine, self.desk, self.limits, self.model = engine, desk, limits, model
-        self.metrics = Metrics(desk)
+    def __init__(self, engine: Engine, limits: Limits, model: str) -> None:
+        self.info = EngineInfo.of(engine)
+        self.engine_thread = EngineThread(engine, limits)
+        self.limits, self.model = limits, model
+        self.metrics = Metrics()
         self.traces = Traces(limits.traces)
         self.created = int(time.time())
-        self.patience = engine.patience  # rehearsed once, here: a request could not wait for it
-        _ = engine.loaded.outlook  # nor for this, which `auto` needs
 
-    @property
-    def servers(self) -> list[dict[str, Any]]:
-        """Who is there, drafters first."""
-        fleet = self.engine.loaded.fleet
-        found = [
-            {"name": name, "role": role, "alive": alive, "restarts": fleet.deaths.get(name, 0)}
-            for name, role, alive in fleet.servers()
-        ]
-        return sorted(found, key=lambda each: each["role"] == "target")
-
-    @property
-    def able(self) -> bool:
-        """Whether a text can be written."""
-        targets = [each for each in self.servers if each["role"] == "target" and each["alive"]]
-        return self.desk.alive and bool(targets)
-
-    def lookahead(self, algorithm: str) -> int | None:
-        return None if algorithm == AUTO else self.engine.loaded.lookahead(algorithm)
-
-    def order(self, body: CompletionBody | ChatBody) -> ApiRequest:
-        """What is asked for, or a `Problem`."""
+    def prepare(self, body: CompletionBody | ChatBody) -> ApiRequest:
+        """Turn a request's body into choices with their jobs, or raise an `ApiError`."""
         check_support(body)
-        self._check_count(body)
+        self._check_num_choices(body)
         if body.model is not None and body.model != self.model:
             message = f"the model {body.model[:200]!r} is not here; there is {self.model!r}"
-            raise Problem(404, message, param="model", code="model_not_found")
+            raise ApiError(404, message, param="model", code="model_not_found")
         chat = isinstance(body, ChatBody)
         prompts = self._prompts(body)
-        algorithm = body.algorithm or self.engine.algorithm
+        algorithm = body.algorithm or self.info.algorithm
+        request = ApiRequest(
+            id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            chat=chat,
+            model=self.model,
+            choices=[],
+            algorithm=algorithm,
+            lookahead=body.lookahead or self.info.lookahead(algorithm),
+            rule=body.rule or "match",
+            seconds=min(body.timeout or self.limits.seconds, self.limits.seconds),
+            stream=bool(body.stream),
+            usage=bool(body.stream_options and body.stream_options.include_usage),
+            trace=bool(body.trace),
+            echo=isinstance(body, CompletionBody) and bool(body.echo),
+        )
         try:
-            patience = None if body.lookahead is None else min(self.patience, body.lookahead)
-            policy = self.engine.policy(algorithm, body.lookahead, patience)
-            order = ApiRequest(
-                id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
-                chat=chat,
-                model=self.model,
-                choices=[],
-                algorithm=algorithm,
-                lookahead=body.lookahead or self.lookahead(algorithm),
-                rule=body.rule or "match",
-                seconds=min(body.timeout or self.limits.seconds, self.limits.seconds),
-                stream=bool(body.stream),
-                usage=bool(body.stream_options and body.stream_options.include_usage),
-                trace=bool(body.trace),
-                echo=isinstance(body, CompletionBody) and bool(body.echo),
-            )
-            self._add_choices(order, body, prompts, policy)
+            self._add_choices(request, body, prompts)
         except ValueError as error:
-            raise Problem(400, str(error)) from error
-        return order
+            raise ApiError(400, str(error)) from error
+        return request
 
-    def _check_count(self, body: CompletionBody | ChatBody) -> None:
-        """Before any of them is read, which takes a while where they are many."""
+    def _check_num_choices(self, body: CompletionBody | ChatBody) -> None:
+        """Before any prompt is tokenized, which takes a while where there are many."""
         prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
         if prompts * (body.n or 1) > self.limits.choices:
             message = f"{prompts} prompts times n {body.n or 1}: at most {self.limits.choices} texts"
-            raise Problem(400, message, param="n")
+            raise ApiError(400, message, param="n")
 
     def _prompts(self, body: CompletionBody | ChatBody) -> list[Tokens]:
         if isinstance(body, CompletionBody):
-            return [self._read(prompt) for prompt in body.prompt]
-        messages = [{"role": each.role, "content": each.text} for each in body.messages]
-        self._check_length(sum(len(each["content"]) for each in messages))
+            return [self._tokenize(prompt) for prompt in body.prompt]
+        messages = [{"role": message.role, "content": message.text} for message in body.messages]
+        self._check_length(sum(len(message["content"]) for message in messages))
         try:
-            return [self.engine.text.apply_chat_template(messages)]
+            return [self.info.tokenizer.apply_chat_template(messages)]
         except Exception as error:  # a template may raise anything about roles that it does not know
-            raise Problem(400, "these messages do not fit the model's template", param="messages") from error
+            raise ApiError(400, "these messages do not fit the model's template", param="messages") from error
 
-    def _read(self, prompt: Prompt) -> Tokens:
+    def _tokenize(self, prompt: Prompt) -> Tokens:
         if isinstance(prompt, tuple):
-            most = self.engine.text.size
-            if bad := [token for token in prompt if token >= most][:1]:
-                raise Problem(400, f"token {bad[0]}: the model knows {most} tokens, from 0 on", param="prompt")
+            size = self.info.tokenizer.size
+            if invalid := [token for token in prompt if token >= size][:1]:
+                raise ApiError(400, f"token {invalid[0]}: the model knows {size} tokens, from 0 on", param="prompt")
             return prompt
         self._check_length(len(prompt))
         try:
-            return self.engine.text.encode(prompt)
-        except (ValueError, TypeError) as error:  # half a character, say
-            raise Problem(400, "the prompt is no text that can be read", param="prompt") from error
+            return self.info.tokenizer.encode(prompt)
+        except (ValueError, TypeError) as error:  # a lone surrogate, say
+            raise ApiError(400, "the prompt is no text that can be read", param="prompt") from error
 
     def _check_length(self, characters: int) -> None:
-        context = self.engine.loaded.context
-        if context and characters > context * LONGEST_TOKEN:
+        context = self.info.context
+        if context and characters > context * MAX_TOKEN_LENGTH:
             message = f"a prompt of {characters} characters: the models' context is {context} tokens"
-            raise Problem(400, message, param="prompt", code="context_length_exceeded")
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
-    def _add_choices(
-        self, order: ApiRequest, body: CompletionBody | ChatBody, prompts: list[Tokens], policy: Policy
-    ) -> None:
-        stops, best, wanted = self._stops(body), _best(body), self._wanted(body)
+    def _add_choices(self, request: ApiRequest, body: CompletionBody | ChatBody, prompts: Sequence[Tokens]) -> None:
+        stops, num_logprobs, n = self._stops(body), _num_logprobs(body), body.n or 1
+        max_tokens = self._max_tokens(body)
+        min_draft = None if body.lookahead is None else min(self.info.min_draft, body.lookahead)
+        spec = SpecConfig(request.algorithm, body.lookahead, min_draft, rule=request.rule)
         seed = secrets.randbits(31) if body.seed is None else body.seed
         loop = asyncio.get_running_loop()
-        for index in range(len(prompts) * (body.n or 1)):
-            prompt = prompts[index // (body.n or 1)]
-            own = seed + index % (body.n or 1)
-            sampling = Sampling(
-                _or(body.temperature, 1.0),
-                body.top_k or 0,
-                _or(body.top_p, 1.0),
-                body.min_p or 0.0,
-                own,
-                order.rule,
-                logprobs=3 if best is None and order.trace and not self.engine.loaded.choices else best,
+        for index in range(len(prompts) * n):
+            choice = ChoiceOutput(index, prompts[index // n], self.info.tokenizer, stops, num_logprobs)
+            request.choices.append(choice)
+            scores = request.echo and num_logprobs is not None
+            if not (scores or max_tokens):
+                continue
+            choice.job = GenerationJob(
+                choice.prompt,
+                max_tokens,
+                spec,
+                self._sampling(request, body, seed + index % n, num_logprobs),
+                partial(loop.call_soon_threadsafe, partial(self._receive, request, choice)),
+                num_logprobs if scores else None,
+                request.trace,
             )
-            choice = ChoiceOutput(index, prompt, self.engine.text, stops, own, best)
-            order.choices.append(choice)
-            requests: deque[Request] = deque()
-            if order.echo and best is not None:
-                scored = Sampling(logprobs=best)
-                requests.append(self.engine.request(prompt, 0, policy, scored))
-            if wanted != 0:
-                most = self.limits.new_tokens if wanted is None else wanted
-                requests.append(self.engine.request(prompt, most, policy, sampling))
-            if requests:
-                choice.ticket = ServerJob(requests, order.news, loop, order.trace)
+
+    def _sampling(
+        self, request: ApiRequest, body: CompletionBody | ChatBody, seed: int, num_logprobs: int | None
+    ) -> Sampling:
+        traced = request.trace and self.info.supports_logprobs
+        return Sampling(
+            _or(body.temperature, 1.0),
+            body.top_k or 0,
+            _or(body.top_p, 1.0),
+            body.min_p or 0.0,
+            seed,
+            request.rule,
+            logprobs=TRACE_LOGPROBS if num_logprobs is None and traced else num_logprobs,
+        )
 
     def _stops(self, body: Body) -> list[str]:
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        if len(stops) > self.limits.stops or any(len(stop) > LONGEST_STOP for stop in stops):
+        if len(stops) > self.limits.stops or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
             longest = max(len(stop) for stop in stops)
             raise ValueError(
-                f"{len(stops)} stops of up to {longest} characters: at most {self.limits.stops} of {LONGEST_STOP}"
+                f"{len(stops)} stops of up to {longest} characters: at most {self.limits.stops} of {MAX_STOP_LENGTH}"
             )
         return stops
 
-    def _wanted(self, body: CompletionBody | ChatBody) -> int | None:
-        """New tokens; None: as many as there is room for."""
-        asked = body.max_tokens
-        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
-            asked = body.max_completion_tokens
-        if asked is not None and asked > self.limits.new_tokens:
-            raise ValueError(f"max_tokens {asked}: must be at most {self.limits.new_tokens}")
-        return asked if asked is not None or isinstance(body, ChatBody) else 16
+    def _max_tokens(self, body: CompletionBody | ChatBody) -> int:
+        chat = isinstance(body, ChatBody)
+        max_tokens = body.max_completion_tokens if isinstance(body, ChatBody) else None
+        if max_tokens is None:
+            max_tokens = body.max_tokens
+        if max_tokens is None:
+            return self.limits.new_tokens if chat else DEFAULT_MAX_TOKENS
+        if max_tokens > self.limits.new_tokens:
+            raise ValueError(f"max_tokens {max_tokens}: must be at most {self.limits.new_tokens}")
+        return max_tokens
 
-    def begin(self, order: ApiRequest) -> None:
-        """Take it on, or refuse it: from here on it must be followed."""
-        if not self.able:
-            raise closing() if not self.desk.alive else Problem(503, "no target server is left")
-        self.desk.submit(order.tickets)
-
-    async def follow(self, order: ApiRequest) -> AsyncIterator[Delta]:
-        """Its news as they come. Whoever stops listening has cancelled it."""
-        cause = "error"
+    async def begin(self, request: ApiRequest) -> None:
+        """Submit the jobs of a request, or raise an `ApiError`; a request that has begun must be followed."""
+        request.open = {choice for choice in request.choices if choice.job}
         try:
-            async with asyncio.timeout(max(0.0, order.seconds - order.elapsed)):
-                async for news in self._news(order):
-                    yield news
-            cause = "ok"
+            status = await self.engine_thread.submit(request.jobs)
+        except asyncio.CancelledError:
+            self.engine_thread.cancel(request.jobs)
+            raise
+        request.servers = status.servers
+        if not request.jobs:
+            self._complete(request)
+
+    def _receive(self, request: ApiRequest, choice: ChoiceOutput, output: EngineOutput) -> None:
+        request.servers = output.servers or request.servers
+        if output.finish_reason:
+            choice.stats = output.stats
+            request.open.discard(choice)
+            if not request.open:
+                self._complete(request)
+        request.outputs.put_nowait((choice, output))
+
+    def _complete(self, request: ApiRequest) -> None:
+        """All statistics are there, whether or not the client still is."""
+        self.metrics.count_speculation(request.algorithm, request.stats)
+        self.traces.keep(request.id, request.algorithm, request.stats)
+
+    async def follow(self, request: ApiRequest) -> AsyncIterator[Delta]:
+        """Yield the deltas of a request as they come; closing the iterator cancels the request."""
+        outcome = "error"
+        try:
+            async with asyncio.timeout(max(0.0, request.seconds - request.elapsed)):
+                async for delta in self._deltas(request):
+                    yield delta
+            outcome = "ok"
         except TimeoutError:
-            cause = "deadline"
-            message = f"the answer was not complete after {order.seconds:g} s"
-            raise Problem(503, message, code="deadline_exceeded") from None
+            outcome = "deadline"
+            message = f"the answer was not complete after {request.seconds:g} s"
+            raise ApiError(503, message, code="deadline_exceeded") from None
         except (asyncio.CancelledError, GeneratorExit):
-            cause = "disconnected"
+            outcome = "disconnected"
             raise
         finally:
-            self.desk.cancel(order.tickets)
-            self.metrics.ended(order, cause)
-            names = [each["name"] for each in self.servers]
-            self.traces.keep(order.id, order.algorithm, names, order.tickets)
+            self.engine_thread.cancel(choice.job for choice in request.open if choice.job)
+            self.metrics.count_request(request, outcome)
 
-    async def _news(self, order: ApiRequest) -> AsyncIterator[Delta]:
-        for choice in order.choices:
-            if order.echo and choice.best is None:
-                yield Delta(choice, *choice.read(()), EngineOutput())
-            if choice.ticket is None:
+    async def _deltas(self, request: ApiRequest) -> AsyncIterator[Delta]:
+        for choice in request.choices:
+            if request.echo and choice.num_logprobs is None:
+                yield Delta(choice, *choice.echo_prompt(()), EngineOutput())
+            if choice.job is None:
                 choice.finish_reason = "length"
-                yield Delta(choice, "", (), EngineOutput(ended="length"))
-        owners = {choice.ticket: choice for choice in order.choices}
-        while not all(choice.finish_reason for choice in order.choices):
-            ticket, update = await order.news.get()
-            choice = owners[ticket]
-            if not choice.finish_reason:  # what comes after a stop is nobody's
-                yield self._heard(order, choice, ticket, update)
+                yield Delta(choice, "", (), EngineOutput(finish_reason="length"))
+        unfinished = len(request.jobs)
+        stopped: dict[ChoiceOutput, Delta] = {}  # by a stop string; their statistics come with the job's last output
+        while unfinished:
+            choice, output = await request.outputs.get()
+            unfinished -= output.finish_reason is not None
+            if choice not in stopped:
+                delta = self._delta(request, choice, output)
+                if output.finish_reason or not choice.finish_reason:
+                    yield delta
+                elif choice.job:
+                    stopped[choice] = delta
+                    self.engine_thread.cancel([choice.job])
+            elif output.finish_reason:
+                yield stopped[choice]
 
-    def _heard(self, order: ApiRequest, choice: ChoiceOutput, ticket: ServerJob, update: EngineOutput) -> Delta:
-        if update.error:
-            self.metrics.failed(order, update.error)
-            raise Problem(503, "no server could finish this text", code="engine_failed")
-        if update.ended == "cancelled":
-            raise closing()
-        if order.echo and choice.best is not None and not choice.words:
-            choice.finish_reason = update.ended  # if nothing is to follow it
-            return Delta(choice, *choice.read(update.notes), update)
-        piece, words = choice.take(update)
-        if choice.stopped and not update.ended:
-            self.desk.cancel([ticket])
-        self.metrics.heard(order, len(words), update)
-        return Delta(choice, piece, words, update)
+    def _delta(self, request: ApiRequest, choice: ChoiceOutput, output: EngineOutput) -> Delta:
+        if output.error:
+            log.error("engine failed", extra={"answer": request.id, "why": output.error})
+            raise ApiError(503, "no server could finish this text", code="engine_failed")
+        if output.finish_reason == "cancelled":
+            raise shutting_down()
+        if request.echo and choice.num_logprobs is not None and not choice.tokens:
+            choice.finish_reason = output.finish_reason  # set if nothing follows the prompt
+            return Delta(choice, *choice.echo_prompt(output.top_logprobs), output)
+        text, tokens = choice.add(output)
+        if tokens:
+            self.metrics.count_tokens(request, len(tokens), output.tip - output.root)
+        return Delta(choice, text, tokens, output)
+
+    async def status(self) -> EngineStatus:
+        return await self.engine_thread.status()
 
 
-def _best(body: CompletionBody | ChatBody) -> int | None:
-    """How many of the likeliest tokens are to be named."""
+def _num_logprobs(body: CompletionBody | ChatBody) -> int | None:
+    """How many of the likeliest tokens the response names; None: no log-probabilities."""
     if isinstance(body, CompletionBody):
         return body.logprobs
     if body.top_logprobs and not body.logprobs:
@@ -292,18 +362,18 @@ def _or(value: float | None, default: float) -> float:
 
 
 def check_support(body: CompletionBody | ChatBody) -> None:
-    """Refuse what is known and not done here, rather than leave it out in silence."""
-    asked: dict[str, Any] = {
+    """Refuse parameters of OpenAI's API that are not supported here, rather than ignore them silently."""
+    unsupported: dict[str, Any] = {
         "frequency_penalty": body.frequency_penalty,
         "presence_penalty": body.presence_penalty,
         "logit_bias": body.logit_bias,
     }
     if isinstance(body, CompletionBody):
-        asked |= {"suffix": body.suffix, "best_of": body.best_of if body.best_of != (body.n or 1) else None}
+        unsupported |= {"suffix": body.suffix, "best_of": body.best_of if body.best_of != (body.n or 1) else None}
     else:
         format = (body.response_format or {}).get("type", "text")
-        asked |= {"tools": body.tools, "functions": body.functions}
-        asked |= {"response_format": format if format != "text" else None}
-    for name, value in asked.items():
+        unsupported |= {"tools": body.tools, "functions": body.functions}
+        unsupported |= {"response_format": format if format != "text" else None}
+    for name, value in unsupported.items():
         if value:
-            raise Problem(400, f"{name}: is not supported here", param=name, code="unsupported_parameter")
+            raise ApiError(400, f"{name}: is not supported here", param=name, code="unsupported_parameter")

@@ -1,54 +1,32 @@
-"""What the servers did for the last requests, to be drawn afterwards."""
+"""Traces of the last requests: what each server computed, for Perfetto and `dsi timeline`."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from dsi.core.request import Completion
-from dsi.experiments.records import Record, recorded
-from dsi.fleets.spans import Span
+from dsi.experiments.records import recorded
 from dsi.plot.trace import trace
-from dsi.server.engine_thread import ServerJob
+from dsi.server.engine_thread import JobStats
 
 
 class Traces:
-    """The last few, by the id of the answer; most are never asked for, so they are made when they are."""
+    """The last few by response id; most are never requested, so JSON is made on demand."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: OrderedDict[str, tuple[str, Sequence[str], list[ServerJob]]] = OrderedDict()
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._stats: OrderedDict[str, tuple[str, Sequence[JobStats]]] = OrderedDict()
 
-    def keep(self, id: str, algorithm: str, servers: Sequence[str], tickets: Sequence[ServerJob]) -> None:
-        if not self._most:
-            return
-        self._kept[id] = algorithm, servers, [ticket for ticket in tickets if ticket.run]
-        while len(self._kept) > self._most:
-            self._kept.popitem(last=False)
+    def keep(self, id: str, algorithm: str, stats: Sequence[JobStats]) -> None:
+        self._stats[id] = algorithm, stats
+        while len(self._stats) > self._capacity:
+            self._stats.popitem(last=False)
 
     def json(self, id: str) -> dict[str, Any] | None:
-        if id not in self._kept:
+        if id not in self._stats:
             return None
-        algorithm, servers, tickets = self._kept[id]
-        return trace([record(algorithm, servers, ticket) for ticket in tickets])
-
-
-def record(algorithm: str, servers: Sequence[str], ticket: ServerJob) -> Record:
-    run, log = ticket.run, [_since(span, ticket.began) for span in ticket.spans]
-    if run is None:
-        raise ValueError("a ticket that was never taken up")
-    done = Completion(
-        tuple(run.tokens),
-        "",
-        tuple(run.times),
-        ticket.tally,
-        decisions=ticket.decisions,
-        overlap=run.overlap,
-    )
-    return recorded(algorithm, "measured", tuple(servers), log, done, 1000)
-
-
-def _since(span: Span, began: float) -> Span:
-    return replace(span, start=span.start - began, end=span.end - began)
+        algorithm, stats = self._stats[id]
+        return trace(
+            [recorded(algorithm, "measured", tuple(job.servers), job.spans, job.completion, 1000) for job in stats]
+        )
