@@ -1,4 +1,4 @@
-"""What second guesses are worth: DSI's time with them over that of one chain, and over Proposition 1's bound.
+"""What runner-up draft tokens are worth: DSI's time with them over one chain's, and over Proposition 1's bound.
 
 Simulated: target 37.7 ms, drafter 2.5 ms, as many targets as Eq. (1) asks for and one more, and some to
 spare; the drafter names no second guess at a share `--sure` of the places where its first one is right. With
@@ -8,17 +8,17 @@ spare; the drafter names no second guess at a share `--sure` of the places where
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
+import harness
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import MIN_RATIO
 from dsi.engine.build import ModelPair, load_apart
 from dsi.engine.prompts import sample_prompts
-from dsi.experiments import datasets as shelf
+from dsi.experiments import datasets
 from dsi.experiments.acceptance import interval
 from dsi.models.protocol import NEVER, ForwardRequest
 from dsi.paper.claims import bound
@@ -67,23 +67,23 @@ def cells(options: argparse.Namespace) -> Iterator[Cell]:
                 yield Cell(acceptance, hit, spare, ms / chain, ms / most)
 
 
-def show(found: list[Cell]) -> None:
+def lines(results: list[Cell]) -> Iterator[str]:
     for acceptance in ACCEPTANCES:
-        print(f"\nacceptance {acceptance}: time over one chain's, and over Proposition 1's bound (simulated)")
-        print("second guess right   " + "   ".join(f"{spare} spare   " for spare in SPARES))
-        for hit in HITS:
-            row = [cell for cell in found if (cell.acceptance, cell.hit) == (acceptance, hit)]
-            figures = "   ".join(f"{cell.over_chain:.2f}, {cell.over_bound:.2f}" for cell in row)
-            print(f"{hit:18}   {figures}")
+        yield f"\nacceptance {acceptance}: time over one chain's, and over Proposition 1's bound (simulated)"
+        heads = ("runner-up right", *(f"{spare} spare" for spare in SPARES))
+        rows = [[cell for cell in results if (cell.acceptance, cell.hit) == (acceptance, hit)] for hit in HITS]
+        cells = [(row[0].hit, *(f"{cell.over_chain:.2f}, {cell.over_bound:.2f}" for cell in row)) for row in rows]
+        yield from harness.table(heads, cells)
 
 
 def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
-    """The drafter reads what the target wrote, and ranks its guesses at each place of it."""
+    """Let the drafter read what the target wrote, and rank its choices at each position."""
     pair = load_apart("builtin", "builtin")
-    chosen = sample_prompts(shelf.read("builtin", None, None), pair.text, prompts, 0, tokens, pair.context)
+    chosen = sample_prompts(datasets.read("builtin", None, None), pair.text, prompts, 0, tokens, pair.context)
     for temperature in (0.0, 1.0):
         texts = [
-            judged(pair, prompt, tokens, Sampling(temperature, seed=seed)) for seed, prompt in enumerate(chosen.prompts)
+            draft_ranks(pair, prompt, tokens, Sampling(temperature, seed=seed))
+            for seed, prompt in enumerate(chosen.prompts)
         ]
         hits = [[hit for first, hit, _ in text if not first] for text in texts]
         rate = sum(map(sum, hits)) / sum(map(len, hits))
@@ -102,23 +102,23 @@ def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
         }
 
 
-def judged(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling) -> list[tuple[bool, bool, bool]]:
-    """Of each place: whether the first guess is right, whether the second is, and whether it came close."""
+def draft_ranks(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling) -> list[tuple[bool, bool, bool]]:
+    """Return for each position whether the first choice is right, the runner-up is, and it was close."""
     model, text = pair.target.fresh(), list(prompt)
     while len(text) < len(prompt) + tokens and (len(text) == len(prompt) or text[-1] not in pair.text.eos_token_ids):
         text += model.answer(ForwardRequest(text, len(text), sampling=sampling))
-    rows = pair.drafter.fresh().backend.forward(text[:-1], len(prompt), NEVER)
-    found = []
-    for position, (row, truth) in enumerate(zip(rows, text[len(prompt) :]), len(prompt)):
+    logits = pair.drafter.fresh().backend.forward(text[:-1], len(prompt), NEVER)
+    ranks = []
+    for position, (row, target_token) in enumerate(zip(logits, text[len(prompt) :]), len(prompt)):
         first, second = top_k_tokens(row, sampling, position, 2, 0.0)
         close = len(top_k_tokens(row, sampling, position, 2, MIN_RATIO)) == 2
-        found.append((first == truth, second == truth, close))
-    return found
+        ranks.append((first == target_token, second == target_token, close))
+    return ranks
 
 
-def show_measured(row: dict[str, float]) -> None:
-    print(
-        f"temperature {row['temperature']:g}: first guess right {row['acceptance']:.3f} of {row['places']} "
+def measured_line(row: dict[str, float]) -> str:
+    return (
+        f"temperature {row['temperature']:g}: first choice right {row['acceptance']:.3f} of {row['places']} "
         f"places; where it is wrong, the runner-up is right {row['second']:.3f} "
         f"(95%: {row['low']:.3f} to {row['high']:.3f}), {row['close_second']:.3f} if only those that came "
         f"to {MIN_RATIO:g} of the winner count; then {row['sure']:.3f} of the right guesses stay alone (measured)"
@@ -126,24 +126,14 @@ def show_measured(row: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--lookahead", type=int, default=1)
-    parser.add_argument("--sure", type=float, default=0.6, help="about what the built-in drafter has")
+    parser = harness.arguments(__doc__, "--repeats 5", repeats=40, lookahead=1, prompts=50, tokens=96)
+    parser.add_argument("--sure", type=harness.share, default=0.6, help="about what the built-in drafter has")
     parser.add_argument("--measure", action="store_true", help="also measure the built-in pair: two minutes")
-    parser.add_argument("--prompts", type=int, default=50)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = list(cells(options))
+    results = list(cells(options))
     measured = list(measure(options.prompts, options.tokens)) if options.measure else []
-    if options.json:
-        rows = [asdict(cell) for cell in found]
-        print(json.dumps({"label": "simulated", "rows": rows, "measured": measured}))
-        return
-    show(found)
-    for row in measured:
-        show_measured(row)
+    document = {"rows": [asdict(cell) for cell in results], "measured": measured}
+    harness.report(options, "simulated", document, [*lines(results), *map(measured_line, measured)])
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ as in `dsi compare --budget`.
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
+import harness
 from dsi.cli import output as show
 from dsi.engine.engine import Engine
 from dsi.experiments import budget
@@ -23,20 +23,19 @@ from dsi.planning import theory
 from dsi.planning.equation_1 import shared_out
 from dsi.planning.latency import LatencyModel
 
-RESULTS = Path(__file__).parent / "results"
 TOKENS = 200
 BLOCKS = (3, 5, 8, 12)  # that SI tries
 
 
 def measured() -> dict[str, tuple[float, float]]:
-    """Of each target: its forward over a few tokens and the drafter's, in milliseconds."""
-    found = {}
-    for path in sorted(RESULTS.glob("h200-*.json")):
+    """Return for each target the milliseconds of its forward over a few tokens, and of the drafter's."""
+    forwards = {}
+    for path in sorted(harness.RESULTS.glob("h200-*.json")):
         for target in json.loads(path.read_text())["targets"]:
             if "whole_gpu" in target:
                 costs = target["whole_gpu"]["costs"]
-                found[target["shape"]] = costs["by_width"]["8"], costs["drafter_ms"]
-    return found
+                forwards[target["shape"]] = costs["by_width"]["8"], costs["drafter_ms"]
+    return forwards
 
 
 def row(target: float, drafter: float, acceptance: float, gpus: int, scales: list[float]) -> dict[str, Any]:
@@ -58,42 +57,44 @@ def on_cores(cores: int, repeats: int, tokens: int) -> list[Table]:
         return budget.measured(running, CLASSES, repeats, {"max_new_tokens": tokens}, advance)
 
 
+def exact_lines(tables: dict[str, list[dict[str, Any]]], acceptance: float) -> Iterator[str]:
+    for shape, rows in tables.items():
+        yield f"{shape}, acceptance {acceptance}: milliseconds per token, exact"
+        names = list(rows[0]["ms_per_token"])
+        cells = [(row["gpus"], *(f"{row['ms_per_token'][name]:.2f}" for name in names)) for row in rows]
+        yield from harness.table(("GPUs", *names), cells)
+
+
 def main() -> None:
     here = budget.cores_here()
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.arguments(__doc__, "--repeats 0 --acceptance 0.93", tokens=96)
     parser.add_argument("--cores", type=int, default=here, choices=range(1, here + 1), help="of this machine")
-    parser.add_argument("--repeats", type=int, default=3, help="of each prompt on the cores; 0: only GPUs")
-    parser.add_argument("--tokens", type=int, default=96, help="of each text on the cores")
-    parser.add_argument("--out", type=Path, help="a picture of what the cores did: .svg or .png")
-    parser.add_argument("--scales", default="0.5,0.8", help="shares of a forward that scale with the GPUs")
-    parser.add_argument("--acceptance", type=float, default=0.8)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--repeats", type=harness.count, default=3, help="of each prompt on the cores; 0: only GPUs")
+    parser.add_argument("--svg", type=harness.writable, metavar="FILE", help="also draw what the cores did")
+    parser.add_argument("--scales", type=scales, default="0.5,0.8", help="shares of a forward that scale with the GPUs")
+    parser.add_argument("--acceptance", type=harness.share, default=0.8)
     options = parser.parse_args()
-    scales = [float(share) for share in options.scales.split(",")]
-    found = {
-        shape: [row(target, drafter, options.acceptance, gpus, scales) for gpus in range(2, 9)]
+    exact = {
+        shape: [row(target, drafter, options.acceptance, gpus, options.scales) for gpus in range(2, 9)]
         for shape, (target, drafter) in measured().items()
     }
     tables = on_cores(options.cores, options.repeats, options.tokens) if options.repeats else []
-    if options.out and tables:
+    if options.svg and tables:
         from dsi.plot.budget import save
 
-        save(tables, f"The same {options.cores} cores for every algorithm", options.out)
-    if options.json:
-        measured_here = {"label": "measured", "cores": options.cores, "classes": [t.json() for t in tables]}
-        exact = {"label": "exact, from measured latencies", "rows": found}
-        print(json.dumps(exact | {"measured": measured_here if tables else None}))
-        return
-    for shape, rows in found.items():
-        print(f"{shape}, acceptance {options.acceptance}: milliseconds for each token, exact")
-        names = list(rows[0]["ms_per_token"])
-        print("GPUs  " + "  ".join(f"{name:>9}" for name in names))
-        for each in rows:
-            print(f"{each['gpus']:>4}  " + "  ".join(f"{each['ms_per_token'][name]:9.2f}" for name in names))
-    if tables:
+        save(tables, f"The same {options.cores} cores for every algorithm", options.svg)
+    on_this_machine = {"label": "measured", "cores": options.cores, "classes": [table.json() for table in tables]}
+    results = {"rows": exact, "measured": on_this_machine if tables else None}
+    lines = exact_lines(exact, options.acceptance)
+    harness.report(options, "exact, from measured latencies", results, lines)
+    if tables and not options.json:
         runs = tables[0].entries[0].runs
-        about = f"{runs} texts of each class and contender on {options.cores} cores, all equal"
+        about = f"{runs} texts of each class and configuration on {options.cores} cores, all equal"
         show.budget(tables, about, False, [])
+
+
+def scales(text: str) -> list[float]:
+    return [harness.share(part) for part in text.split(",")]
 
 
 if __name__ == "__main__":
