@@ -22,11 +22,12 @@ from dsi.core.sequence import TokenSequence
 from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.ray_actors import FaultInjector, RayFleet, ResourceRequest, hush, ray
+from dsi.fleets.ray_actors import RayFleet, ResourceRequest, ray, silence_ray
 from dsi.fleets.worker import Server
 from dsi.models.toy import ToyTarget
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SECOND, SimulationConfig
+from ray_faults import faulty_worker
 
 LITTLE = {"target": ResourceRequest(cpus=0.01), "drafter": ResourceRequest(cpus=0.01)}
 PAPER = SimulationConfig(LatencyModel(37.7, 2.5), 0.8, sp=7, tokens=100)
@@ -140,7 +141,7 @@ def fault(kind: str, fate: str, every: int, often: int, plain: tuple[int, ...]) 
             QUICK.servers(3, SECOND),
             resources=LITTLE,
             hang_seconds=1.0,
-            fault=lambda _: FaultInjector(kind, fate, every, book.name),
+            worker=faulty_worker(kind, fate, every, Path(book.name)),
         )
         fleet.wait_until_ready()
         loop, texts, equal, seconds, seen = EngineLoop(fleet), 0, 0, 0.0, 0
@@ -161,7 +162,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     ray().init("local", num_cpus=8, include_dashboard=False, log_to_driver=False, logging_level="error")
-    hush()
+    silence_ray()
     parts = options.only.split(",")
     found: dict[str, Any] = {"label": "waited"}
     if "latency" in parts:

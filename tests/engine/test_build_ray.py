@@ -110,7 +110,7 @@ def family(engine: Engine) -> list[int]:
     """The process of the target's actor, and those it has started."""
     from ray._private.state import actors
 
-    process = actors(engine.fleet._workers["target-1"]._handle._actor_id.hex())["Pid"]  # type: ignore[attr-defined]
+    process = actors(engine.fleet._workers["target-1"].actor._actor_id.hex())["Pid"]  # type: ignore[attr-defined]
     children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
     return [process, *map(int, children)]
 

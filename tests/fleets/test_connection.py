@@ -20,7 +20,7 @@ from dsi.core.messages import (
     Verify,
 )
 from dsi.core.sequence import TokenSequence
-from dsi.fleets.connection import TEXTS, Connection, Receiver, Sender, pack_event, unpack_event
+from dsi.fleets.connection import MAX_REQUESTS, Connection, JobDecoder, JobEncoder, decode_event, encode_event
 
 tails = st.lists(st.integers(0, 3), max_size=6)
 
@@ -30,7 +30,7 @@ tails = st.lists(st.integers(0, 3), max_size=6)
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), tails), max_size=12),
 )
 def test_every_job_arrives_as_it_was(prompts: list[list[int]], steps: list[tuple[int, int, list[int]]]) -> None:
-    sender, receiver = Sender(), Receiver()
+    encoder, decoder = JobEncoder(), JobDecoder()
     texts = [[TokenSequence.of(prompt)] for prompt in prompts]
     for id, (request, base, tail) in enumerate(steps):
         known = texts[request % len(texts)]
@@ -39,7 +39,7 @@ def test_every_job_arrives_as_it_was(prompts: list[list[int]], steps: list[tuple
             text = text.then(token)
         known.append(text)
         job: Job = (Prefill(id, text), Draft(id, text, 3), Verify(id, text, 2, 1, Sampling(0.5)))[id % 3]
-        arrived = receiver.unpack(pickle.loads(pickle.dumps(sender.pack(job))))
+        arrived = decoder.decode(pickle.loads(pickle.dumps(encoder.encode(job))))
         assert (type(arrived), arrived.id, list(arrived.context)) == (type(job), id, list(text))
         assert len(arrived.context.origin) == len(text.origin)
         if isinstance(job, Verify) and isinstance(arrived, Verify):
@@ -47,25 +47,25 @@ def test_every_job_arrives_as_it_was(prompts: list[list[int]], steps: list[tuple
 
 
 def test_only_the_difference_travels() -> None:
-    sender = Sender()
+    encoder = JobEncoder()
     text = TokenSequence.of(range(1000))
-    assert len(sender.pack(Prefill(1, text))[4]) == 1000
+    assert len(encoder.encode(Prefill(1, text))[4]) == 1000
     longer = text.then(5).then(6)
-    assert sender.pack(Verify(2, longer, 1))[3:5] == (1000, [5, 6])
-    assert sender.pack(Verify(3, text.then(5).then(7), 1))[3:5] == (1001, [7])
+    assert encoder.encode(Verify(2, longer, 1))[3:5] == (1000, [5, 6])
+    assert encoder.encode(Verify(3, text.then(5).then(7), 1))[3:5] == (1001, [7])
 
 
 def test_both_ends_forget_alike() -> None:
-    sender, receiver = Sender(), Receiver()
-    texts = [TokenSequence.of((i,)) for i in range(TEXTS + 3)]
+    encoder, decoder = JobEncoder(), JobDecoder()
+    texts = [TokenSequence.of((i,)) for i in range(MAX_REQUESTS + 3)]
     for _ in range(2):
         for id, text in enumerate(texts):
-            assert list(receiver.unpack(sender.pack(Prefill(id, text))).context) == list(text)
+            assert list(decoder.decode(encoder.encode(Prefill(id, text))).context) == list(text)
 
 
 @pytest.mark.parametrize("event", [Prefilled(7), Drafted(7, 3), Verified(7, (1, 2)), Failed(7, "why")])
 def test_every_event_arrives_as_it_was(event: Event) -> None:
-    assert unpack_event(pack_event(event), 7) == event
+    assert decode_event(encode_event(event), 7) == event
 
 
 def test_a_wire_carries_messages_of_any_size_in_order() -> None:
@@ -85,11 +85,11 @@ def test_a_wire_carries_messages_of_any_size_in_order() -> None:
 
 
 def test_second_guesses_and_the_wish_for_them_arrive_as_they_were() -> None:
-    sender, receiver, text = Sender(), Receiver(), TokenSequence.of((1, 2))
-    draft = receiver.unpack(sender.pack(Draft(1, text, 3, branches=2, min_ratio=0.2)))
+    encoder, decoder, text = JobEncoder(), JobDecoder(), TokenSequence.of((1, 2))
+    draft = decoder.decode(encoder.encode(Draft(1, text, 3, branches=2, min_ratio=0.2)))
     assert isinstance(draft, Draft)
     assert (draft.count, draft.branches, draft.min_ratio) == (3, 2, 0.2)
-    watch = receiver.unpack(sender.pack(Verify(2, text, 1, 1, aside=True)))
+    watch = decoder.decode(encoder.encode(Verify(2, text, 1, 1, aside=True)))
     assert isinstance(watch, Verify)
     assert (watch.width, watch.aside) == (1, True)
-    assert unpack_event(pack_event(Drafted(7, 3, others=(4,))), 7) == Drafted(7, 3, others=(4,))
+    assert decode_event(encode_event(Drafted(7, 3, others=(4,))), 7) == Drafted(7, 3, others=(4,))

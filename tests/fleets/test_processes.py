@@ -17,7 +17,7 @@ from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.remote import RESTARTS
+from dsi.fleets.remote import MAX_RESTARTS
 from dsi.fleets.worker import Server
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
@@ -74,23 +74,23 @@ def test_a_server_that_keeps_dying_is_given_up() -> None:
     at = ProcessFleet([Server("target-1", "target", Deadly())])
     text = TokenSequence.of((1,))
     reasons = []
-    for id in range(RESTARTS + 2):
+    for id in range(MAX_RESTARTS + 2):
         at.start(Verify(id, text, 1))
         event = at.next_event()
         assert isinstance(event, Failed)
         reasons.append(event.reason)
-    assert reasons == ["server target-1 died"] * (RESTARTS + 1) + ["no target server is left"]
+    assert reasons == ["server target-1 died"] * (MAX_RESTARTS + 1) + ["no target server is left"]
     at.close()
 
 
 def test_a_server_that_answers_between_its_deaths_always_comes_back() -> None:
     at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
-    for id in range(RESTARTS + 3):
+    for id in range(MAX_RESTARTS + 3):
         at.start(Verify(id, TokenSequence.of((1,)), 1))
         assert isinstance(at.next_event(), Verified)
         at.kill("target-1")
     assert at.servers() == [("target-1", "target", True)]
-    assert at.deaths == {"target-1": RESTARTS + 3}
+    assert at.deaths == {"target-1": MAX_RESTARTS + 3}
     at.close()
 
 

@@ -16,11 +16,12 @@ from dsi.core.policies import autoregressive, distributed
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop, FleetError
-from dsi.fleets.ray_actors import HELLO, FaultInjector, RayFleet, ResourceRequest, check_reachable, parse_resources, ray
+from dsi.fleets.ray_actors import HELLO, RayFleet, ResourceRequest, check_reachable, parse_resources, ray
 from dsi.fleets.worker import Server
 from dsi.models.toy import ToyTarget
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
+from ray_faults import faulty_worker
 
 pytest.importorskip("ray")
 
@@ -65,16 +66,16 @@ CASES = [  # what, how, every how many of them, how often at least
 ]
 
 
-@pytest.mark.parametrize(("kind", "fate", "every", "least"), CASES, ids=[f"{k} {f}" for k, f, *_ in CASES])
+@pytest.mark.parametrize(("kind", "fault", "every", "least"), CASES, ids=[f"{k} {f}" for k, f, *_ in CASES])
 def test_whatever_goes_wrong_the_text_is_the_same(
-    make: Make, tmp_path: Path, kind: str, fate: str, every: int, least: int
+    make: Make, tmp_path: Path, kind: str, fault: str, every: int, least: int
 ) -> None:
-    book = tmp_path / "book"
-    book.touch()
-    fleet = make(fault=lambda _: FaultInjector(kind, fate, every, str(book)), hang_seconds=1.0)
+    log = tmp_path / "log"
+    log.touch()
+    fleet = make(worker=faulty_worker(kind, fault, every, log), hang_seconds=1.0)
     loop, expected = EngineLoop(fleet), plain()
     end = time.monotonic() + 60
-    while len(book.read_text().splitlines()) < least:
+    while len(log.read_text().splitlines()) < least:
         assert time.monotonic() < end
         [done] = loop.run(Request((1, 2, 3), 60, distributed(2)))
         assert done.tokens == expected
@@ -83,7 +84,7 @@ def test_whatever_goes_wrong_the_text_is_the_same(
 def test_these_are_thirty_faults_of_every_kind() -> None:
     assert sum(least for *_, least in CASES) >= 30
     assert {kind for kind, *_ in CASES} == {"answer", "cancel", "draft", "verify", "prefill"}
-    assert {fate for _, fate, *_ in CASES} == {"die", "hang", "late", "lose", "twice"}
+    assert {fault for _, fault, *_ in CASES} == {"die", "hang", "late", "lose", "twice"}
 
 
 def test_a_target_that_is_added_in_the_middle_is_used(make: Make) -> None:
@@ -126,7 +127,7 @@ def test_a_server_that_cannot_come_is_given_up(cluster: None) -> None:  # noqa: 
 
 def test_who_does_not_know_the_secret_is_sent_away(make: Make) -> None:
     fleet = make([Server("target-1", "target", ToyTarget(3))])
-    with socket.create_connection(fleet._door.getsockname()[:2]) as stranger:
+    with socket.create_connection(fleet._listen_socket.getsockname()[:2]) as stranger:
         stranger.sendall(HELLO.pack(b"x" * 32, b"target-1", 1, 0.0) + b"rest")
         fleet.start(Verify(1, TokenSequence.of((1,)), 1))
         assert isinstance(fleet.next_event(), Verified)
@@ -135,7 +136,7 @@ def test_who_does_not_know_the_secret_is_sent_away(make: Make) -> None:
         stranger.settimeout(5)
         with pytest.raises((ConnectionResetError, BrokenPipeError, AssertionError)):
             assert stranger.recv(1) != b""
-    assert fleet._guests == []
+    assert fleet._pending_connections == []
 
 
 def test_what_a_server_needs_can_be_said() -> None:

@@ -96,10 +96,10 @@ def test_memory_is_bounded_and_forgets_the_oldest() -> None:
     prefixes = PrefixTable(capacity=3)
     texts = [TokenSequence.of((i,)) for i in range(4)]
     for text in texts:
-        prefixes.page(text)
-    assert len(prefixes.pages) == 3
-    assert texts[0] not in prefixes.pages
-    assert texts[-1] in prefixes.pages
+        prefixes.lookup(text)
+    assert len(prefixes.entries) == 3
+    assert texts[0] not in prefixes.entries
+    assert texts[-1] in prefixes.entries
 
 
 def test_an_empty_prompt_is_read_once_too() -> None:

@@ -1,63 +1,69 @@
-"""What all fleets do alike: who is there, which job goes to whom, and what is ready to be told."""
+"""What all fleets share: the servers, the scheduler that assigns jobs to them, and the queue of events."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable
 
 from dsi.core.messages import Event, Job, Time
 from dsi.core.scheduler import Scheduler
+from dsi.core.sequence import TokenSequence
 from dsi.core.stats import ServerUsage
+from dsi.fleets.spans import Span, span
 from dsi.fleets.worker import Server, by_name
 
 
 class BaseFleet(ABC):
-    """A fleet says how a server begins a job, hears that it is unwanted, and is gone."""
+    """Schedules jobs; a subclass starts and cancels a job on a server, and removes a dead server."""
 
-    def __init__(self, servers: Iterable[Server]) -> None:
+    def __init__(self, servers: Iterable[Server], log: list[Span] | None = None) -> None:
+        self.log = log
         self._servers = by_name(servers)
         self.usage = {name: ServerUsage(server.role) for name, server in self._servers.items()}
-        self.deaths: dict[str, int] = {}  # of each server, so far
+        self.deaths: dict[str, int] = {}  # by server
         self._scheduler = Scheduler({name: server.role for name, server in self._servers.items()})
         self._events: deque[Event] = deque()
 
     @abstractmethod
     def now(self) -> Time:
-        """By the fleet's clock."""
+        """Return the time by the fleet's clock."""
 
     @abstractmethod
     def _assign(self, name: str, job: Job) -> None:
-        """The server begins this job."""
+        """Start the job on an idle server."""
 
     @abstractmethod
     def _cancel_job(self, name: str, id: int) -> None:
-        """The job that the server is at is not wanted any longer."""
+        """Cancel the job that the server is running."""
 
     @abstractmethod
     def _on_worker_death(self, name: str) -> None:
-        """The server is gone, whatever it was doing."""
+        """Remove a dead server's worker, and replace it where the fleet restarts workers."""
 
     def _will_restart(self, name: str) -> bool:  # noqa: ARG002
-        """Whether another takes its place later, for which jobs wait that only it could do."""
+        """Whether a replacement comes later, so that jobs only this server could run wait for it."""
         return False
 
     @property
     def busy(self) -> dict[str, Time]:
-        """For how long each server has computed, up to the last forward that it ended."""
-        return {name: toll.busy for name, toll in self.usage.items()}
+        """Return how long each server has computed, up to its last finished forward."""
+        return {name: usage.busy for name, usage in self.usage.items()}
 
     def tolls(self) -> dict[str, ServerUsage]:
-        """What each server has done up to now."""
+        """Return the usage of each server, the forward in progress included."""
         now = self.now()
-        return {name: toll.until(now if self._computes(name) else toll.since) for name, toll in self.usage.items()}
+        return {
+            name: usage.until(now if self._is_computing(name) else usage.since) for name, usage in self.usage.items()
+        }
 
-    def _computes(self, name: str) -> bool:
+    def _is_computing(self, name: str) -> bool:
         return name in self._scheduler.working
 
     def servers(self) -> list[tuple[str, str, bool]]:
-        """Every server there ever was: its name, its role, and whether it lives."""
-        return [(name, each.role, name in self._scheduler.roles) for name, each in self._servers.items()]
+        """List every server, dead ones included: its name, its role, and whether it is alive."""
+        return [(name, server.role, name in self._scheduler.roles) for name, server in self._servers.items()]
 
     def start(self, job: Job) -> None:
         self._scheduler.offer(job)
@@ -71,20 +77,37 @@ class BaseFleet(ABC):
             self._cancel_job(name, id)
 
     def kill(self, name: str) -> None:
-        """The server dies now, whatever it was doing."""
+        """Remove a server that died or has to: its job fails."""
         self._scheduler.remove(name, returns=self._will_restart(name))
         self.deaths[name] = self.deaths.get(name, 0) + 1
         self._on_worker_death(name)
         self._events.extend(self._scheduler.stranded())
 
     def close(self) -> None:
-        """Every server is gone: what is still open fails."""
+        """Kill every server; all open jobs fail."""
         for name in list(self._scheduler.roles):
             self.kill(name)
 
     def _start_jobs(self) -> None:
-        """Start what can be started: servers that have answered take part once the answer is handled."""
+        """Start queued jobs on idle servers; a server is idle only once its last answer was handled."""
         for name, job in self._scheduler.assign():
             self.usage[name].since = self.now()
             self._assign(name, job)
         self._events.extend(self._scheduler.stranded())
+
+    def _record(self, name: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> None:
+        """Count a forward that ended in `event`, or was cancelled, and log its span."""
+        self.usage[name].end(start, end, event)
+        if self.log is not None:
+            self.log.append(span(name, self._servers[name].role, job, context, start, end, event))
+
+
+class RealTimeFleet(BaseFleet):
+    """A fleet whose clock is this machine's, from 0 at its start."""
+
+    def __init__(self, servers: Iterable[Server], log: list[Span] | None = None) -> None:
+        super().__init__(servers, log)
+        self._clock_start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._clock_start

@@ -1,7 +1,7 @@
-"""Jobs as they travel to another process: only what the server lacks, never the whole text.
+"""Connections to workers: framing of messages, and jobs encoded as the difference to what the worker has.
 
-Everything travels as plain tuples of numbers, each message in one write and one read: between two forwards
-of a small model the caches are cold, and every line of Python then costs ten times what it usually does.
+Everything travels as plain tuples of numbers, each message in one write and one read: between two forwards of a
+small model the CPU caches are cold, and every line of Python then costs ten times as much.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from dsi.core.messages import (
 )
 from dsi.core.sequence import TokenSequence
 
-TEXTS = 128  # requests that both ends remember; the same for both, so that they forget alike
-KINDS: dict[str, Callable[..., Job]] = {"warm": Prefill, "draft": Draft, "verify": Verify}
-NAMES = {kind: name for name, kind in KINDS.items()}
+MAX_REQUESTS = 128  # that encoder and decoder remember; the same for both, so that they evict alike
+JOBS: dict[str, Callable[..., Job]] = {"prefill": Prefill, "draft": Draft, "verify": Verify}
+JOB_NAMES = {kind: name for name, kind in JOBS.items()}
 EVENTS: tuple[Callable[..., Event], ...] = (Prefilled, Drafted, Verified, Failed)
-HEAD = struct.Struct("!I")  # the length of the message that follows
-READ = 1 << 16
+LENGTH_PREFIX = struct.Struct("!I")
+READ_BYTES = 1 << 16
 
-Message = tuple[str, int, int, int, list[int], tuple[Any, ...]]  # kind, id, request, shared, tail, rest
+EncodedJob = tuple[str, int, int, int, list[int], tuple[Any, ...]]  # kind, id, request, shared, tail, fields
 
 
 class Connection:
-    """One end of a connection that carries whole messages."""
+    """One end of a socket that carries whole messages."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._rest = end, b""
+        self._socket, self._buffer = end, b""
 
     @classmethod
     def pair(cls) -> tuple[Connection, Connection]:
@@ -52,40 +52,40 @@ class Connection:
         return cls(one), cls(other)
 
     def fileno(self) -> int:
-        return self._end.fileno()
+        return self._socket.fileno()
 
     def send(self, message: Any) -> None:
         body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        self._end.sendall(HEAD.pack(len(body)) + body)
+        self._socket.sendall(LENGTH_PREFIX.pack(len(body)) + body)
 
     def receive(self) -> list[Any]:
-        """At least one message, and all that have come with it; waits for them."""
+        """Block until at least one message is complete; return all complete ones."""
         messages: list[Any] = []
         while not messages:
-            messages = self.take()
+            messages = self.read_once()
         return messages
 
-    def take(self) -> list[Any]:
-        """The messages that are complete after one look; maybe none yet."""
-        data = self._end.recv(READ)
+    def read_once(self) -> list[Any]:
+        """Read from the socket once, and return the messages now complete, possibly none."""
+        data = self._socket.recv(READ_BYTES)
         if not data:
             raise EOFError("the other end is gone")
-        self._rest += data
+        self._buffer += data
         messages: list[Any] = []
-        while len(self._rest) >= HEAD.size:
-            end = HEAD.size + HEAD.unpack_from(self._rest)[0]
-            if len(self._rest) < end:
+        while len(self._buffer) >= LENGTH_PREFIX.size:
+            end = LENGTH_PREFIX.size + LENGTH_PREFIX.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
                 break
-            messages.append(pickle.loads(self._rest[HEAD.size : end]))
-            self._rest = self._rest[end:]
+            messages.append(pickle.loads(self._buffer[LENGTH_PREFIX.size : end]))
+            self._buffer = self._buffer[end:]
         return messages
 
     def close(self) -> None:
-        self._end.close()
+        self._socket.close()
 
 
-def pack_event(event: Event) -> tuple[Any, ...]:
-    """Without the id of its job: a server has one at a time."""
+def encode_event(event: Event) -> tuple[Any, ...]:
+    """Encode an event without the id of its job: a worker has one job at a time."""
     match event:
         case Drafted(odds=None, others=()):
             return 1, event.token
@@ -98,75 +98,72 @@ def pack_event(event: Event) -> tuple[Any, ...]:
     return (0,)
 
 
-def unpack_event(packed: tuple[Any, ...], job: int) -> Event:
-    kind, *what = packed
-    event: Event = EVENTS[kind](job, *what)
+def decode_event(encoded: tuple[Any, ...], job: int) -> Event:
+    kind, *fields = encoded
+    event: Event = EVENTS[kind](job, *fields)
     return event
 
 
-class Sender:
-    """This end of the wire to one server: knows which text of each request it has sent last."""
+class JobEncoder:
+    """Encodes the jobs for one worker: only the tokens that differ from the last context of the same request."""
 
     def __init__(self) -> None:
         self._sent: OrderedDict[TokenSequence, tuple[int, TokenSequence]] = OrderedDict()
-        self._numbers = count()
+        self._request_numbers = count()
 
-    def pack(self, job: Job) -> Message:
+    def encode(self, job: Job) -> EncodedJob:
         origin = job.context.origin
-        number, last = self._sent.pop(origin, (next(self._numbers), None))
+        request, last = self._sent.pop(origin, (next(self._request_numbers), None))
         shared = 0 if last is None else last.shared(job.context)
-        self._sent[origin] = number, job.context
-        if len(self._sent) > TEXTS:
+        self._sent[origin] = request, job.context
+        if len(self._sent) > MAX_REQUESTS:
             self._sent.popitem(last=False)
         tail = list(origin) if last is None else []
         tail += job.context.since(max(shared, len(origin)))
-        return NAMES[type(job)], job.id, number, shared, tail, _rest(job)
+        return JOB_NAMES[type(job)], job.id, request, shared, tail, _fields(job)
 
 
-class Receiver:
-    """The other end: rebuilds each text from the last one of its request."""
+class JobDecoder:
+    """Decodes jobs at the worker, each from the last context of its request."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[int, TokenSequence] = OrderedDict()
+        self._contexts: OrderedDict[int, TokenSequence] = OrderedDict()
 
-    def unpack(self, message: Message) -> Job:
-        kind, id, number, shared, tail, rest = message
-        last = self._held.pop(number, None)
-        text = TokenSequence.of(tail[: rest[0]]) if last is None else _cut(last, shared)
-        for token in tail[rest[0] :] if last is None else tail:
-            text = text.then(token)
-        self._held[number] = text
-        if len(self._held) > TEXTS:
-            self._held.popitem(last=False)
-        _, plain, numbers, more = rest
-        return KINDS[kind](id, text, *plain, *([_sampling(*numbers)] if numbers else ()), *more)
+    def decode(self, encoded: EncodedJob) -> Job:
+        kind, id, request, shared, tail, (prompt_length, before, sampling, after) = encoded
+        last = self._contexts.pop(request, None)
+        context = TokenSequence.of(tail[:prompt_length]) if last is None else _truncated(last, shared)
+        for token in tail[prompt_length:] if last is None else tail:
+            context = context.then(token)
+        self._contexts[request] = context
+        if len(self._contexts) > MAX_REQUESTS:
+            self._contexts.popitem(last=False)
+        return JOBS[kind](id, context, *before, *([_sampling(*sampling)] if sampling else ()), *after)
 
 
-def _rest(job: Job) -> tuple[Any, ...]:
-    """The length of the prompt, and of a job besides its id and text what comes before its sampling, that,
-    and what comes after it.
-    """
-    prompt = len(job.context.origin)
+def _fields(job: Job) -> tuple[Any, ...]:
+    """Return the length of the prompt, the fields between context and sampling, sampling, and the fields after."""
+    prompt_length = len(job.context.origin)
     match job:
         case Draft():
-            more = job.start, job.block, job.branches, job.min_ratio
-            return prompt, (job.count, job.model), _numbers(job.sampling), more
+            after = job.start, job.block, job.branches, job.min_ratio
+            return prompt_length, (job.count, job.model), _sampling_fields(job.sampling), after
         case Verify():
-            return prompt, (job.width, job.lead), _numbers(job.sampling), (job.guesses, job.aside)
-    return prompt, (), (), ()
+            return prompt_length, (job.width, job.lead), _sampling_fields(job.sampling), (job.guesses, job.aside)
+    return prompt_length, (), (), ()
 
 
-@lru_cache(TEXTS)
-def _numbers(sampling: Sampling) -> tuple[Any, ...]:
+@lru_cache(MAX_REQUESTS)
+def _sampling_fields(sampling: Sampling) -> tuple[Any, ...]:
     return astuple(sampling)
 
 
-@lru_cache(TEXTS)
-def _sampling(*numbers: Any) -> Sampling:
-    return Sampling(*numbers)
+@lru_cache(MAX_REQUESTS)
+def _sampling(*fields: Any) -> Sampling:
+    return Sampling(*fields)
 
 
-def _cut(text: TokenSequence, length: int) -> TokenSequence:
-    while text.length > length and text.parent is not None:
-        text = text.parent
-    return text
+def _truncated(context: TokenSequence, length: int) -> TokenSequence:
+    while context.length > length and context.parent is not None:
+        context = context.parent
+    return context

@@ -1,7 +1,7 @@
-"""A fleet of servers that compute elsewhere, on GPUs, and one thread that looks at each of them in turn.
+"""A fleet on GPUs: one thread polls the forwards in flight on all of them.
 
-No thread has to be woken and no lock to be waited for: what a GPU has finished is seen at the next look, and
-it has its next work before anybody hears of the last.
+No thread has to be woken and no lock is contended: the next poll sees what a GPU has finished, and the GPU gets
+its next forward before the last answer is handled.
 """
 
 from __future__ import annotations
@@ -11,78 +11,72 @@ from collections.abc import Iterable, Iterator
 
 from dsi.core.messages import WOKEN, Draft, Drafted, Event, Failed, Job
 from dsi.core.sequence import TokenSequence
-from dsi.fleets.base import BaseFleet
-from dsi.fleets.spans import Span, span
-from dsi.fleets.worker import Server, steps
+from dsi.fleets.base import RealTimeFleet
+from dsi.fleets.spans import Span
+from dsi.fleets.worker import Server, poll_work
 from dsi.models.protocol import Cancelled
 
 
 class CudaCancelFlag:
-    """Set when an answer is no longer wanted."""
+    """A cancel flag that the polling thread itself sets."""
 
-    __slots__ = ("gone",)
+    __slots__ = ("cancelled",)
 
     def __init__(self) -> None:
-        self.gone = False
+        self.cancelled = False
 
     def is_set(self) -> bool:
-        return self.gone
+        return self.cancelled
 
     def wait(self, timeout: float) -> bool:
-        """For models that wait instead of computing."""
+        """Sleep, for models that wait instead of computing."""
         time.sleep(timeout)
-        return self.gone
+        return self.cancelled
 
 
 class CudaWorker:
-    """A server at a job."""
+    """A server's current job, and the generator that computes it."""
 
-    __slots__ = ("began", "context", "job", "left", "server", "steps", "wish")
+    __slots__ = ("cancel_flag", "context", "events", "forward_start", "job", "remaining")
 
     def __init__(self, server: Server, job: Job, now: float) -> None:
-        self.server, self.job, self.wish = server, job, CudaCancelFlag()
-        self.steps: Iterator[Event | None] = steps(job, server, self.wish)
+        self.job, self.cancel_flag = job, CudaCancelFlag()
+        self.events: Iterator[Event | None] = poll_work(job, server, self.cancel_flag)
         self.context: TokenSequence = job.context
-        self.began = now
-        self.left = job.count if isinstance(job, Draft) else 1  # events to come
+        self.forward_start = now
+        self.remaining = job.count if isinstance(job, Draft) else 1  # events to come
 
-    def look(self) -> tuple[Event | None, bool]:
-        """What has come of it since the last look, and whether the server is free."""
+    def poll(self) -> tuple[Event | None, bool]:
+        """Return the event that has come since the last poll, if any, and whether the server is idle."""
         try:
-            event = next(self.steps)
+            event = next(self.events)
         except Cancelled:
             return None, True
-        except StopIteration:  # before its last word only if an interrupt has ended it
-            return (Failed(self.job.id, "interrupted") if self.left else None), True
+        except StopIteration:  # with events to come only if an interrupt has ended the generator
+            return (Failed(self.job.id, "interrupted") if self.remaining else None), True
         if event is None:
             return None, False
         last = not isinstance(event, Drafted)
-        self.left = 0 if last else self.left - 1
+        self.remaining = 0 if last else self.remaining - 1
         if last:
-            next(self.steps, None)  # it has nothing more to say
+            next(self.events, None)  # runs what follows the last event
         return event, last
 
 
-class CudaFleet(BaseFleet):
-    """For models that can be polled; any other computes while it is looked at, and the rest waits."""
+class CudaFleet(RealTimeFleet):
+    """Polls models that compute on GPUs; any other model computes during its poll, and blocks the rest."""
 
     def __init__(self, servers: Iterable[Server], *, log: list[Span] | None = None) -> None:
-        self._began = time.perf_counter()
-        self.log = log
-        super().__init__(servers)
+        super().__init__(servers, log)
         self._workers: dict[str, CudaWorker] = {}
 
-    def now(self) -> float:
-        return time.perf_counter() - self._began
-
     def _assign(self, name: str, job: Job) -> None:
-        seat = self._workers[name] = CudaWorker(self._servers[name], job, self.now())
-        self._look(name, seat)  # which sets it to work
+        self._workers[name] = CudaWorker(self._servers[name], job, self.now())
+        self._poll(name)  # which launches the first forward
 
     def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
-        seat = self._workers[name]
-        seat.wish.gone = True
-        self._look(name, seat)  # if it can stop at once, it is free for what is asked of it next
+        self._workers[name].cancel_flag.cancelled = True
+        self._poll(name)  # a server that stops at once is idle for the next job
 
     def _on_worker_death(self, name: str) -> None:
         self._workers.pop(name, None)
@@ -95,35 +89,28 @@ class CudaFleet(BaseFleet):
         while not self._events:
             if not self._scheduler.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
-            for name, seat in list(self._workers.items()):
-                self._look(name, seat)
+            for name in list(self._workers):
+                self._poll(name)
             if not self._events and self._scheduler.changed:
                 self._start_jobs()
         return self._events.popleft()
 
-    def _look(self, name: str, seat: CudaWorker) -> None:
-        event, free = seat.look()
-        wanted = not seat.wish.gone
-        if event is not None and wanted:
+    def _poll(self, name: str) -> None:
+        worker = self._workers[name]
+        event, idle = worker.poll()
+        if worker.cancel_flag.cancelled:
+            event = None
+        if event is not None:
             self._events.append(event)
-        if event is not None or not wanted:
-            self._record(seat, event if wanted else None, free)
-        if free:
+        if event is not None or (worker.cancel_flag.cancelled and idle):
+            self._end_forward(name, worker, event)
+        if idle:
             del self._workers[name]
             self._scheduler.release(name)
 
-    def _record(self, seat: CudaWorker, event: Event | None, free: bool) -> None:
-        if event is None and not free:
-            return  # it has not come to a halt
+    def _end_forward(self, name: str, worker: CudaWorker, event: Event | None) -> None:
         now = self.now()
-        self.usage[seat.server.name].end(seat.began, now, event)
-        if self.log is not None:
-            self._write(self.log, seat, event, now)
-        seat.began = now
-
-    def _write(self, log: list[Span], seat: CudaWorker, event: Event | None, now: float) -> None:
-        server = seat.server
-        if now > seat.began:
-            log.append(span(server.name, server.role, seat.job, seat.context, seat.began, now, event))
-        if isinstance(event, Drafted):
-            seat.context = seat.context.then(event.token)
+        self._record(name, worker.job, worker.context, worker.forward_start, now, event)
+        if self.log is not None and isinstance(event, Drafted):
+            worker.context = worker.context.then(event.token)
+        worker.forward_start = now

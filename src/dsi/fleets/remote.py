@@ -1,10 +1,10 @@
-"""Servers at the other end of a wire, in processes or on other machines: what such fleets do alike."""
+"""Fleets whose workers answer over sockets, in processes or on other machines: messages, deaths, replacements."""
 
 from __future__ import annotations
 
 import socket
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
@@ -12,31 +12,31 @@ from typing import Any
 
 from dsi.core.messages import WOKEN, Drafted, Event, Job
 from dsi.core.sequence import TokenSequence
-from dsi.fleets.base import BaseFleet
-from dsi.fleets.connection import READ, Connection, Sender, pack_event, unpack_event
-from dsi.fleets.spans import Span, span
+from dsi.fleets.base import RealTimeFleet
+from dsi.fleets.connection import READ_BYTES, Connection, JobEncoder, decode_event, encode_event
+from dsi.fleets.spans import Span
 from dsi.fleets.worker import Server, work
 from dsi.models.protocol import Cancelled
 
-NOTHING = -1  # the id of no job
-RESTARTS = 5  # of one server without an answer between them, after which it stays dead
+NO_JOB = -1  # an id that no job has
+MAX_RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 POLL_SECONDS = 0.0005
-GATHER_SECONDS = 0.0015  # guesses that come faster than this travel together: each message costs the driver
+BATCH_SECONDS = 0.0015  # draft tokens that come faster than this travel together: each message costs the driver
 
-Forward = tuple[tuple[Any, ...] | None, float, float]  # how it ended, when it began and when it ended
+Forward = tuple[tuple[Any, ...] | None, float, float]  # its encoded event, None if cancelled; its start and end
 
 
 class SharedCancelFlag:
-    """Whether the job at hand is still wanted: `unwanted` is a number that somebody else writes."""
+    """A cancel flag for one job: set when `cancelled_id`, a shared number, holds the job's id."""
 
-    def __init__(self, unwanted: Any, job: int) -> None:
-        self._unwanted, self._job = unwanted, job
+    def __init__(self, cancelled_id: Any, job: int) -> None:
+        self._cancelled_id, self._job = cancelled_id, job
 
     def is_set(self) -> bool:
-        return bool(self._unwanted.value == self._job)
+        return bool(self._cancelled_id.value == self._job)
 
     def wait(self, timeout: float) -> bool:
-        """For models that wait instead of computing."""
+        """Poll the flag, for models that wait instead of computing."""
         end = time.perf_counter() + timeout
         while (left := end - time.perf_counter()) > 0:
             if self.is_set():
@@ -45,158 +45,155 @@ class SharedCancelFlag:
         return self.is_set()
 
 
-def answer(job: Job, server: Server, wire: Connection, flag: SharedCancelFlag) -> None:
-    """Send guesses as they come; the last word on the job says that the server is free.
+def run_job(job: Job, server: Server, connection: Connection, cancel_flag: SharedCancelFlag) -> None:
+    """Run a job on a worker and send its forwards; the last message says that the server is idle.
 
-    Each message says which job it is about: one that comes late, or twice, is known by it.
+    Each message names its job, so that a late or repeated one is recognised.
     """
-    gathered: list[Forward] = []
-    began = sent = time.perf_counter()
+    forwards: list[Forward] = []
+    start = sent = time.perf_counter()
     try:
-        for event in work(job, server, flag):
-            ended = time.perf_counter()
-            gathered.append((pack_event(event), began, ended))
-            began = ended
-            if flag.is_set():
+        for event in work(job, server, cancel_flag):
+            end = time.perf_counter()
+            forwards.append((encode_event(event), start, end))
+            start = end
+            if cancel_flag.is_set():
                 break
-            if ended - sent > GATHER_SECONDS and isinstance(event, Drafted):
-                wire.send((job.id, gathered, False))
-                gathered, sent = [], ended
+            if end - sent > BATCH_SECONDS and isinstance(event, Drafted):
+                connection.send((job.id, forwards, False))
+                forwards, sent = [], end
     except Cancelled:
-        gathered.append((None, began, time.perf_counter()))
-    wire.send((job.id, gathered, True))
+        forwards.append((None, start, time.perf_counter()))
+    connection.send((job.id, forwards, True))
 
 
-class WorkerHandle:
-    """A server as its fleet knows it: this end of its wire, and what it is at."""
+class WorkerHandle(ABC):
+    """The fleet's side of a worker: its connection and its current job."""
 
-    def __init__(self, server: Server, wire: Connection) -> None:
-        self.server, self.wire = server, wire
-        self.sender = Sender()
+    def __init__(self, server: Server, connection: Connection) -> None:
+        self.server, self.connection = server, connection
+        self.encoder = JobEncoder()
         self.job: Job | None = None
-        self.context: TokenSequence | None = None  # what its current forward is about
-        self.ahead = 0.0  # of its clock is ours
+        self.context = TokenSequence.of(())  # of its current forward
+        self.clock_offset = 0.0  # this machine's clock less the worker's
 
-    def begin(self, job: Job) -> None:
+    def start(self, job: Job) -> None:
         self.job, self.context = job, job.context
-        self.wire.send(self.sender.pack(job))
+        self.connection.send(self.encoder.encode(job))
 
     @abstractmethod
-    def stop(self, id: int) -> None:
-        """Its job is not wanted any longer."""
+    def cancel(self, id: int) -> None:
+        """Tell the worker that its job is cancelled."""
 
     @abstractmethod
-    def dismiss(self) -> None:
-        """It is gone, whatever it was doing."""
+    def kill(self) -> None:
+        """Kill the worker and close its connection."""
 
 
-class RemoteFleet(BaseFleet):
+class RemoteFleet(RealTimeFleet):
+    """Exchanges messages with workers, and has a subclass replace those that die."""
+
     def __init__(self, servers: Iterable[Server], restart: bool, log: list[Span] | None) -> None:
-        super().__init__(servers)
+        super().__init__(servers, log)
         self._restart = restart
-        self._began = time.perf_counter()
-        self.log = log
-        self._fruitless: dict[str, int] = {}  # deaths of each server since its last answer
+        self._deaths_in_a_row: dict[str, int] = {}  # of each server since its last answer
         self._selector = DefaultSelector()
-        self._bell, self._ringer = socket.socketpair()  # which other threads wake this one by
-        self._bell.setblocking(False)
-        self._ringer.setblocking(False)
-        self._selector.register(self._bell, EVENT_READ, None)
+        self._wake_receiver, self._wake_sender = socket.socketpair()  # written by other threads
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
+        self._selector.register(self._wake_receiver, EVENT_READ, None)
         self._workers: dict[str, Any] = {}
 
     @abstractmethod
-    def _listen(self) -> list[tuple[SelectorKey, int]]:
-        """What there is to hear; waits for it."""
+    def _wait_for_messages(self) -> list[tuple[SelectorKey, int]]:
+        """Block until a socket is readable; return those that are."""
 
-    def _greet(self, seat: WorkerHandle) -> None:
-        self._workers[seat.server.name] = seat
-        self._selector.register(seat.wire, EVENT_READ, seat.server.name)
+    @abstractmethod
+    def _replace_dead_worker(self, name: str) -> None:
+        """Start another worker for a server whose worker has died."""
 
-    def _comes_again(self, name: str) -> bool:
-        """Another takes its place, unless it keeps dying."""
-        return self._restart and self._fruitless.get(name, 0) < RESTARTS
+    def _add_worker(self, worker: WorkerHandle) -> None:
+        self._workers[worker.server.name] = worker
+        self._selector.register(worker.connection, EVENT_READ, worker.server.name)
 
-    def _part(self, name: str) -> None:
-        seat = self._workers.pop(name)
-        self._selector.unregister(seat.wire)
-        seat.dismiss()
-        self._fruitless[name] = self._fruitless.get(name, 0) + 1
+    def _can_restart(self, name: str) -> bool:
+        """Whether a dead worker is to be replaced: not when it keeps dying without an answer."""
+        return self._restart and self._deaths_in_a_row.get(name, 0) < MAX_RESTARTS
 
-    def now(self) -> float:
-        return time.perf_counter() - self._began
+    def _on_worker_death(self, name: str) -> None:
+        replace = self._can_restart(name)
+        worker = self._workers.pop(name)
+        self._selector.unregister(worker.connection)
+        worker.kill()
+        self._deaths_in_a_row[name] = self._deaths_in_a_row.get(name, 0) + 1
+        if replace:
+            self._replace_dead_worker(name)
 
     def _assign(self, name: str, job: Job) -> None:
         try:
-            self._workers[name].begin(job)
-        except OSError:  # it died and has not been noticed yet
+            self._workers[name].start(job)
+        except OSError:  # it died unnoticed
             self.kill(name)
 
     def _cancel_job(self, name: str, id: int) -> None:
-        self._workers[name].stop(id)
+        self._workers[name].cancel(id)
 
     def close(self) -> None:
-        """Every server is gone: what is still open fails."""
+        """Kill every worker; all open jobs fail."""
         self._restart = False
         super().close()
         self._selector.close()
-        self._bell.close()
-        self._ringer.close()
+        self._wake_receiver.close()
+        self._wake_sender.close()
 
     def wake(self) -> None:
-        with suppress(BlockingIOError):  # it rings already
-            self._ringer.send(b".")
+        with suppress(BlockingIOError):  # a wake-up is pending already
+            self._wake_sender.send(b".")
 
     def next_event(self) -> Event:
         self._start_jobs()
         while not self._events:
             if not self._scheduler.working and not self._scheduler.away:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
-            for key, _ in self._listen():
-                if key.fileobj is self._bell:
-                    self._bell.recv(READ)
+            for key, _ in self._wait_for_messages():
+                if key.fileobj is self._wake_receiver:
+                    self._wake_receiver.recv(READ_BYTES)
                     self._events.append(WOKEN)
-                elif key.data in self._workers and self._workers[key.data].wire is key.fileobj:
-                    self._hear(key.data)
+                elif key.data in self._workers and self._workers[key.data].connection is key.fileobj:
+                    self._on_messages(key.data)
                 else:
-                    self._hear_other(key)
+                    self._on_other_socket(key)
         return self._events.popleft()
 
-    def _hear_other(self, key: SelectorKey) -> None:
-        """Somebody who has no seat, or has it no longer."""
+    def _on_other_socket(self, key: SelectorKey) -> None:
+        """Handle a readable socket that belongs to no worker."""
 
-    def _hear(self, name: str) -> None:
-        seat = self._workers[name]
+    def _on_messages(self, name: str) -> None:
+        worker = self._workers[name]
         try:
-            messages = seat.wire.take()
+            messages = worker.connection.read_once()
         except (EOFError, OSError):
             self.kill(name)
             return
-        for id, forwards, free in messages:
-            self._fruitless.pop(name, None)
-            if seat.job is None or seat.job.id != id:
-                continue  # it has said so before
+        for id, forwards, idle in messages:
+            self._deaths_in_a_row.pop(name, None)
+            if worker.job is None or worker.job.id != id:
+                continue  # repeated
             for forward in forwards:
-                self._take(seat, *forward)
-            if free:
-                seat.job = None
+                self._on_forward(worker, worker.job, *forward)
+            if idle:
+                worker.job = None
                 self._scheduler.release(name)
         if not self._events:
             self._start_jobs()
 
-    def _take(self, seat: WorkerHandle, packed: tuple[Any, ...] | None, start: float, end: float) -> None:
-        job = seat.job
-        if job is None:
-            return
-        event = None if packed is None else unpack_event(packed, job.id)
-        since = seat.ahead - self._began
-        self._record(seat, event, start + since, end + since)
+    def _on_forward(
+        self, worker: WorkerHandle, job: Job, encoded: tuple[Any, ...] | None, start: float, end: float
+    ) -> None:
+        event = None if encoded is None else decode_event(encoded, job.id)
+        offset = worker.clock_offset - self._clock_start
+        self._record(worker.server.name, job, worker.context, start + offset, end + offset, event)
         if event is not None:
             self._events.append(event)
-        if isinstance(event, Drafted) and seat.context is not None:
-            seat.context = seat.context.then(event.token)
-
-    def _record(self, seat: WorkerHandle, event: Event | None, start: float, end: float) -> None:
-        server, job = seat.server, seat.job
-        self.usage[server.name].end(start, end, event)
-        if self.log is not None and job is not None and seat.context is not None:
-            self.log.append(span(server.name, server.role, job, seat.context, start, end, event))
+        if isinstance(event, Drafted):
+            worker.context = worker.context.then(event.token)

@@ -1,4 +1,4 @@
-"""Who computed what, when: what a fleet writes down about each forward, for pictures and sums."""
+"""Spans: which server computed which forward when, for timelines and sums."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Span:
     role: str
     kind: str  # draft, verify or warm
     job: int
-    context: TokenSequence  # the text it was asked about
-    width: int  # how many places of it
+    context: TokenSequence  # its input
+    width: int  # positions that it predicts
     start: Time
     end: Time
-    token: int | None = None  # what a draft guessed
+    token: int | None = None  # of a draft
     stale: bool = False  # cancelled before it ended
 
 
-KINDS = {Draft: "draft", Verify: "verify", Prefill: "warm"}
+KINDS = {Draft: "draft", Verify: "verify", Prefill: "warm"}  # the names in traces, which the page reads
 
 
 def span(server: str, role: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> Span:
-    """The span of a forward that ended in `event`, or was stopped."""
+    """Make the span of a forward that ended in `event`, or was cancelled."""
     width = job.width if isinstance(job, Verify) else int(isinstance(job, Draft))
     token = event.token if isinstance(event, Drafted) else None
     return Span(server, role, KINDS[type(job)], job.id, context, width, start, end, token, event is None)

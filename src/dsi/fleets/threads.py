@@ -1,4 +1,4 @@
-"""A fleet in real time: one thread per server. For models that wait, or that leave the interpreter free."""
+"""A fleet of threads, one per server: for models that wait instead of computing, or that release the GIL."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from threading import Event as Signal
 from threading import Thread
 
 from dsi.core.messages import WOKEN, Drafted, Event, Job
-from dsi.core.sequence import TokenSequence
-from dsi.fleets.base import BaseFleet
-from dsi.fleets.spans import Span, span
+from dsi.fleets.base import RealTimeFleet
+from dsi.fleets.spans import Span
 from dsi.fleets.worker import Server, work
 from dsi.models.protocol import Cancelled
 
@@ -21,11 +20,11 @@ JOIN_SECONDS = 5.0
 
 @cache
 def timer_lateness() -> tuple[float, float]:
-    """How late this machine's timer rings: a constant and a share of the wait, measured once.
+    """Measure once how late this machine's timer fires: a constant, and a share of the wait.
 
-    A wait stands for a forward, so the timer's own error is taken off each. What threads cost one
-    another stays in: it is what a waited run is for. The least lateness seen counts, so that a busy
-    moment does not make every later wait too short.
+    A wait stands for a forward, so the timer's own error is subtracted from each. What threads cost one another
+    stays in: a waited run is there to show it. The smallest lateness counts, so that a busy moment does not make
+    every later wait too short.
     """
     short, long = _lateness(0.002), _lateness(0.02)
     share = max(0.0, (long - short) / 0.018)
@@ -42,13 +41,13 @@ def _lateness(seconds: float) -> float:
 
 
 def on_time(seconds: float) -> float:
-    """What to ask of the timer for a wait that ends on time."""
+    """Return the timeout with which a wait of `seconds` ends on time."""
     late, share = timer_lateness()
     return max(0.0, seconds * (1 - share) - late)
 
 
 class ThreadCancelFlag(Signal):
-    """Set when an answer is no longer wanted. A wait in pieces notices only between two of them."""
+    """A cancel flag; a wait with `cancel_points` checks it only after each of so many equal parts."""
 
     def __init__(self, cancel_points: int) -> None:
         super().__init__()
@@ -66,59 +65,55 @@ class ThreadCancelFlag(Signal):
 
 
 class ThreadWorker:
-    """A server at work in its own thread."""
+    """A server's thread, with its queue of jobs."""
 
     def __init__(self, server: Server, fleet: ThreadFleet) -> None:
         self.server = server
         self.fleet = fleet
-        self.inbox: SimpleQueue[tuple[Job, ThreadCancelFlag] | None] = SimpleQueue()
-        self.wish = ThreadCancelFlag(0)  # of the job at hand
-        self.thread = Thread(target=self.serve, name=server.name, daemon=True)
+        self.jobs: SimpleQueue[tuple[Job, ThreadCancelFlag] | None] = SimpleQueue()
+        self.cancel_flag = ThreadCancelFlag(0)  # of the current job
+        self.thread = Thread(target=self.run, name=server.name, daemon=True)
         self.thread.start()
 
-    def begin(self, job: Job, wish: ThreadCancelFlag) -> None:
-        self.wish = wish
-        self.inbox.put((job, wish))
+    def start(self, job: Job, cancel_flag: ThreadCancelFlag) -> None:
+        self.cancel_flag = cancel_flag
+        self.jobs.put((job, cancel_flag))
 
-    def dismiss(self) -> None:
-        self.wish.set()
-        self.inbox.put(None)
+    def stop(self) -> None:
+        self.cancel_flag.set()
+        self.jobs.put(None)
 
-    def serve(self) -> None:
-        while (order := self.inbox.get()) is not None:
-            self.answer(*order)
+    def run(self) -> None:
+        while (item := self.jobs.get()) is not None:
+            self.run_job(*item)
 
-    def answer(self, job: Job, wish: ThreadCancelFlag) -> None:
-        """Post each guess as it comes; the last word on the job says that the server is free."""
+    def run_job(self, job: Job, cancel_flag: ThreadCancelFlag) -> None:
+        """Post each draft token as it comes; the last message on a job says that the server is idle."""
+        name, fleet = self.server.name, self.fleet
         last: Event | None = None
-        context, began = job.context, self.fleet.now()
+        context, start = job.context, fleet.now()
         try:
-            for event in work(job, self.server, wish):
-                ended = self.fleet.now()
-                self.record(job, context, began, ended, None if wish.is_set() else event)
-                if wish.is_set():
+            for event in work(job, self.server, cancel_flag):
+                end = fleet.now()
+                cancelled = cancel_flag.is_set()
+                fleet._record(name, job, context, start, end, None if cancelled else event)
+                if cancelled:
                     break
                 if isinstance(event, Drafted):
-                    self.fleet.outbox.put((self.server.name, event, False))
-                    context, began = context.then(event.token), ended
+                    fleet.messages.put((name, event, False))
+                    context, start = context.then(event.token), end
                 else:
                     last = event
         except Cancelled:
-            self.record(job, context, began, self.fleet.now(), None)
-        self.fleet.outbox.put((self.server.name, last, True))
-
-    def record(self, job: Job, context: TokenSequence, start: float, end: float, event: Event | None) -> None:
-        self.fleet.usage[self.server.name].end(start, end, event)
-        if self.fleet.log is not None:
-            entry = span(self.server.name, self.server.role, job, context, start, end, event)
-            self.fleet.log.append(entry)
+            fleet._record(name, job, context, start, fleet.now(), None)
+        fleet.messages.put((name, last, True))
 
 
-class ThreadFleet(BaseFleet):
-    """`pieces`: a cancelled wait ends at once (0), or when the current one of so many ends.
+class ThreadFleet(RealTimeFleet):
+    """With `cancel_points`, a cancelled wait ends at the next of so many; with 0, at once.
 
-    An `eager` server that has answered takes the next waiting job at once, as a thread pool does, and
-    not only after its answer has been handled, when that job may have gone stale.
+    With `thread_pool`, a server that has answered takes the next queued job at once, as a thread pool does;
+    without, only after its answer was handled, which may have cancelled that job.
     """
 
     def __init__(
@@ -132,48 +127,43 @@ class ThreadFleet(BaseFleet):
         if cancel_points < 0:
             raise ValueError(f"cancel points {cancel_points}: must be at least 0")
         timer_lateness()  # before the clock starts
-        self._began = time.perf_counter()
-        self.outbox: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()
-        self.log = log
+        super().__init__(servers, log)
+        self.messages: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()  # server, event, idle
         self._cancel_points, self._thread_pool = cancel_points, thread_pool
-        super().__init__(servers)
         self._workers = {name: ThreadWorker(server, self) for name, server in self._servers.items()}
 
-    def now(self) -> float:
-        return time.perf_counter() - self._began
-
     def _assign(self, name: str, job: Job) -> None:
-        self._workers[name].begin(job, ThreadCancelFlag(self._cancel_points))
+        self._workers[name].start(job, ThreadCancelFlag(self._cancel_points))
 
     def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
-        self._workers[name].wish.set()
+        self._workers[name].cancel_flag.set()
 
     def _on_worker_death(self, name: str) -> None:
-        self._workers.pop(name).dismiss()
+        self._workers.pop(name).stop()
 
     def close(self) -> None:
-        """Every server is gone: what is still open fails, and no thread is left."""
-        seats = list(self._workers.values())
+        """Kill every server and join the threads; all open jobs fail."""
+        workers = list(self._workers.values())
         super().close()
-        for seat in seats:
-            seat.thread.join(JOIN_SECONDS)
+        for worker in workers:
+            worker.thread.join(JOIN_SECONDS)
 
     def wake(self) -> None:
-        self.outbox.put(("", WOKEN, False))
+        self.messages.put(("", WOKEN, False))
 
     def next_event(self) -> Event:
         self._start_jobs()
         while not self._events:
             if not self._scheduler.working:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
-            name, event, free = self.outbox.get()
+            name, event, idle = self.messages.get()
             if event is WOKEN:
                 return WOKEN
             if name not in self._workers:
-                continue  # the last word of a dead server
+                continue  # the last message of a dead server
             if event is not None:
                 self._events.append(event)
-            if free:
+            if idle:
                 self._scheduler.release(name)
             if self._thread_pool or event is None:
                 self._start_jobs()

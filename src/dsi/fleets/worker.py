@@ -1,4 +1,4 @@
-"""What a server does with a job: the same generator in virtual time, a thread, a process or an actor."""
+"""What a worker runs: one generator that turns a job into forwards and events, under every kind of fleet."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from dsi.models.protocol import (
 
 @dataclass
 class CachedPrefix:
-    """One request as a server knows it."""
+    """The tokens of one request that a server has seen, and how many of them its model has computed."""
 
     context: TokenSequence
-    tokens: list[int]  # the context, spelled out
-    kept: int | None = None  # how many of them have gone through the model; None: it is new here
+    tokens: list[int]  # of the context
+    num_cached: int | None = None  # tokens in the KV cache; None: the request is new to this server
 
-    def turn_to(self, context: TokenSequence) -> None:
-        """Keep what this text shares with the last one; read only the difference."""
+    def switch_to(self, context: TokenSequence) -> None:
+        """Keep the prefix shared with the last context; only the difference is left to compute."""
         shared = self.context.shared(context)
         del self.tokens[shared:]
         self.tokens += context.since(shared)
         self.context = context
-        self.kept = None if self.kept is None else min(self.kept, shared)
+        self.num_cached = None if self.num_cached is None else min(self.num_cached, shared)
 
     def append(self, token: int) -> None:
         self.context = self.context.then(token)
@@ -57,24 +57,25 @@ class CachedPrefix:
 
 @dataclass
 class PrefixTable:
-    """What a server has read of each request, the last one at the end; beyond `capacity` it forgets.
+    """The cached prefix of each request on one server; evicts the least recently used beyond `capacity`.
 
-    Where servers fill one cache (`common`), a text counts as read as soon as one of them begins, and none has
-    to be reminded of it.
+    With `shared_kv` several servers fill one KV cache: a text counts as cached as soon as one of them starts on
+    it, and none of them needs a prefill.
     """
 
     capacity: int = 128
     shared_kv: bool = False
-    pages: OrderedDict[TokenSequence, CachedPrefix] = field(default_factory=OrderedDict)
+    entries: OrderedDict[TokenSequence, CachedPrefix] = field(default_factory=OrderedDict)
 
-    def page(self, context: TokenSequence) -> CachedPrefix:
+    def lookup(self, context: TokenSequence) -> CachedPrefix:
+        """Return the request's cached prefix, switched to this context."""
         origin = context.origin
-        page = self.pages.pop(origin, None) or CachedPrefix(origin, list(origin))
-        self.pages[origin] = page
-        if len(self.pages) > self.capacity:
-            self.pages.popitem(last=False)
-        page.turn_to(context)
-        return page
+        prefix = self.entries.pop(origin, None) or CachedPrefix(origin, list(origin))
+        self.entries[origin] = prefix
+        if len(self.entries) > self.capacity:
+            self.entries.popitem(last=False)
+        prefix.switch_to(context)
+        return prefix
 
 
 @dataclass
@@ -88,94 +89,95 @@ class Server:
 
 
 def by_name(servers: Iterable[Server]) -> dict[str, Server]:
-    found: dict[str, Server] = {}
+    """Index servers by name; two of one name are an error."""
+    named: dict[str, Server] = {}
     for server in servers:
-        if found.setdefault(server.name, server) is not server:
+        if named.setdefault(server.name, server) is not server:
             raise ValueError(f"two servers are called {server.name!r}")
-    return found
+    return named
 
 
 def work(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterator[Event]:
-    """The events that answer a job: between one and the next, one forward has been computed.
+    """Yield the events that answer a job, computing one forward for each.
 
-    Whatever goes wrong in a model fails the job, which can then go on elsewhere.
+    An exception in a model fails the job, which can then run elsewhere.
     """
-    return (event for event in steps(job, server, cancelled) if event is not None)
+    return (event for event in poll_work(job, server, cancelled) if event is not None)
 
 
-def steps(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterator[Event | None]:
-    """The same, with None for each look at a model that is still computing."""
+def poll_work(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterator[Event | None]:
+    """Yield the same events, and None for each poll of a model that is still computing."""
     if isinstance(job, Prefill) and server.prefixes.shared_kv:
-        yield Prefilled(job.id)  # whoever is next to verify reads for all
+        yield Prefilled(job.id)  # the next verification prefills for all
         return
-    page = server.prefixes.page(job.context)
+    prefix = server.prefixes.lookup(job.context)
     try:
         if isinstance(job, Draft):
-            yield from _stream(job, server, page, cancelled)
+            yield from _draft(job, server.model, prefix, cancelled)
         else:
-            yield from _once(job, server, page, cancelled)
+            yield from _one_forward(job, server, prefix, cancelled)
     except Cancelled:
         raise
     except Exception as error:
         yield Failed(job.id, f"{type(error).__name__}: {error}")
 
 
-# What a forward has read counts as kept only when its event has been taken: a cancelled one leaves nothing.
+# Tokens count as cached only once the event of their forward was taken: a cancelled forward leaves nothing.
 
 
-def _once(job: Prefill | Verify, server: Server, page: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event | None]:
+def _one_forward(
+    job: Prefill | Verify, server: Server, prefix: CachedPrefix, cancelled: CancelFlag
+) -> Iterator[Event | None]:
     width = job.width if isinstance(job, Verify) else 0
     sampling, guesses = (job.sampling, job.guesses) if isinstance(job, Verify) else (GREEDY, ())
-    request = ForwardRequest(page.tokens, len(page.tokens) + 1 - width, page.kept, sampling, cancelled, guesses)
+    start = len(prefix.tokens) + 1 - width
+    request = ForwardRequest(prefix.tokens, start, prefix.num_cached, sampling, cancelled, guesses)
     model = server.model
     if server.prefixes.shared_kv:
-        page.kept = len(page.tokens)
-    notes: tuple[TopLogprobs, ...] = ()
+        prefix.num_cached = len(prefix.tokens)
+    top_logprobs: tuple[TopLogprobs, ...] = ()
     if _is_polled(model):
-        answer = yield from model.poll_answer(request)
+        tokens = yield from model.poll_answer(request)
     elif sampling.logprobs is None:
-        answer = model.answer(request)
+        tokens = model.answer(request)
     else:
-        answer, notes = logprobs_or_answer(model, request)
-    if not (job.fits(answer) if isinstance(job, Verify) else not answer):
-        raise ValueError(f"{len(answer)} tokens in answer to {width} places")
-    yield Verified(job.id, answer, notes) if width else Prefilled(job.id)
-    page.kept = len(page.tokens)
+        tokens, top_logprobs = logprobs_or_answer(model, request)
+    if not (job.fits(tokens) if isinstance(job, Verify) else not tokens):
+        raise ValueError(f"{len(tokens)} tokens in answer to {width} places")
+    yield Verified(job.id, tokens, top_logprobs) if width else Prefilled(job.id)
+    prefix.num_cached = len(prefix.tokens)
 
 
-def _stream(job: Draft, server: Server, page: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event | None]:
-    for guess in _guesses(job, server.model, page, cancelled):
-        yield guess
-        if guess is not None:
-            page.kept = len(page.tokens)
-            page.append(guess.token)
+def _draft(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event | None]:
+    for drafted in _draft_tokens(job, model, prefix, cancelled):
+        yield drafted
+        if drafted is not None:
+            prefix.num_cached = len(prefix.tokens)
+            prefix.append(drafted.token)
 
 
-def _guesses(job: Draft, model: Model, page: CachedPrefix, cancelled: CancelFlag) -> Iterator[Drafted | None]:
-    """One after the other: the page grows with each that has been taken."""
+def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Drafted | None]:
+    """Draft token by token; the caller appends each to the prefix before it takes the next."""
     if _is_polled(model):
-        request = ForwardRequest(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
+        request = ForwardRequest(prefix.tokens, len(prefix.tokens), prefix.num_cached, job.sampling, cancelled)
         for token in model.poll_draft(request, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
     plain = job.branches == 1 and not job.sampling.needs_guess
     for _ in range(job.count):
-        request = ForwardRequest(page.tokens, len(page.tokens), page.kept, job.sampling, cancelled)
-        yield Drafted(job.id, model.answer(request)[0]) if plain else _guess(job, model, request)
+        request = ForwardRequest(prefix.tokens, len(prefix.tokens), prefix.num_cached, job.sampling, cancelled)
+        yield Drafted(job.id, model.answer(request)[0]) if plain else _draft_token(job, model, request)
 
 
-def _guess(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
+def _draft_token(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
+    """Draft one token with its runners-up, or with the probabilities that the acceptance rule needs."""
     if job.sampling.needs_guess:
-        return _drawn(job, model, request)
+        start = job.start + (request.start - job.start) // job.block * job.block
+        (token, *others), draft_probs = draw_or_answer(model, request, start)
+        return Drafted(job.id, token, draft_probs, tuple(others))
     token, *others = top_k_or_answer(model, request, job.branches, job.min_ratio)
     return Drafted(job.id, token, others=tuple(others))
 
 
-def _drawn(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
-    start = job.start + (request.start - job.start) // job.block * job.block
-    (token, *others), odds = draw_or_answer(model, request, start)
-    return Drafted(job.id, token, odds, tuple(others))
-
-
 def _is_polled(model: Model) -> TypeGuard[Pollable]:
-    return hasattr(model, "answering")
+    return hasattr(model, "poll_answer")
