@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from dsi.core.messages import Job
 from dsi.fleets.connection import Connection
-from dsi.fleets.ray_actors import CANCEL, ActorWorker
+from dsi.fleets.ray_actors import CANCEL, ActorWorker, ray
 from dsi.fleets.worker import Server
 
 
@@ -41,6 +42,7 @@ class FaultInjector:
 
 def faulty_worker(kind: str, fault: str, every: int, log: Path) -> type[ActorWorker]:
     """Return a worker class for `RayFleet` with this fault."""
+    ray().cloudpickle.register_pickle_by_value(sys.modules[__name__])  # which workers cannot import
 
     class FaultyConnection(Connection):
         def __init__(self, connection: Connection, injector: FaultInjector) -> None:
