@@ -1,207 +1,213 @@
-"""Speculate as far as it pays: by what has been right lately and how long it took, down to nothing, and back.
+"""`auto`: speculate as far as it pays, by the acceptance rates and latencies of late, down to not at all.
 
-The time of every way to go is known beforehand (`Outlook`); how often guesses are right, and how fast they
-come, is learned on the way. Nothing here changes a text, only when it is there.
+The latency per token of every configuration is predicted beforehand (`LatencyTable`); acceptance rates and the
+drafters' speed are learned while texts are generated. Nothing here changes a text, only when its tokens come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
-from dsi.core.generation import Generation
+from dsi.core.generation import Generation, VerifiedPosition
 from dsi.core.latency_table import RUNNER_UPS_IN_TIME, LatencyTable
 from dsi.core.policies import policy_for
 from dsi.core.spec import Decision
 
-MEMORY = 40  # judged places of a text, or forwards, after which one counts for a third
-LONG_MEMORY = 1000  # of all texts
-BELIEF = 0.7  # how often guesses are taken to be right before any has been judged
-WEIGHT = 2.0  # places that this counts for
-GAIN = 0.01  # by what share another way must be better to be taken
-SECOND = 0.4  # how often a second guess is taken to be right, where the first was wrong
-PROBE = 4  # without speculation, every so many tokens a guess shows whether it would pay again
-LEAST_TIMED = 8  # forwards before their time is believed
+WINDOW = 40  # tokens of a request, or forwards, of an exponential moving average
+ENGINE_WINDOW = 1000  # tokens of all requests
+PRIOR_ACCEPTANCE = 0.7  # of draft tokens, before any has been verified
+PRIOR_RUNNER_UP_ACCEPTANCE = 0.4  # of runner-ups, where the first choice was rejected
+PRIOR_WEIGHT = 2.0  # tokens that a prior counts for
+MIN_GAIN = 0.01  # the share by which another configuration must be faster to be chosen
+PROBE_EVERY = 4  # tokens after which an unused drafter drafts one, which tells whether it would pay again
+MIN_TIMED = 8  # forwards before their latency is believed
 
 
-Names = tuple[str, ...]  # of drafters that share a tree
-Candidate = tuple[Names, int, int]  # they, the number of a way, and targets that look past second guesses
+DrafterSet = tuple[str, ...]  # drafters that share a tree
+Candidate = tuple[DrafterSet, int, int]  # drafters, the index of a config, and spare targets for runner-ups
 
 
 @dataclass
 class AcceptanceEMA:
-    """How often guesses are right; what is long ago counts less and less."""
+    """The acceptance rate as an exponential moving average over `window` tokens, starting from a prior."""
 
-    belief: float
-    memory: int = MEMORY
-    hits: float = 0.0
-    places: float = 0.0
+    prior: float
+    window: int = WINDOW
+    accepted: float = 0.0
+    verified: float = 0.0
 
-    def add(self, hit: bool) -> None:
-        fade = 1 - 1 / self.memory
-        self.hits, self.places = self.hits * fade + hit, self.places * fade + 1
+    def add(self, accepted: bool) -> None:
+        decay = 1 - 1 / self.window
+        self.accepted, self.verified = self.accepted * decay + accepted, self.verified * decay + 1
 
     @property
     def rate(self) -> float:
-        return (self.hits + WEIGHT * self.belief) / (self.places + WEIGHT)
+        return (self.accepted + PRIOR_WEIGHT * self.prior) / (self.verified + PRIOR_WEIGHT)
 
 
 @dataclass
 class LatencyEMA:
-    """How many times as long as planned something takes; what is long ago counts less and less."""
+    """The ratio of measured to planned latency, as an exponential moving average."""
 
     total: float = 0.0
     count: float = 0.0
 
-    def add(self, time: float) -> None:
-        fade = 1 - 1 / MEMORY
-        self.total, self.count = self.total * fade + time, self.count * fade + 1
+    def add(self, ratio: float) -> None:
+        decay = 1 - 1 / WINDOW
+        self.total, self.count = self.total * decay + ratio, self.count * decay + 1
 
     @property
     def mean(self) -> float:
-        """1 until there is enough to tell."""
-        return self.total / self.count if self.count >= LEAST_TIMED else 1.0
+        """1 until enough forwards have been timed."""
+        return self.total / self.count if self.count >= MIN_TIMED else 1.0
 
 
 class LatencyMonitor:
-    """Forwards as they come, by how many times as long as planned they take; `unit` makes ms of the clock."""
+    """Compares the latency of forwards with the planned one; `unit` is how many ms the clock counts as one."""
 
-    def __init__(self, plan: LatencyTable, unit: float = 1) -> None:
-        self._plan, self._unit = plan, unit
+    def __init__(self, planned: LatencyTable, unit: float = 1) -> None:
+        self._planned, self._unit = planned, unit
         self._targets, self._drafters = LatencyEMA(), dict[str, LatencyEMA]()
 
-    def guessed(self, model: str, time: float) -> None:
-        self._drafters.setdefault(model, LatencyEMA()).add(time * self._unit / self._plan.drafter_ms)
+    def add_draft(self, model: str, time: float) -> None:
+        self._drafters.setdefault(model, LatencyEMA()).add(time * self._unit / self._planned.drafter_ms)
 
-    def verified(self, width: int, time: float) -> None:
-        """By a target that had none beside it when it began."""
-        self._targets.add(time * self._unit / self._plan.forward_ms(width))
+    def add_verification(self, width: int, time: float) -> None:
+        """Add the forward of a target that ran alone when it began."""
+        self._targets.add(time * self._unit / self._planned.forward_ms(width))
 
-    def slowness(self, drafters: Sequence[str]) -> float:
-        """Of the slowest of these drafters, beside a target, against the plan."""
-        known = [self._drafters[name].mean for name in drafters if name in self._drafters]
-        return max(known, default=1.0) / self._targets.mean
+    def drafter_slowdown(self, drafters: Sequence[str]) -> float:
+        """How much slower than planned the slowest of these drafters is, relative to the target."""
+        ratios = [self._drafters[name].mean for name in drafters if name in self._drafters]
+        return max(ratios, default=1.0) / self._targets.mean
 
 
 class AdaptiveController:
-    """What an engine has learned of its drafters, alone and together; every request adds to it."""
+    """A policy that gives each request its own configuration, and learns from all of them."""
 
     def __init__(
         self,
-        outlook: LatencyTable,
+        latency_table: LatencyTable,
         drafters: Sequence[str],
-        belief: float,
-        pulse: LatencyMonitor | None = None,
+        prior: float,
+        latency_monitor: LatencyMonitor | None = None,
     ) -> None:
-        self.outlook, self.drafters = outlook, tuple(drafters)
-        self.pulse = pulse or LatencyMonitor(outlook)
-        sets = [(name,) for name in self.drafters]
-        self.luck = {names: AcceptanceEMA(belief, LONG_MEMORY) for names in dict.fromkeys([*sets, self.drafters])}
-        self.second = AcceptanceEMA(SECOND, LONG_MEMORY)
-        self.scales = dict.fromkeys(self.luck, outlook.scale_index(1.0))
-        first = outlook.configs[self.best(self.luck, 0.0)[1]]  # before anything is learned
-        self.first = policy_for(replace(first, drafters=self.drafters[:1]))
-
-    def time(self) -> bool:
-        """Look at the clock; returns whether a drafter's speed is not what it was taken to be."""
-        late = False
-        for names, scale in self.scales.items():
-            factor = self.pulse.slowness(names)
-            if not _near(self.outlook.drafter_scales[scale], factor):
-                self.scales[names] = self.outlook.scale_index(factor)
-                late |= self.scales[names] != scale
-        return late
-
-    def ms(self, turn: Candidate, rate: float, second: float) -> float:
-        """What a token is expected to take; a second guess that is right saves what a rejection costs."""
-        names, way, spare = turn
-        plain = self.outlook.ms[self.scales[names]][way][self.outlook.rate_index(rate)]
-        saved = (1 - rate) * second * RUNNER_UPS_IN_TIME[spare] if spare else 0.0
-        return plain * (1 - saved) * (1 + self.outlook.contention * spare)
-
-    def best(self, lucks: Mapping[Names, AcceptanceEMA], second: float) -> Candidate:
-        """The drafters, the way and the targets to spare that are expected to be fastest now."""
-        rates = {names: luck.rate for names, luck in lucks.items()}
-        return min(self._turns(rates), key=lambda turn: self.ms(turn, rates[turn[0]], second))
-
-    def _turns(self, rates: Mapping[Names, float]) -> Iterator[Candidate]:
-        known = self.outlook
-        for names, rate in rates.items():
-            scale, part = self.scales[names], known.rate_index(rate)
-            yield names, known.best[scale][part], 0
-            for spare, best in known.best_with_spares.items():
-                if known.configs[best[scale][part]].speculates:
-                    yield names, best[scale][part], spare
+        self.latency_table, self.drafters = latency_table, tuple(drafters)
+        self.latency_monitor = latency_monitor or LatencyMonitor(latency_table)
+        sets = dict.fromkeys([*((name,) for name in self.drafters), self.drafters])
+        self.acceptance = {drafters: AcceptanceEMA(prior, ENGINE_WINDOW) for drafters in sets}
+        self.runner_up = AcceptanceEMA(PRIOR_RUNNER_UP_ACCEPTANCE, ENGINE_WINDOW)
+        self._scales = dict.fromkeys(sets, latency_table.scale_index(1.0))
+        initial = latency_table.configs[self.best(self.acceptance, 0.0)[1]]
+        self._initial_policy = policy_for(replace(initial, drafters=self.drafters[:1]))
+        self._requests: WeakKeyDictionary[Generation, RequestController] = WeakKeyDictionary()
 
     def __call__(self, g: Generation) -> None:
-        """As a policy: each request has a course of its own."""
-        if g.needs_guess:  # its text depends on its blocks, which must not depend on what was learned
-            self.first(g)
+        if g.needs_draft:  # its text depends on its blocks, which must not depend on what was learned
+            self._initial_policy(g)
             return
-        if g.memo is None:
-            g.memo = RequestController(self, g)
-        g.memo.go(g)
+        controller = self._requests.get(g)
+        if controller is None:
+            controller = self._requests[g] = RequestController(self, g)
+        controller(g)
+
+    def update_scales(self) -> bool:
+        """Read the latency monitor; return whether a drafter's speed is not what it was taken to be."""
+        changed = False
+        for drafters, scale in self._scales.items():
+            slowdown = self.latency_monitor.drafter_slowdown(drafters)
+            if not _is_near(self.latency_table.drafter_scales[scale], slowdown):
+                self._scales[drafters] = self.latency_table.scale_index(slowdown)
+                changed |= self._scales[drafters] != scale
+        return changed
+
+    def predicted_ms(self, candidate: Candidate, acceptance: float, runner_up: float) -> float:
+        """Predict the latency per token; an accepted runner-up saves what a rejection costs."""
+        drafters, config, spare_targets = candidate
+        table = self.latency_table
+        ms = table.ms[self._scales[drafters]][config][table.rate_index(acceptance)]
+        saved = (1 - acceptance) * runner_up * RUNNER_UPS_IN_TIME[spare_targets] if spare_targets else 0.0
+        return ms * (1 - saved) * (1 + table.contention * spare_targets)
+
+    def best(self, acceptance: Mapping[DrafterSet, AcceptanceEMA], runner_up: float) -> Candidate:
+        """The drafters, config and number of spare targets that are predicted to be fastest now."""
+        rates = {drafters: ema.rate for drafters, ema in acceptance.items()}
+        return min(self._candidates(rates), key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
+
+    def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:
+        table = self.latency_table
+        for drafters, acceptance in rates.items():
+            scale, rate = self._scales[drafters], table.rate_index(acceptance)
+            yield drafters, table.best[scale][rate], 0
+            for spare_targets, best in table.best_with_spares.items():
+                if table.configs[best[scale][rate]].speculates:
+                    yield drafters, best[scale][rate], spare_targets
 
 
-def _near(scale: float, factor: float) -> bool:
-    """Half way to the next scale, and a little further: so that it does not go back and forth."""
-    return 0.75 < factor / scale < 1.33
+def _is_near(scale: float, slowdown: float) -> bool:
+    """Within half the ratio to the next scale, and a little more, so that it does not switch back and forth."""
+    return 0.75 < slowdown / scale < 1.33
 
 
 class RequestController:
-    """Where one request stands: each text has luck of its own, and begins with that of the others."""
+    """The configuration of one request: its acceptance rates start from those of all requests."""
 
-    def __init__(self, mind: AdaptiveController, g: Generation) -> None:
-        self.mind = mind
-        self.luck = {names: AcceptanceEMA(luck.rate) for names, luck in mind.luck.items()}
-        self.second = AcceptanceEMA(mind.second.rate)
-        self._seen = 0
-        self._late = False  # whether a drafter's speed has turned out to be another since the last decision
-        self._take(g, mind.best(self.luck, self.second.rate), "start")
+    def __init__(self, engine: AdaptiveController, g: Generation) -> None:
+        self._engine = engine
+        self._acceptance = {drafters: AcceptanceEMA(ema.rate) for drafters, ema in engine.acceptance.items()}
+        self._runner_up = AcceptanceEMA(engine.runner_up.rate)
+        self._num_learned = 0  # verified positions
+        self._latency_changed = False  # a drafter's speed, since the last decision
+        self._choose(g, engine.best(self._acceptance, self._runner_up.rate), "start")
 
-    def _take(self, g: Generation, turn: Candidate, cause: str) -> None:
-        self._turn = turn
-        self.drafters, config, spare = turn
-        branches = 2 if spare else 1
+    def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
+        drafters, config, spare_targets = self._candidate = candidate
+        branches = 2 if spare_targets else 1
         self.spec = replace(
-            self.mind.outlook.configs[config], drafters=self.drafters, branches=branches, spare_targets=spare
+            self._engine.latency_table.configs[config],
+            drafters=drafters,
+            branches=branches,
+            spare_targets=spare_targets,
         )
         self._policy = policy_for(self.spec)
-        g.decisions.append(Decision(g.root.depth, self.spec, cause, self.luck[self.drafters].rate))
+        g.decisions.append(Decision(g.root.depth, self.spec, cause, self._acceptance[drafters].rate))
 
-    def go(self, g: Generation) -> None:
-        if len(g.judged) > self._seen:
+    def __call__(self, g: Generation) -> None:
+        if len(g.verified) > self._num_learned:
             self._reconsider(g)
         self._policy(g)
-        if g.root.depth % PROBE == 0:
+        if g.root.depth % PROBE_EVERY == 0:
             self._probe(g)
 
     def _reconsider(self, g: Generation) -> None:
-        for judged in g.judged[self._seen :]:
-            self._learn(*judged)
-        self._seen = len(g.judged)
-        self._late |= self.mind.time()
-        turn = self.mind.best(self.luck, self.second.rate)
-        if turn != self._turn and self._ms(turn) < (1 - GAIN) * self._ms(self._turn):
-            self._take(g, turn, "latency" if self._late else "acceptance")
-            self._late = False
+        for position in g.verified[self._num_learned :]:
+            self._learn(position)
+        self._num_learned = len(g.verified)
+        self._latency_changed |= self._engine.update_scales()
+        candidate = self._engine.best(self._acceptance, self._runner_up.rate)
+        if candidate != self._candidate and self._ms(candidate) < (1 - MIN_GAIN) * self._ms(self._candidate):
+            self._choose(g, candidate, "latency" if self._latency_changed else "acceptance")
+            self._latency_changed = False
 
-    def _ms(self, turn: Candidate) -> float:
-        return self.mind.ms(turn, self.luck[turn[0]].rate, self.second.rate)
+    def _ms(self, candidate: Candidate) -> float:
+        return self._engine.predicted_ms(candidate, self._acceptance[candidate[0]].rate, self._runner_up.rate)
 
-    def _learn(self, said: dict[str, int], token: int, guesses: Sequence[int]) -> None:
-        if self.spec.branches > 1 and len(guesses) > len(said) and token not in said.values():
-            self.second.add(token in guesses)
-            self.mind.second.add(token in guesses)
-        for names, luck in self.luck.items():
-            if all(name in said for name in names):
-                hit = any(said[name] == token for name in names)
-                luck.add(hit)
-                self.mind.luck[names].add(hit)
+    def _learn(self, position: VerifiedPosition) -> None:
+        drafted_by, token, draft_tokens = position
+        if self.spec.branches > 1 and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
+            self._runner_up.add(token in draft_tokens)
+            self._engine.runner_up.add(token in draft_tokens)
+        for drafters, acceptance in self._acceptance.items():
+            if all(name in drafted_by for name in drafters):
+                accepted = any(drafted_by[name] == token for name in drafters)
+                acceptance.add(accepted)
+                self._engine.acceptance[drafters].add(accepted)
 
     def _probe(self, g: Generation) -> None:
-        """Now and then those who do not guess are asked what they would have said."""
-        for name in self.mind.drafters:
-            idle = not self.spec.speculates or name not in self.drafters
-            if idle and name not in g.root.said and not g.drafting(name) and g.room(g.root, name) > 0:
+        """Let drafters that are not in use draft one token, to learn their acceptance rate."""
+        for name in self._engine.drafters:
+            unused = not self.spec.speculates or name not in self.spec.drafters
+            if unused and name not in g.root.drafted_by and not g.jobs.drafting(name) and g.room(g.root, name) > 0:
                 g.draft(g.root, 1, name, self.spec)

@@ -1,72 +1,131 @@
-"""The sure text and every live guess about what follows it, as one trie."""
+"""The verified text and every draft token that may follow it, as one trie."""
 
 from __future__ import annotations
 
-from dsi.core.messages import Guess, TopLogprobs
+from collections import deque
+from collections.abc import Iterable
+
+from dsi.core.messages import DraftToken, TopLogprobs
 from dsi.core.sequence import TokenSequence
 
 
 class Node:
-    """A place in the tree: the text up to here, and what is known or guessed to follow it."""
+    """A position in the tree: the text up to here, and the next token as drafted or verified so far."""
 
     __slots__ = (
         "alive",
+        "block_start",
         "children",
         "context",
         "depth",
-        "drawn",
-        "guesses",
+        "draft_tokens",
+        "drafted_by",
         "jobs",
-        "note",
         "parent",
-        "said",
-        "start",
-        "truth",
-        "watcher",
+        "sampled",
+        "target_token",
+        "top_logprobs",
+        "verifier",
     )
 
     def __init__(self, context: TokenSequence, parent: Node | None, depth: int) -> None:
         self.context = context
         self.parent = parent
         self.depth = depth  # tokens generated up to here
-        self.truth: int | None = None  # the token the target says comes next, once known
-        self.watcher: int | None = None  # the verification that judges, or has judged, what comes next
         self.children: dict[int, Node] = {}
+        self.alive = True  # neither passed by the root nor pruned
         self.jobs: set[int] = set()  # open jobs whose text ends here
-        self.alive = True  # not yet passed by the root, and not fallen
-        self.guesses: tuple[Guess, ...] = ()  # about what comes next, where the rule needs to know them
-        self.said: dict[str, int] = {}  # what each drafter guessed comes next
-        self.note: TopLogprobs = ()  # what the target thinks may come next, where somebody asks
-        self.drawn = False  # whether the truth was drawn by the target, and is no guess that stood
-        self.start = context.length  # where the block of guesses begins to which what comes next belongs
+        self.drafted_by: dict[str, int] = {}  # the next token according to each drafter
+        self.draft_tokens: tuple[DraftToken, ...] = ()  # drafts of the next token, where the rule needs them
+        self.verifier: int | None = None  # the verification that will tell, or has told, the next token
+        self.target_token: int | None = None  # the next token according to the target, once verified
+        self.top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
+        self.sampled = False  # whether the target sampled the next token instead of accepting a draft token
+        self.block_start = context.length  # where the block begins to which the next token belongs
 
     @property
     def token(self) -> int:
         return self.context.token
 
-    def child(self, token: int) -> Node:
-        """Equal guesses meet in one node, whichever model made them."""
-        node = self.children.get(token)
-        if node is None:
-            node = self.children[token] = Node(self.context.then(token), self, self.depth + 1)
-        return node
-
     def lineage(self, count: int) -> list[Node]:
-        """This node, its parent, and so on: `count` nodes, or fewer where the root comes first."""
-        line: list[Node] = []
+        """Return this node, its parent, and so on: `count` nodes, or fewer where the root comes first."""
+        nodes: list[Node] = []
         node: Node | None = self
-        while node is not None and len(line) < count:
-            line.append(node)
+        while node is not None and len(nodes) < count:
+            nodes.append(node)
             node = node.parent
-        return line
+        return nodes
 
-    def fall(self) -> list[int]:
-        """Cut this node and all below it off the tree; returns the jobs that lose their place."""
-        lost: list[int] = []
-        falling = [self]
-        while falling:
-            node = falling.pop()
+    def num_unverified(self) -> int:
+        """Count the positions, ending here, that no verification covers."""
+        count = 0
+        node: Node | None = self
+        while node is not None and node.verifier is None:
+            count += 1
+            node = node.parent
+        return count
+
+    def prune(self) -> list[int]:
+        """Cut this node and all below it off the tree; return the jobs whose text ended there."""
+        jobs: list[int] = []
+        nodes = [self]
+        while nodes:
+            node = nodes.pop()
             node.alive = False
-            lost += node.jobs
-            falling += node.children.values()
-        return lost
+            jobs += node.jobs
+            nodes += node.children.values()
+        return jobs
+
+
+class DraftTree:
+    """The root is the end of the verified text; every node below it ends one possible continuation."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self.root = Node(TokenSequence.of(prompt), None, 0)
+        self.tips: dict[str, Node] = {}  # the last draft token of each drafter
+        self.runner_ups: deque[Node] = deque()  # alternates whose next token nobody has verified
+
+    def grow(self, node: Node, token: int, block_size: int) -> Node:
+        """Return the child for this token: equal draft tokens share a node, whichever drafter returned them.
+
+        It lies in the block of its parent unless that is full or was cut short.
+        """
+        child = node.children.get(token)
+        if child is None:
+            child = node.children[token] = Node(node.context.then(token), node, node.depth + 1)
+            if not node.sampled and child.context.length - node.block_start < block_size:
+                child.block_start = node.block_start
+        return child
+
+    def advance(self, token: int, block_size: int) -> list[int]:
+        """Move the root on to this token and prune every other branch; return the jobs that ended there."""
+        passed = self.root
+        self.root = self.grow(passed, token, block_size)
+        del passed.children[token]
+        self.root.parent = None  # what lies behind the root is only text
+        return passed.prune()
+
+    def tip(self, model: str, among: Iterable[str] = ()) -> Node:
+        """Return where a drafter's tokens end; if they were pruned, where those of the first survivor do."""
+        root = self.root
+        for name in (model, *among):
+            node = self.tips.get(name)
+            if node is not None and node.alive and node is not root:
+                return node
+        return root
+
+    def max_depth(self) -> int:
+        """The depth of the furthest draft token, or of the root."""
+        return max((node.depth for node in self.tips.values() if node.alive), default=self.root.depth)
+
+    def next_runner_up(self) -> Node | None:
+        """The first runner-up whose next token nobody verifies, once the token before it is being verified.
+
+        Earlier, deeper draft tokens would find it covered, and the gap before it would never close.
+        """
+        while self.runner_ups:
+            node = self.runner_ups[0]
+            if node.verifier is None and node.alive and (parent := node.parent) and parent.target_token is None:
+                return None if parent.verifier is None else node
+            self.runner_ups.popleft()
+        return None

@@ -1,30 +1,30 @@
 """One request as a pure state machine: events in, steps out. No clock, no threads, no I/O.
 
-Every event is handled the same way: learn it, advance the root as far as the truth is known, abandon the
-jobs whose place fell off the tree, plan new ones. Which algorithm this is, only the policy knows. Each
-node is judged, walked and cut off at most once, so an event costs the same at any length of text.
+Every event is handled the same way: record it in the draft tree and the table of jobs, move the root as far as
+the target's tokens are known, cancel the jobs whose branch was pruned, and let the policy issue new ones. Only
+the policy knows which algorithm this is. Each node is verified, passed and pruned at most once, so an event
+costs the same at any length of text.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from dsi.core.draft_tree import Node
+from dsi.core.draft_tree import DraftTree, Node
+from dsi.core.jobs import JobTable
 from dsi.core.messages import (
     DRAFTER,
     GREEDY,
-    NOTHING,
+    NO_STEP,
     Draft,
     Drafted,
     Event,
     Failed,
     Job,
     Prefill,
-    Prefilled,
     Sampling,
     Step,
     TopLogprobs,
@@ -36,30 +36,29 @@ from dsi.core.spec import Decision, SpecConfig
 
 Policy = Callable[["Generation"], None]
 
-# What each drafter said of a place, what is true, and all that was guessed.
-Judged = tuple[dict[str, int], int, Tokens]
+# The next token according to each drafter, according to the target, and all draft tokens of the position.
+VerifiedPosition = tuple[dict[str, int], int, Tokens]
 
-DEFAULT = SpecConfig()
-WARM_EVERY = 16  # sure tokens between two reminders to idle servers
-ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came to stand in the text
-TRIES = 3  # failures in a row after which a drafter is left alone until the root moves
+DEFAULT_SPEC = SpecConfig()
+PREFILL_EVERY = 16  # verified tokens between two prefills of idle servers
+ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came into the text
 
 
 @dataclass(slots=True)
 class Tally:
     """What a request has asked of its models so far."""
 
-    drafted: int = 0  # guesses received
-    accepted: int = 0  # tokens of the text that had been guessed before they were known
+    drafted: int = 0  # draft tokens received
+    accepted: int = 0  # tokens of the text that had been drafted before they were verified
     forwards: int = 0  # verifications answered in time
-    useful: int = 0  # of those, the ones that judged a place of the final text
-    exposed: int = 0  # of those, the ones that found a token nobody had guessed
-    abandoned: int = 0  # verifications no longer wanted, begun or not
+    useful: int = 0  # of those, the ones that verified a position of the final text
+    exposed: int = 0  # of those, the ones that returned a token nobody had drafted
+    abandoned: int = 0  # verifications cancelled, started or not
     failed: int = 0  # jobs that failed, of any kind
 
     @property
     def wasted(self) -> int:
-        """Guesses that did not become text."""
+        """Draft tokens that did not become text."""
         return self.drafted - self.accepted
 
 
@@ -76,154 +75,163 @@ class Generation:
     ) -> None:
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens {max_new_tokens}: must be at least 1")
-        self.end = max_new_tokens
+        self.max_new_tokens = max_new_tokens
         self.policy = policy
-        self.sampling, self.needs_guess = sampling, sampling.needs_guess
-        self._block = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
-        self.root = Node(TokenSequence.of(prompt), None, 0)  # the last place known to be true
-        self.open: dict[int, Job] = {}  # jobs in flight
-        self.busy = 0  # drafts and verifications among them
+        self.sampling, self.needs_draft = sampling, sampling.needs_draft
+        self.tree = DraftTree(prompt)
+        self.jobs = JobTable()
         self.tally = Tally()
-        self.origins: list[str] = []  # how each token of the text came
-        self.judged: list[Judged] = []  # what was guessed of each token, and what it was
-        self.notes: list[TopLogprobs] = []  # what the target thought of each place, where somebody asks
-        self.decisions: list[Decision] = []  # of a policy that changes its mind
-        self.memo: Any = None  # what a policy wants to remember
-        self._stop = frozenset(stop)
+        self.origins: list[str] = []  # how each token came into the text
+        self.verified: list[VerifiedPosition] = []
+        self.top_logprobs: list[TopLogprobs] = []  # of each token, where the request asks for them
+        self.decisions: list[Decision] = []  # of an adaptive policy
+        self._stop_tokens = frozenset(stop)
         self._stopped = False
-        self._at: dict[int, Node] = {}  # the node each job in flight has reached
-        self._tips: dict[str, Node] = {}  # the last guess of each drafter
-        self._drafting: dict[str, int] = {}  # open drafts of each drafter
-        self._failures: dict[str, int] = {}  # of each drafter, in a row
-        self._seconds: deque[Node] = deque()  # second guesses that nobody has looked past
-        self._asides: set[int] = set()  # open verifications of such
-        self._judge: int | None = None  # the verification whose truth the root followed last
-        self._wanted: list[Job] = []
+        self._block_size = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
+        self._last_verifier: int | None = None  # the verification that moved the root last
+        self._started: list[Job] = []
         self._cancelled: list[int] = []
         self._ids = count() if ids is None else ids
-        self._warm_id = next(self._ids)
-        self._warmed = -WARM_EVERY  # depth of the text last asked to be held
+        self._prefill_id = next(self._ids)
+        self._prefill_depth = -PREFILL_EVERY  # of the root when servers were last asked to prefill
+
+    # State.
+
+    @property
+    def root(self) -> Node:
+        """The end of the verified text."""
+        return self.tree.root
+
+    @property
+    def busy(self) -> int:
+        """Drafts and verifications in flight."""
+        return self.jobs.busy
 
     @property
     def done(self) -> bool:
-        return self._stopped or self.root.depth >= self.end
+        return self._stopped or self.tree.root.depth >= self.max_new_tokens
 
     @property
     def finish_reason(self) -> str | None:
-        """How it ended: `stop` (a stop token), `length`, or `cancelled`; None while it has not."""
-        if self.done and self.root.depth and self.root.token in self._stop:
+        """How it ended: `stop` (a stop token), `length`, or `cancelled`; None while it runs."""
+        if self.done and self.root.depth and self.root.token in self._stop_tokens:
             return "stop"
-        if self.root.depth >= self.end:
+        if self.root.depth >= self.max_new_tokens:
             return "length"
         return "cancelled" if self._stopped else None
 
+    @property
+    def origin(self) -> TokenSequence:
+        """The prompt, by which servers tell this request from others."""
+        return self.root.context.origin
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The number of verified tokens, and the number with the draft tokens after them."""
+        return self.root.depth, self.tree.max_depth()
+
+    @property
+    def root_unverified(self) -> bool:
+        """Whether no verification of the root is in flight."""
+        return not self.done and self.root.verifier is None
+
+    def job(self, id: int) -> Job | None:
+        """The job in flight with this id."""
+        return self.jobs.open.get(id)
+
+    # Events.
+
     def start(self) -> Step:
-        return self.look()
+        return self.replan()
 
     def handle(self, event: Event) -> Step:
-        if event.id not in self.open or isinstance(event, Prefilled):
-            return NOTHING  # the last word of a cancelled job, or nothing new
-        self._learn(event, self.open[event.id])
+        # A cancelled job may still be answered: an event without an open job, or of another kind than its job,
+        # changes nothing.
+        job = self.jobs.open.get(event.id)
+        handler = EVENT_HANDLERS.get((job.__class__, event.__class__))
+        if handler is None:
+            return NO_STEP
+        handler(self, job, event)
         return self._step(self._advance())
 
-    def look(self) -> Step:
-        """Nothing has happened here, but the policy may see the world with other eyes."""
+    def replan(self) -> Step:
+        """Re-run the policy without a new event."""
         return self._step(())
 
     def stop(self) -> Step:
-        """Give up: nothing more will be emitted, and every job in flight is cancelled."""
+        """End the request: nothing more is emitted, and every job in flight is cancelled."""
         self._stopped = True
         return self._step(())
 
-    def _step(self, emit: Tokens) -> Step:
-        if self.done:
-            self._abandon(list(self.open))
-        else:
-            self.policy(self)
-        wanted, self._wanted = tuple(self._wanted), []
-        cancelled, self._cancelled = tuple(self._cancelled), []
-        return Step(emit, wanted, cancelled, self._urgent() if emit else ())
+    def _on_drafted(self, job: Draft, event: Drafted) -> None:
+        self.tally.drafted += 1 + len(event.alternates)
+        self.jobs.drafter_answered(job.model)
+        tree, node, token = self.tree, self.jobs.node(job.id), event.token
+        node.drafted_by[job.model] = token
+        if self.needs_draft:
+            node.draft_tokens = tuple((drafted, event.draft_probs) for drafted in (token, *event.alternates))
+        for alternate in event.alternates:
+            child = tree.grow(node, alternate, self._block_size)
+            if job.branches > 1 and alternate not in self._stop_tokens:
+                tree.runner_ups.append(child)
+        child = tree.tips[job.model] = tree.grow(node, token, self._block_size)
+        self.jobs.move(job.id, child)
+        if child.context.length >= job.context.length + job.count:
+            self.jobs.close(job.id)
+        elif token in self._stop_tokens:  # nothing follows a stop token: the rest of the draft is not wanted
+            self._cancel([job.id])
 
-    def _learn(self, event: Event, job: Job) -> None:
-        if isinstance(event, Drafted) and isinstance(job, Draft):
-            self._learn_guess(job, event.token, event.odds, event.others)
-        elif isinstance(event, Verified) and isinstance(job, Verify):
-            self._learn_truth(job, event.tokens, event.notes)
-        elif isinstance(event, Failed):
-            self._learn_failure(job)
-
-    def _learn_guess(self, job: Draft, token: int, odds: Any, others: Tokens) -> None:
-        self.tally.drafted += 1 + len(others)
-        node = self._at[job.id]
-        node.said[job.model] = token
-        if self.needs_guess:
-            node.guesses = tuple((guess, odds) for guess in (token, *others))
-        for other in others:
-            second = self._grow(node, other)
-            if job.branches > 1 and other not in self._stop:
-                self._seconds.append(second)
-        self._failures.pop(job.model, None)
-        node.jobs.discard(job.id)
-        node = self._at[job.id] = self._tips[job.model] = self._grow(node, token)
-        node.jobs.add(job.id)
-        if node.context.length >= job.context.length + job.count:
-            self._close(job.id)
-        elif token in self._stop:  # nothing follows a stop token: the rest of the stream is not wanted
-            self._abandon([job.id])
-
-    def _learn_truth(self, job: Verify, tokens: Tokens, notes: tuple[TopLogprobs, ...]) -> None:
+    def _on_verified(self, job: Verify, event: Verified) -> None:
+        # The answer covers the last `width` positions of the job's text. The root may have passed the first of
+        # them since; the rule `block` may have cut the answer short, and then its last token is a correction.
+        tokens, top_logprobs = event.tokens, event.top_logprobs
         if not job.fits(tokens):
-            raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} places")
+            raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} positions")
         self.tally.forwards += 1
-        places = self._close(job.id).lineage(job.width)[::-1]
-        cut = len(tokens) < job.width  # it ends with a correction, never the guess itself: that falls
-        if cut:
-            self._unwatch(job.id, places)
-        passed = job.width - len(places)  # by the root, since it was asked for
-        for place, token, note in zip(places, tokens[passed:], notes[passed:] or ((),) * len(places)):
-            place.truth, place.watcher, place.note = token, job.id, note
-            place.drawn = not place.guesses or (cut and place is places[len(tokens) - job.width - 1])
+        nodes = self._close(job)[::-1]
+        is_cut = len(tokens) < job.width
+        if is_cut:
+            self._release(job.id, nodes)
+        passed = job.width - len(nodes)
+        for node, token, logprobs in zip(nodes, tokens[passed:], top_logprobs[passed:] or ((),) * len(nodes)):
+            node.target_token, node.verifier, node.top_logprobs = token, job.id, logprobs
+            node.sampled = not node.draft_tokens or (is_cut and node is nodes[len(tokens) - job.width - 1])
 
-    def _grow(self, node: Node, token: int) -> Node:
-        """What comes next if this token does; it lies in the same block unless that is full or cut short."""
-        known = node.children.get(token)
-        if known is not None:
-            return known
-        child = node.child(token)
-        if not node.drawn and child.context.length - node.start < self._block:
-            child.start = node.start
-        return child
-
-    def _learn_failure(self, job: Job) -> None:
-        """A verification is asked for again as it was: deeper places may be watched by now, and a gap
-        before them would never close. A draft is the policy's to repeat, and a reminder will come again.
-        """
+    def _on_draft_failed(self, job: Draft, _: Failed) -> None:
+        # The policy may draft again.
         self.tally.failed += 1
-        if isinstance(job, Verify):
-            self.verify(self._close(job.id), job.width, job.aside)
-        elif isinstance(job, Draft):
-            self._close(job.id)
-            self._failures[job.model] = self._failures.get(job.model, 0) + 1
+        self.jobs.close(job.id)
+        self.jobs.drafter_failed(job.model)
+
+    def _on_verify_failed(self, job: Verify, _: Failed) -> None:
+        # The same positions are verified again: deeper ones may be covered by now, and a gap before them would
+        # never close.
+        self.tally.failed += 1
+        node = self.jobs.node(job.id)
+        self.jobs.close(job.id)
+        self.verify(node, job.width, job.is_alternate)
+
+    def _on_prefill_failed(self, _: Prefill, __: Failed) -> None:
+        # The next prefill comes anyway.
+        self.tally.failed += 1
 
     def _advance(self) -> Tokens:
-        """Follow the truth as far as it is known; every other guess falls off the tree."""
-        sure: list[int] = []
-        while (token := self.root.truth) is not None and not self.done:
-            sure.append(token)
-            passed = self.root
-            self._account(passed, token)
-            self.root = self._grow(passed, token)
-            del passed.children[token]
-            if lost := passed.fall():
-                self._abandon(lost)
-            self.root.parent = None  # what lies behind the root is only text now
-            self._stopped = token in self._stop
-        if sure:
-            self._failures.clear()
-        return tuple(sure)
+        """Move the root as far as the target's tokens are known; return those tokens."""
+        tree = self.tree
+        emitted: list[int] = []
+        while (token := tree.root.target_token) is not None and not self.done:
+            emitted.append(token)
+            self._account(tree.root, token)
+            if pruned := tree.advance(token, self._block_size):
+                self._cancel(pruned)
+            self._stopped = token in self._stop_tokens
+        if emitted:
+            self.jobs.root_moved()
+        return tuple(emitted)
 
     def _account(self, passed: Node, token: int) -> None:
-        self.judged.append((passed.said, token, tuple(passed.children)))
+        """Record how the token after this node came into the text."""
+        self.verified.append((passed.drafted_by, token, tuple(passed.children)))
         if token in passed.children:
             self.tally.accepted += 1
             self.origins.append(ACCEPTED)
@@ -231,155 +239,101 @@ class Generation:
             self.tally.exposed += 1
             self.origins.append(CORRECTED if passed.children else PLAIN)
         if self.sampling.logprobs is not None:
-            self.notes.append(passed.note)
-        if passed.watcher != self._judge:
+            self.top_logprobs.append(passed.top_logprobs)
+        if passed.verifier != self._last_verifier:
             self.tally.useful += 1
-            self._judge = passed.watcher
+            self._last_verifier = passed.verifier
 
-    def _abandon(self, ids: list[int]) -> None:
-        """A job is worth finishing only while its place is still possible."""
+    def _step(self, emitted: Tokens) -> Step:
+        if self.done:
+            self._cancel(list(self.jobs.open))
+        else:
+            self.policy(self)
+        started, self._started = tuple(self._started), []
+        cancelled, self._cancelled = tuple(self._cancelled), []
+        return Step(emitted, started, cancelled, self._promoted() if emitted else ())
+
+    def _promoted(self) -> tuple[int, ...]:
+        """The verification of the new root, which had been speculation on a deeper position until now."""
+        verifier = self.tree.root.verifier
+        return () if verifier is None or verifier not in self.jobs.open else (verifier,)
+
+    def _cancel(self, ids: list[int]) -> None:
         for id in ids:
-            job, node = self.open[id], self._close(id)
+            job = self.jobs.open[id]
             if isinstance(job, Verify):
                 self.tally.abandoned += 1
-                self._unwatch(id, node.lineage(job.width))
+                self._release(id, self._close(job))
+            else:
+                self.jobs.close(id)
         self._cancelled += ids
 
-    def _close(self, id: int) -> Node:
-        job, node = self.open.pop(id), self._at.pop(id, self.root)
-        node.jobs.discard(id)
-        if isinstance(job, Draft):
-            self._drafting[job.model] -= 1
-        if isinstance(job, Verify):
-            self._asides.discard(id)
-        self.busy -= not isinstance(job, Prefill)
-        return node
+    def _close(self, job: Verify) -> list[Node]:
+        """Remove a verification; return the positions it covers that the root has not passed, the last first."""
+        node = self.jobs.node(job.id)
+        self.jobs.close(job.id)
+        return node.lineage(job.width)
 
-    def _unwatch(self, id: int, places: list[Node]) -> None:
-        """This verification will not judge them."""
-        for place in places:
-            if place.watcher == id:
-                place.watcher = None
+    def _release(self, id: int, nodes: list[Node]) -> None:
+        """This verification will not cover these positions."""
+        for node in nodes:
+            if node.verifier == id:
+                node.verifier = None
 
-    def _urgent(self) -> tuple[int, ...]:
-        """The watch on the new root was deeper speculation until now."""
-        watcher = self.root.watcher
-        return () if watcher is None or watcher not in self.open else (watcher,)
-
-    @property
-    def origin(self) -> TokenSequence:
-        """Where its text begins, which is no other request's."""
-        return self.root.context.origin
-
-    @property
-    def reached(self) -> tuple[int, int]:
-        """How many tokens are certain, and how many with the guesses beyond them."""
-        root = tip = self.root.depth
-        for node in self._tips.values():
-            if node.alive and node.depth > tip:
-                tip = node.depth
-        return root, tip
-
-    @property
-    def waits(self) -> bool:
-        """Whether nobody watches the root."""
-        return not self.done and self.root.watcher is None
-
-    # What a policy may ask...
+    # What a policy may read...
 
     def tip(self, model: str = DRAFTER, among: Iterable[str] = ()) -> Node:
-        """Where this drafter's guesses now end; if they fell, where those of the first survivor do."""
-        for name in (model, *among):
-            node = self._tips.get(name)
-            if node is not None and node.alive and node is not self.root:
-                return node
-        return self.root
-
-    def drafting(self, model: str = DRAFTER) -> bool:
-        return self._drafting.get(model, 0) > 0
-
-    @property
-    def verifying(self) -> int:
-        """Verifications in flight, without the looks aside."""
-        return self.busy - sum(self._drafting.values()) - len(self._asides)
-
-    def lost(self, model: str = DRAFTER) -> bool:
-        """Whether this drafter keeps failing; it is tried again when the root moves."""
-        return self._failures.get(model, 0) >= TRIES
-
-    def willing(self, drafters: Sequence[str]) -> Sequence[str]:
-        """Those of them that do not keep failing; if all do, the first."""
-        if not self._failures:
-            return drafters
-        return [model for model in drafters if not self.lost(model)] or drafters[:1]
+        """Where a drafter's tokens now end; if they were pruned, where those of the first survivor do."""
+        return self.tree.tip(model, among)
 
     def room(self, tip: Node, model: str = DRAFTER) -> int:
-        """How many guesses this drafter could usefully add after `tip`."""
-        if self.lost(model) or (tip is not self.root and tip.token in self._stop):
+        """How many tokens this drafter could usefully add after `tip`."""
+        if self.jobs.failing(model) or (tip is not self.tree.root and tip.token in self._stop_tokens):
             return 0
-        last = self.end if self.needs_guess else self.end - 1
+        last = self.max_new_tokens if self.needs_draft else self.max_new_tokens - 1
         return last - tip.depth
 
-    def judgeable(self, tip: Node) -> Node | None:
-        """The last place up to `tip` that can be judged now: a rule may need the guess about it."""
-        return tip.parent if self.needs_guess and not tip.guesses else tip
-
-    def unwatched(self, tip: Node) -> int:
-        """How many places, ending at `tip`, no target has judged or is judging."""
-        run = 0
-        node: Node | None = tip
-        while node is not None and node.watcher is None:
-            run += 1
-            node = node.parent
-        return run
-
-    @property
-    def asides(self) -> int:
-        """Second guesses that are being looked past; if one has become the root, it is no aside any more."""
-        return len(self._asides) - (self.root.watcher in self._asides)
-
-    def second(self) -> Node | None:
-        """The first second guess that nobody looks past yet, once the guess it stands by is being judged.
-
-        Before that, deeper guesses would find it watched, and the gap above it would never close.
-        """
-        while self._seconds:
-            node = self._seconds[0]
-            if node.watcher is None and node.alive and (above := node.parent) and above.truth is None:
-                return None if above.watcher is None else node
-            self._seconds.popleft()
-        return None
+    def verifiable(self, tip: Node) -> Node | None:
+        """The last position up to `tip` that can be verified now: a rule may need its draft token."""
+        return tip.parent if self.needs_draft and not tip.draft_tokens else tip
 
     # ...and what it may ask for.
 
-    def draft(self, node: Node, count: int, model: str = DRAFTER, spec: SpecConfig = DEFAULT) -> None:
+    def draft(self, node: Node, count: int, model: str = DRAFTER, spec: SpecConfig = DEFAULT_SPEC) -> None:
         if count < 1:
             raise ValueError(f"a draft of {count} tokens: must be at least 1")
-        self._drafting[model] = self._drafting.get(model, 0) + 1
-        self._block = spec.lookahead or 1
-        options = self.sampling, node.start, self._block, spec.branches, spec.min_ratio
-        self._want(Draft(next(self._ids), node.context, count, model, *options), node)
+        self._block_size = spec.lookahead or 1
+        options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio
+        self._start(Draft(next(self._ids), node.context, count, model, *options), node)
 
-    def verify(self, node: Node, width: int, aside: bool = False) -> None:
-        lead = node.depth - width + 1 - self.root.depth
-        places = node.lineage(width)
-        guesses = tuple(place.guesses for place in reversed(places)) if self.needs_guess else ()
-        job = Verify(next(self._ids), node.context, width, lead, self.sampling, guesses, aside)
-        if aside:
-            self._asides.add(job.id)
-        for place in places:
-            place.watcher = job.id
-        self._want(job, node)
+    def verify(self, node: Node, width: int, is_alternate: bool = False) -> None:
+        """Verify the last `width` positions up to this node."""
+        lead = node.depth - width + 1 - self.tree.root.depth
+        nodes = node.lineage(width)
+        draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
+        job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, is_alternate)
+        for covered in nodes:
+            covered.verifier = job.id
+        self._start(job, node)
 
-    def remind(self) -> None:
-        """Let servers that would idle read the prompt, and every so often catch up with the sure text."""
-        if self.root.depth >= self._warmed + WARM_EVERY:
-            self._warmed = self.root.depth
-            warm = self.open[self._warm_id] = Prefill(self._warm_id, self.root.context)
-            self._wanted.append(warm)
+    def prefill(self) -> None:
+        """Let idle targets prefill the prompt, and every so often the text verified since."""
+        if self.tree.root.depth >= self._prefill_depth + PREFILL_EVERY:
+            self._prefill_depth = self.tree.root.depth
+            job = Prefill(self._prefill_id, self.tree.root.context)
+            self.jobs.add_prefill(job)
+            self._started.append(job)
 
-    def _want(self, job: Draft | Verify, node: Node) -> None:
-        self.open[job.id], self._at[job.id] = job, node
-        node.jobs.add(job.id)
-        self.busy += 1
-        self._wanted.append(job)
+    def _start(self, job: Draft | Verify, node: Node) -> None:
+        self.jobs.add(job, node)
+        self._started.append(job)
+
+
+# How each kind of event changes a generation, by the kind of job it answers; all others are ignored.
+EVENT_HANDLERS: dict[tuple[type, type], Callable[[Generation, Any, Any], None]] = {
+    (Draft, Drafted): Generation._on_drafted,
+    (Draft, Failed): Generation._on_draft_failed,
+    (Verify, Verified): Generation._on_verified,
+    (Verify, Failed): Generation._on_verify_failed,
+    (Prefill, Failed): Generation._on_prefill_failed,
+}

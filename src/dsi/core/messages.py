@@ -1,4 +1,4 @@
-"""Everything that crosses the border between the core and the world: jobs out, events in."""
+"""The messages between the core and a fleet: jobs out, events in."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ TARGET = "target"
 DRAFTER = "drafter"
 RULES = ("match", "reject", "block", "specinfer")
 
-TopLogprobs = tuple[tuple[int, float], ...]  # tokens and the logarithms of their probabilities, the likeliest first
-Guess = tuple[int, Any]  # a token, and what a rule must know of how it was drawn: only servers read it
+TopLogprobs = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the likeliest first
+DraftToken = tuple[int, Any]  # a token and the draft probabilities that a rule needs: only servers read them
 
 
 def check_rule(name: str) -> str:
+    """Return the name of an acceptance rule, or raise ValueError."""
     if name not in RULES:
         raise ValueError(f"rule {name!r}: must be one of {', '.join(RULES)}")
     return name
@@ -25,7 +26,7 @@ def check_rule(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a token is chosen from a row of scores. The core carries it; only servers read it."""
+    """How a token is sampled from logits. The core passes it on; only servers read it."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0: all
@@ -33,17 +34,17 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
     rule: str = "match"
-    candidates: int = 2  # specinfer: guesses for each place
-    logprobs: int | None = None  # how many of the likeliest tokens to name for each place; None: nobody asks
+    candidates: int = 2  # specinfer: draft tokens for each position
+    logprobs: int | None = None  # how many of the likeliest tokens to return for each position; None: no logprobs
 
     @property
-    def needs_guess(self) -> bool:
-        """Whether a place can be judged only together with the guess about it: without chance, never."""
+    def needs_draft(self) -> bool:
+        """Whether a position can be verified only together with its draft token; never under greedy sampling."""
         return self.rule != "match" and self.temperature > 0
 
     @property
-    def guesses(self) -> int:
-        """For each place."""
+    def num_candidates(self) -> int:
+        """Draft tokens for each position."""
         return self.candidates if self.rule == "specinfer" else 1
 
     def __post_init__(self) -> None:
@@ -67,7 +68,7 @@ GREEDY = Sampling()
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Hold this text in your cache. Started again with the same id, it asks for a longer one."""
+    """Fill the KV cache with this text. Started again with the same id, it asks for a longer one."""
 
     id: int
     context: TokenSequence
@@ -75,10 +76,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guess up to `count` tokens after this text, streaming each one.
+    """Draft up to `count` tokens after this text, streaming each one.
 
-    Under the rule `block` the first of them lies in a block of `block` tokens that began at `start`. With
-    `branches` the runners-up for each token are wanted too, if they came to at least `doubt` of the winner.
+    Under the rule `block` the first of them lies in a block of `block_size` tokens that began at `block_start`.
+    With `branches` the runner-ups for each token are wanted too, if their probability is at least `min_ratio` of
+    the first choice's.
     """
 
     id: int
@@ -86,31 +88,31 @@ class Draft:
     count: int
     model: str = DRAFTER
     sampling: Sampling = GREEDY
-    start: int = 0
-    block: int = 1
+    block_start: int = 0
+    block_size: int = 1
     branches: int = 1
     min_ratio: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Say which token truly follows each of the last `width` prefixes of this text.
+    """Return the target's next token after each of the last `width` prefixes of this text.
 
-    A rule that needs them is given the guesses about each place; where there is none, it draws freely.
+    A rule that needs them is given the draft tokens of each position; where there are none, it samples.
     """
 
     id: int
     context: TokenSequence
     width: int
-    lead: int = 0  # how far its first place lay beyond the sure text; 0 watches the root
+    lead: int = 0  # how far its first position lay ahead of the verified text; 0 verifies the root
     sampling: Sampling = GREEDY
-    guesses: tuple[tuple[Guess, ...], ...] = ()
-    aside: bool = False  # about a second guess, in case the first one falls: for a server to spare
+    draft_tokens: tuple[tuple[DraftToken, ...], ...] = ()
+    is_alternate: bool = False  # follows a runner-up, in case the first choice is rejected: for a spare target
 
     def fits(self, tokens: Tokens) -> bool:
-        """A token for each place; the rule `block` may cut the answer short."""
-        cut_short = self.sampling.rule == "block" and 0 < len(tokens) < self.width
-        return len(tokens) == self.width or cut_short
+        """Whether there is a token for each position; the rule `block` may cut the answer short."""
+        is_cut = self.sampling.rule == "block" and 0 < len(tokens) < self.width
+        return len(tokens) == self.width or is_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +122,21 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A guess, how it was drawn if a rule asks, and further guesses about the same place."""
+    """A draft token, its draft probabilities if a rule needs them, and alternates for the same position."""
 
     id: int
     token: int
-    odds: Any = None
-    others: Tokens = ()
+    draft_probs: Any = None
+    alternates: Tokens = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Under the rule `block` there may be fewer tokens than places: what follows the last was not judged."""
+    """Under the rule `block` there may be fewer tokens than positions: those after the last were not verified."""
 
     id: int
     tokens: Tokens
-    notes: tuple[TopLogprobs, ...] = ()  # on each of them, where somebody asks
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # of each of them, where the request asks for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class Failed:
     reason: str = ""
 
 
-WOKEN = Failed(-1, "woken")  # a fleet that was woken and has nothing to tell; no job has this number
+WOKEN = Failed(-1, "woken")  # what a fleet returns that was woken and has no event; no job has this id
 
 Job = Prefill | Draft | Verify
 Event = Prefilled | Drafted | Verified | Failed
@@ -153,7 +155,7 @@ Event = Prefilled | Drafted | Verified | Failed
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one event changed: text now certain, jobs to start, jobs to stop, jobs now urgent."""
+    """The effects of one event: tokens now verified, and jobs to start, to cancel and to promote."""
 
     emit: Tokens = ()
     start: tuple[Job, ...] = ()
@@ -161,4 +163,4 @@ class Step:
     promote: tuple[int, ...] = ()
 
 
-NOTHING = Step()
+NO_STEP = Step()

@@ -29,7 +29,7 @@ def autoregressive() -> Policy:
     """non-SI: one target forward per token."""
 
     def policy(g: Generation) -> None:
-        if g.root.watcher is None:
+        if g.root.verifier is None:
             g.verify(g.root, 1)
 
     return policy
@@ -62,8 +62,8 @@ def pearl(lookahead: int) -> Policy:
             return
         tip = g.tip()
         room = g.room(tip)
-        last = g.judgeable(tip) or (None if room else tip)
-        if last is not None and (unverified := g.unwatched(last)):
+        last = g.verifiable(tip) or (None if room else tip)
+        if last is not None and (unverified := last.num_unverified()):
             g.verify(last, unverified)
         if room:
             g.draft(tip, min(lookahead, room), spec=spec)
@@ -111,13 +111,13 @@ def _distributed(spec: SpecConfig) -> Policy:
     shares_text = spec.max_targets is None or spec.max_targets + spare_targets > 1
 
     def policy(g: Generation) -> None:
-        if g.needs_guess:
+        if g.needs_draft:
             _check_single_draft(g.sampling.rule, spec)
         speculate(g, spec)
-        if spare_targets and g.root.watcher is not None:
+        if spare_targets and g.root.verifier is not None:
             verify_alternates(g, spare_targets)
         if shares_text:  # any target may be the next to verify this request
-            g.remind()
+            g.prefill()
 
     return policy
 
@@ -147,7 +147,7 @@ def load_aware(alone: Policy, spec: SpecConfig, load: Load) -> Policy:
     by_load: dict[tuple[int, bool], SpecConfig] = {}
 
     def policy(g: Generation) -> None:
-        if load.requests < 2 or g.needs_guess:
+        if load.requests < 2 or g.needs_draft:
             alone(g)
             return
         key = share, idle = load.targets // load.requests, load.idle
@@ -166,44 +166,44 @@ def speculate(g: Generation, spec: SpecConfig) -> None:
     With `max_targets` verifications in flight, a block waits, and grows, until one of them ends.
     """
     lookahead, max_lead = spec.lookahead or 1, spec.lead_limit
-    whole_blocks = g.needs_guess and g.sampling.rule == "block"  # blocks must not depend on timing
+    whole_blocks = g.needs_draft and g.sampling.rule == "block"  # blocks must not depend on timing
     if whole_blocks:
         max_lead = max(max_lead, lookahead)
-    for model in g.willing(spec.drafters):
+    for model in g.jobs.available(spec.drafters):
         tip = g.tip(model, spec.drafters)
         lead = tip.depth - g.root.depth
         room = g.room(tip, model)
         count = int(min(room, max_lead - lead))
-        last = g.judgeable(tip) or (None if room > 0 else tip)  # without a draft token, the target samples
-        unverified = 0 if last is None else g.unwatched(last)
-        if g.root.watcher is None:
+        last = g.verifiable(tip) or (None if room > 0 else tip)  # without a draft token, the target samples
+        unverified = 0 if last is None else last.num_unverified()
+        if g.root.verifier is None:
             full = (unverified >= lookahead) if whole_blocks else lead >= (spec.min_draft or 0)
         else:
             full = unverified >= lookahead
-            if spec.max_targets is not None and g.verifying >= spec.max_targets:
+            if spec.max_targets is not None and g.jobs.verifying >= spec.max_targets:
                 unverified = 0
         if last is not None and unverified and (full or (room if whole_blocks else count) <= 0):
             g.verify(last, unverified)
-        if count > 0 and not g.drafting(model):
+        if count > 0 and not g.jobs.drafting(model):
             g.draft(tip, count, model, spec)
 
 
 def speculate_one_block(g: Generation, spec: SpecConfig) -> None:
     """Draft one block after the root, and verify nothing before the root's verification has ended."""
-    model = g.willing(spec.drafters)[0]
+    model = g.jobs.available(spec.drafters)[0]
     tip = g.tip(model, spec.drafters)
     lead = tip.depth - g.root.depth
     count = min(g.room(tip, model), (spec.lookahead or 1) - lead)
-    if g.root.watcher is None and (lead >= (spec.min_draft or 0) or count <= 0):
-        g.verify(tip, g.unwatched(tip))
-    if count > 0 and not g.drafting(model):
+    if g.root.verifier is None and (lead >= (spec.min_draft or 0) or count <= 0):
+        g.verify(tip, tip.num_unverified())
+    if count > 0 and not g.jobs.drafting(model):
         g.draft(tip, count, model, spec)
 
 
 def verify_alternates(g: Generation, spare_targets: int) -> None:
     """Let spare targets verify what follows runner-ups, in case the first choice is rejected."""
-    while g.asides < spare_targets and (node := g.second()) is not None:
-        g.verify(node, 1, aside=True)
+    while g.jobs.num_alternates(g.root) < spare_targets and (node := g.tree.next_runner_up()) is not None:
+        g.verify(node, 1, is_alternate=True)
 
 
 def _check_single_draft(rule: str, spec: SpecConfig) -> None:

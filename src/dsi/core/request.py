@@ -1,4 +1,4 @@
-"""What callers give and get."""
+"""What callers submit and get back."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from dsi.core.sequence import Tokens
 from dsi.core.spec import Decision
 from dsi.core.stats import Overlap
 
-__all__ = ["Completion", "Request", "Sampling"]
+__all__ = ["Completion", "Request", "Sampling", "ScoreRequest"]
 
 
 @dataclass(frozen=True)
 class Request:
+    """Generate up to `max_new_tokens` tokens after a prompt."""
+
     prompt: Tokens
     max_new_tokens: int
     policy: Policy
@@ -23,19 +25,38 @@ class Request:
 
 
 @dataclass(frozen=True)
+class ScoreRequest:
+    """Return the target's top log probabilities for each token of a prompt but the first; generate nothing."""
+
+    prompt: Tokens
+    sampling: Sampling
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError("an empty text: there is no token to score")
+        if self.sampling.logprobs is None:
+            raise ValueError("logprobs None: a request to score a text must say how many")
+
+
+@dataclass(frozen=True)
 class Completion:
     """A finished text. Times count from when the request was submitted, by the fleet's clock."""
 
     tokens: Tokens
     finish_reason: str
-    times: tuple[Time, ...] = field(repr=False)  # when each token became certain
+    times: tuple[Time, ...] = field(repr=False)  # when each token was verified
     tally: Tally
     origins: tuple[str, ...] = field(default=(), repr=False)  # accepted, corrected or plain, for each token
-    notes: tuple[TopLogprobs, ...] = field(default=(), repr=False)  # what the target thought of each, if asked
+    top_logprobs: tuple[TopLogprobs, ...] = field(default=(), repr=False)  # of each token, if asked for
     decisions: tuple[tuple[Time, Decision], ...] = field(default=(), repr=False)  # under `auto`, and when
-    overlap: Overlap | None = field(default=None, repr=False)  # what overlapping forwards gave and cost
-    text: str = ""  # where the engine speaks text
+    overlap: Overlap | None = field(default=None, repr=False)  # what overlapping forwards gained and cost
+    text: str = ""  # where the engine detokenizes
     prompt: Tokens = field(default=(), repr=False)
+
+    @property
+    def notes(self) -> tuple[TopLogprobs, ...]:
+        """The old name of `top_logprobs`, kept for one release."""
+        return self.top_logprobs
 
     @property
     def elapsed(self) -> Time:
@@ -43,17 +64,17 @@ class Completion:
 
     @property
     def unspeculated(self) -> int:
-        """Tokens that `auto` wrote without speculation."""
-        turns = [decision for _, decision in self.decisions]
-        ends = [each.tokens for each in turns[1:]] + [len(self.tokens)]
-        return sum(end - each.tokens for each, end in zip(turns, ends) if not each.spec.speculates)
+        """Tokens that `auto` generated without speculation."""
+        decisions = [decision for _, decision in self.decisions]
+        ends = [decision.tokens for decision in decisions[1:]] + [len(self.tokens)]
+        return sum(end - decision.tokens for decision, end in zip(decisions, ends) if not decision.spec.speculates)
 
     @property
     def ttft(self) -> Time:
-        """From the request to its first token."""
+        """Time to first token."""
         return self.times[0] if self.times else 0
 
     @property
     def tpot(self) -> Time:
-        """The time per token after the first."""
+        """Time per output token after the first."""
         return (self.elapsed - self.ttft) / (len(self.times) - 1) if len(self.times) > 1 else 0

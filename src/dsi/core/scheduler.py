@@ -1,8 +1,8 @@
-"""Which waiting job goes to which idle server. Pure bookkeeping: fleets do as it says.
+"""Which waiting job runs on which idle server. Pure bookkeeping: fleets do as it says.
 
-The watch on a root goes before any deeper job, and a look aside after all others. Among idle servers, the
-one that has read most of the request comes first. A server with nothing else to do catches up with the sure
-text of the requests.
+The verification of a root goes before any deeper one, and those of alternates after all others. Among idle
+servers, the one that has most of the request in its KV cache comes first. A target with nothing else to do
+prefills the verified text of the requests.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dsi.core.messages import TARGET, Draft, Failed, Job, Prefill, Verify
 from dsi.core.sequence import TokenSequence
 
-REMEMBERED = 128  # requests of which it is known how much each server has read
-LAG = 8  # tokens a server may be behind before catching up is worth a forward
+MAX_TRACKED_REQUESTS = 128  # of which it is known how much each server has in its cache
+MIN_PREFILL = 8  # tokens a server may be behind before a prefill is worth a forward
 
 Assignments = list[tuple[str, Job]]
 
@@ -24,168 +24,177 @@ def role_of(job: Job) -> str:
 
 
 class Scheduler:
-    """Tell it of jobs and servers with the other methods; `assign` says what is to begin now."""
+    """Report jobs and servers with the other methods; `assign` returns what is to start now."""
 
     def __init__(self, roles: Mapping[str, str]) -> None:
-        self.roles: dict[str, str] = {}  # the living servers
-        self.working: dict[str, Job] = {}  # what each busy one is doing
-        self.away: dict[str, str] = {}  # servers that are on their way, and their roles
-        self._idle: dict[str, dict[str, None]] = {}  # servers of each role that wait for a job, in order
-        self._queues: dict[str, tuple[OrderedDict[int, Job], ...]] = {}  # urgent, deep, aside
-        self._standing: dict[int, Prefill] = {}  # the newest sure text of each request
-        self._read: dict[str, dict[TokenSequence, int]] = {}  # tokens of each request a server has seen
-        self._stopping: set[str] = set()  # servers whose job was withdrawn
+        self.roles: dict[str, str] = {}  # of the servers that are up
+        self.running: dict[str, Job] = {}  # the job of each busy server
+        self.starting: dict[str, str] = {}  # roles of servers that are not up yet
         self.changed = False  # whether there may be something to assign
-        self._resting: dict[str, None] = {}  # servers that may be idle and behind the sure text
-        self._stranded: list[Failed] = []  # jobs that lost their server, or never had one
+        self._idle: dict[str, dict[str, None]] = {}  # idle servers of each role, in order
+        self._queues: dict[str, tuple[OrderedDict[int, Job], ...]] = {}  # of each role: urgent, deeper, alternates
+        self._prefills: dict[int, Prefill] = {}  # the latest of each request
+        self._num_cached: dict[str, dict[TokenSequence, int]] = {}  # tokens of each request in a server's cache
+        self._cancelling: set[str] = set()  # servers whose job was cancelled
+        self._may_prefill: dict[str, None] = {}  # servers that may be idle and behind the verified text
+        self._orphaned: list[Failed] = []  # jobs that lost their server, or never had one
         for server, role in roles.items():
             self.add(server, role)
 
     def expect(self, server: str, role: str) -> None:
-        """This one is on its way: what only it could do waits for it."""
-        self.away[server] = role
-        self._queues.setdefault(role, (OrderedDict(), OrderedDict(), OrderedDict()))
+        """This server is starting: jobs that only it can run wait for it."""
+        self.starting[server] = role
+        self._add_role(role)
 
     def give_up(self, server: str) -> None:
-        """It will not come."""
-        self._strand_all(self.away.pop(server))
+        """This server will not start."""
+        self._orphan_queued(self.starting.pop(server))
 
     def add(self, server: str, role: str) -> None:
         if server in self.roles:
             raise ValueError(f"server {server!r} is already there")
-        self.away.pop(server, None)
+        self.starting.pop(server, None)
         self.roles[server] = role
-        self._read[server] = {}
-        self._idle.setdefault(role, {})[server] = self._resting[server] = None
-        self.changed = True
+        self._num_cached[server] = {}
+        self._add_role(role)
+        self._set_idle(server)
+
+    def _add_role(self, role: str) -> None:
+        self._idle.setdefault(role, {})
         self._queues.setdefault(role, (OrderedDict(), OrderedDict(), OrderedDict()))
 
-    def remove(self, server: str, returns: bool = False) -> None:
-        """The server is gone: its job is stranded, and so are all jobs that only it could have done, unless
-        it `returns`.
-        """
+    def _set_idle(self, server: str) -> None:
+        self._idle[self.roles[server]][server] = self._may_prefill[server] = None
+        self.changed = True
+
+    def remove(self, server: str, restarts: bool = False) -> None:
+        """The server is gone: its job is orphaned, and so are all that only it could run, unless it `restarts`."""
         if server not in self.roles:
             raise ValueError(f"there is no server {server!r}")
         role = self.roles.pop(server)
-        del self._read[server]
+        del self._num_cached[server]
         self._idle[role].pop(server, None)
-        if (job := self.working.pop(server, None)) and server not in self._stopping:
-            self._stranded.append(Failed(job.id, f"server {server} died"))
-        self._stopping.discard(server)
-        if returns:
-            self.away[server] = role
-        self._strand_all(role)
+        if (job := self.running.pop(server, None)) and server not in self._cancelling:
+            self._orphaned.append(Failed(job.id, f"server {server} died"))
+        self._cancelling.discard(server)
+        if restarts:
+            self.starting[server] = role
+        self._orphan_queued(role)
 
-    def _strand_all(self, role: str) -> None:
-        """If nobody with this role is there or on the way."""
-        if role in self.roles.values() or role in self.away.values():
+    def _has_server(self, role: str) -> bool:
+        return role in self.roles.values() or role in self.starting.values()
+
+    def _orphan_queued(self, role: str) -> None:
+        """Orphan the waiting jobs of a role if no server of that role is up or starting."""
+        if self._has_server(role):
             return
         for queue in self._queues[role]:
             for job in queue.values():
-                self._strand(job)
+                self._orphan(job)
             queue.clear()
 
+    def _orphan(self, job: Job) -> None:
+        self._orphaned.append(Failed(job.id, f"no {role_of(job)} server is left"))
+
+    def orphaned(self) -> list[Failed]:
+        """Return the failures of jobs that can no longer be answered, each once."""
+        failures, self._orphaned = self._orphaned, []
+        return failures
+
     @property
-    def open(self) -> bool:
-        """Whether any job is being done or waits."""
-        return bool(self.working) or any(queue for queues in self._queues.values() for queue in queues)
+    def has_jobs(self) -> bool:
+        """Whether any job runs or waits."""
+        return bool(self.running) or any(queue for queues in self._queues.values() for queue in queues)
 
-    def stranded(self) -> list[Failed]:
-        """Word of the jobs that can no longer be answered; each is told once."""
-        told, self._stranded = self._stranded, []
-        return told
-
-    def _strand(self, job: Job) -> None:
-        self._stranded.append(Failed(job.id, f"no {role_of(job)} server is left"))
-
-    def offer(self, job: Job) -> None:
+    def enqueue(self, job: Job) -> None:
         self.changed = True
         role = role_of(job)
         if isinstance(job, Prefill):
-            self._standing[job.id] = job
-            self._resting.update(self._idle.get(role, {}))
-        elif role not in self.roles.values() and role not in self.away.values():
-            self._strand(job)
+            self._prefills[job.id] = job
+            self._may_prefill.update(self._idle.get(role, {}))
+        elif not self._has_server(role):
+            self._orphan(job)
         else:
-            turn = 1 + job.aside if isinstance(job, Verify) and job.lead > 0 else 0
-            self._queues[role][turn][job.id] = job
+            priority = 1 + job.is_alternate if isinstance(job, Verify) and job.lead > 0 else 0
+            self._queues[role][priority][job.id] = job
 
     def promote(self, id: int) -> None:
-        """This job has become the watch on a root: if it still waits, it goes before the deeper ones."""
-        for urgent, *later in self._queues.values():
-            for queue in later:
+        """This job now verifies a root: if it still waits, it goes before the deeper ones."""
+        for urgent, *others in self._queues.values():
+            for queue in others:
                 if id in queue:
                     urgent[id] = queue.pop(id)
 
-    def withdraw(self, id: int) -> list[str]:
-        """Forget a job; returns the servers that are at it, busy until they are released."""
+    def cancel(self, id: int) -> list[str]:
+        """Drop a job; return the servers that run it, which stay busy until they are released."""
         for queues in self._queues.values():
             for queue in queues:
                 queue.pop(id, None)
-        self._standing.pop(id, None)
-        at_it = [server for server, job in self.working.items() if job.id == id]
-        self._stopping.update(at_it)
-        return at_it
+        self._prefills.pop(id, None)
+        servers = [server for server, job in self.running.items() if job.id == id]
+        self._cancelling.update(servers)
+        return servers
 
     def release(self, server: str) -> None:
-        """The server has ended its job. What was withdrawn it has not read."""
+        """The server has ended its job; the text of a cancelled one is not in its cache."""
         if server not in self.roles:
             return
-        job = self.working.pop(server)
-        if server not in self._stopping:
-            self._note(server, job)
-        self._stopping.discard(server)
-        self._idle[self.roles[server]][server] = self._resting[server] = None
-        self.changed = True
+        job = self.running.pop(server)
+        if server not in self._cancelling:
+            self._record_cached(server, job.context)
+        self._cancelling.discard(server)
+        self._set_idle(server)
 
     def assign(self) -> Assignments:
-        """Give waiting jobs to idle servers, and to the targets that are left what they have not read."""
-        begun: Assignments = []
+        """Give waiting jobs to idle servers, and prefills to the targets that are left."""
+        assigned: Assignments = []
         if not self.changed:
-            return begun
+            return assigned
         self.changed = False
         for role, queues in self._queues.items():
             idle = self._idle[role]
             for queue in queues:
                 while queue and idle:
                     job = queue.popitem(last=False)[1]
-                    begun.append((self._best(idle, job), job))
-                    self._engage(*begun[-1])
-        return begun + self._catch_up()
+                    server = self._best(idle, job)
+                    self._run(server, job)
+                    assigned.append((server, job))
+        return assigned + self._assign_prefills()
 
     def _best(self, idle: dict[str, None], job: Job) -> str:
+        """The server with the longest cached prefix of the job's request."""
         if len(idle) == 1:
             return next(iter(idle))
         origin = job.context.origin
-        return max(idle, key=lambda server: self._read[server].get(origin, -1))
+        return max(idle, key=lambda server: self._num_cached[server].get(origin, -1))
 
-    def _engage(self, server: str, job: Job) -> None:
+    def _run(self, server: str, job: Job) -> None:
         del self._idle[self.roles[server]][server]
-        self.working[server] = job
+        self.running[server] = job
 
-    def _note(self, server: str, job: Job) -> None:
-        read = self._read[server]
-        read.pop(job.context.origin, None)
-        read[job.context.origin] = len(job.context)
-        if len(read) > REMEMBERED:
-            del read[next(iter(read))]
+    def _record_cached(self, server: str, context: TokenSequence) -> None:
+        cached = self._num_cached[server]
+        cached.pop(context.origin, None)
+        cached[context.origin] = len(context)
+        if len(cached) > MAX_TRACKED_REQUESTS:
+            del cached[next(iter(cached))]
 
-    def _catch_up(self) -> Assignments:
-        begun: Assignments = []
-        resting, self._resting = self._resting, {}
-        for server in resting:
-            if server in self._idle.get(TARGET, ()) and (warm := self._behind(server)):
-                self._engage(server, warm)
-                begun.append((server, warm))
-        return begun
+    def _assign_prefills(self) -> Assignments:
+        assigned: Assignments = []
+        servers, self._may_prefill = self._may_prefill, {}
+        for server in servers:
+            if server in self._idle.get(TARGET, ()) and (job := self._prefill_for(server)):
+                self._run(server, job)
+                assigned.append((server, job))
+        return assigned
 
-    def _behind(self, server: str) -> Prefill | None:
-        """A text to catch up with; none when there are more than a server can remember."""
-        if len(self._standing) > REMEMBERED:
+    def _prefill_for(self, server: str) -> Prefill | None:
+        """A request that this server is behind; none when there are more than can be tracked."""
+        if len(self._prefills) > MAX_TRACKED_REQUESTS:
             return None
-        read = self._read[server]
-        for warm in self._standing.values():
-            seen = read.get(warm.context.origin)
-            if seen is None or len(warm.context) - seen >= LAG:
-                return warm
+        num_cached = self._num_cached[server]
+        for job in self._prefills.values():
+            cached = num_cached.get(job.context.origin)
+            if cached is None or len(job.context) - cached >= MIN_PREFILL:
+                return job
         return None

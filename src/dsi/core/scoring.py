@@ -1,26 +1,28 @@
-"""What a target thinks of a text that is given: one forward, asked for again if it fails."""
+"""The state machine of a ScoreRequest: one forward of the target over the text, repeated if it fails."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from dsi.core.generation import Tally
-from dsi.core.messages import Event, Failed, Job, Sampling, Step, TopLogprobs, Verified, Verify
+from dsi.core.messages import NO_STEP, Event, Failed, Job, Step, TopLogprobs, Verified, Verify
+from dsi.core.request import ScoreRequest
 from dsi.core.sequence import TokenSequence
 from dsi.core.spec import Decision
 
 
 class Scoring:
-    """A request for no new token: it has notes on those that are there, each but the first."""
+    """Has the interface of a Generation towards the loop; it ends with `top_logprobs` and emits no token."""
 
-    def __init__(self, prompt: Iterable[int], sampling: Sampling, ids: Iterator[int]) -> None:
-        self._context, self._sampling, self._ids = TokenSequence.of(prompt), sampling, ids
-        if len(self._context) < 1:
-            raise ValueError("an empty text: there is no token to score")
-        self.open: dict[int, Job] = {}
+    root_unverified = False  # its one forward is always in flight
+    progress = (0, 0)
+
+    def __init__(self, request: ScoreRequest, ids: Iterator[int]) -> None:
+        self.origin, self._sampling, self._ids = TokenSequence.of(request.prompt), request.sampling, ids
+        self._job: Verify | None = None
         self.tally = Tally()
         self.origins: list[str] = []
-        self.notes: list[TopLogprobs] = []
+        self.top_logprobs: list[TopLogprobs] = []
         self.decisions: list[Decision] = []
         self.finish_reason: str | None = None
 
@@ -28,41 +30,31 @@ class Scoring:
     def done(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def origin(self) -> TokenSequence:
-        return self._context
-
-    @property
-    def reached(self) -> tuple[int, int]:
-        return 0, 0
-
-    @property
-    def waits(self) -> bool:
-        """Its one forward is always asked for."""
-        return False
+    def job(self, id: int) -> Job | None:
+        return self._job if self._job is not None and self._job.id == id else None
 
     def start(self) -> Step:
-        prompt = tuple(self._context)
-        guesses = (*(((token, None),) for token in prompt[1:]), ())
-        id = next(self._ids)
-        job = self.open[id] = Verify(id, self._context, len(prompt), 0, self._sampling, guesses)
-        return Step(start=(job,))
+        prompt = tuple(self.origin)
+        draft_tokens = (*(((token, None),) for token in prompt[1:]), ())
+        self._job = Verify(next(self._ids), self.origin, len(prompt), 0, self._sampling, draft_tokens)
+        return Step(start=(self._job,))
 
-    def look(self) -> Step:
-        return Step()
+    def replan(self) -> Step:
+        return NO_STEP
 
     def handle(self, event: Event) -> Step:
-        if self.open.pop(event.id, None) is None:
-            return Step()
+        if self.job(event.id) is None:
+            return NO_STEP
+        self._job = None
         if isinstance(event, Failed):
             self.tally.failed += 1
             return self.start()
         if isinstance(event, Verified):
             self.tally.forwards += 1
-            self.notes, self.finish_reason = list(event.notes[:-1]), "length"
-        return Step()
+            self.top_logprobs, self.finish_reason = list(event.top_logprobs[:-1]), "length"
+        return NO_STEP
 
     def stop(self) -> Step:
         self.finish_reason = self.finish_reason or "cancelled"
-        cancelled, self.open = tuple(self.open), {}
+        cancelled, self._job = () if self._job is None else (self._job.id,), None
         return Step(cancel=cancelled)

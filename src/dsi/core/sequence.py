@@ -1,7 +1,7 @@
-"""A text that grows by sharing: each longer text holds the one it grew from.
+"""Token sequences that share their prefixes: each holds the sequence it extends.
 
-Extending costs the same at any length, and so does handing a text to a server; only what two texts do
-not share is ever walked. Nothing here knows what the tokens mean.
+Extending a sequence costs the same at any length, and so does passing it to a server; only what two sequences
+do not share is ever walked.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ def _extended(key: int, token: int) -> int:
 
 
 class TokenSequence:
-    """One text: a prompt, or a token after another text. Immutable, so that threads may share it."""
+    """A prompt, or one token after another sequence. Immutable, so threads may share it."""
 
     __slots__ = ("key", "length", "origin", "parent", "prompt", "token")
 
     prompt: Tokens  # the whole prompt, at the origin only
     token: int
     parent: TokenSequence | None
-    origin: TokenSequence  # the prompt this text grew from: its identity is the request's
+    origin: TokenSequence  # the prompt that this sequence extends: its identity is the request's
     length: int
-    key: int  # equal texts have equal keys
+    key: int  # equal sequences have equal keys
 
     @classmethod
     def of(cls, prompt: Iterable[int]) -> TokenSequence:
-        """The beginning of a request."""
+        """The prompt of a request."""
         self = cls()
         self.prompt = tuple(prompt)
         self.token, self.parent, self.origin = -1, None, self
@@ -39,12 +39,12 @@ class TokenSequence:
         return self
 
     def then(self, token: int) -> TokenSequence:
-        """This text and one more token."""
-        text = TokenSequence()
-        text.prompt = ()
-        text.token, text.parent, text.origin = token, self, self.origin
-        text.length, text.key = self.length + 1, _extended(self.key, token)
-        return text
+        """This sequence and one more token."""
+        sequence = TokenSequence()
+        sequence.prompt = ()
+        sequence.token, sequence.parent, sequence.origin = token, self, self.origin
+        sequence.length, sequence.key = self.length + 1, _extended(self.key, token)
+        return sequence
 
     def __len__(self) -> int:
         return self.length
@@ -55,17 +55,17 @@ class TokenSequence:
     def since(self, length: int) -> list[int]:
         """The tokens after the first `length`."""
         tail: list[int] = []
-        text = self
-        while text.length > length and text.parent is not None:
-            tail.append(text.token)
-            text = text.parent
-        if text.parent is None:
-            tail.extend(reversed(text.prompt[length:]))
+        sequence = self
+        while sequence.length > length and sequence.parent is not None:
+            tail.append(sequence.token)
+            sequence = sequence.parent
+        if sequence.parent is None:
+            tail.extend(reversed(sequence.prompt[length:]))
         tail.reverse()
         return tail
 
-    def shared(self, other: TokenSequence) -> int:
-        """How many tokens the two texts have in common before they part."""
+    def common_prefix(self, other: TokenSequence) -> int:
+        """The length of the longest common prefix of the two sequences."""
         a, b = self, other
         while a.length != b.length or a.key != b.key:
             if a.length >= b.length and a.parent is not None:
@@ -77,4 +77,4 @@ class TokenSequence:
         return a.length
 
     def __repr__(self) -> str:
-        return f"Context{tuple(self)}"
+        return f"TokenSequence{tuple(self)}"

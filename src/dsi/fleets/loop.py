@@ -1,4 +1,4 @@
-"""The one loop: any number of requests over one fleet, whatever the fleet is made of."""
+"""The engine's loop: any number of requests over one fleet, whatever the fleet is made of."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dsi.core.adaptive import LatencyMonitor
 from dsi.core.generation import Generation
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Step, Time, Verified, Verify
 from dsi.core.policies import Load
-from dsi.core.request import Completion, Request
+from dsi.core.request import Completion, Request, ScoreRequest
 from dsi.core.scoring import Scoring
 from dsi.core.sequence import Tokens
 from dsi.core.stats import Overlap, ServerUsages, overlap
 
-FAILURES = 32  # of verifications in a row, without a token between them, that a request survives
+MAX_FAILURES = 32  # of verifications in a row, without a token between them, that a request survives
 
 
 class Fleet(Protocol):
     """Where jobs run. Cancelling is advice: a late answer is harmless.
 
-    All but `wake` is for one thread; after `wake` the next event is told at once, if only `WOKEN`.
+    Only one thread may call it, but for `wake`: after that, `next_event` returns at once, if only `WOKEN`.
     """
 
     def start(self, job: Job) -> None: ...
@@ -30,7 +30,7 @@ class Fleet(Protocol):
     def next_event(self) -> Event: ...
     def wake(self) -> None: ...
     def now(self) -> Time: ...
-    def tolls(self) -> ServerUsages: ...
+    def server_usage(self) -> ServerUsages: ...
     def close(self) -> None: ...
 
 
@@ -38,20 +38,20 @@ class FleetError(RuntimeError):
     """The fleet cannot finish a request."""
 
 
-class Run:
-    """One request under way."""
+class ActiveRequest:
+    """A request in the loop: its state machine, and when its tokens came."""
 
     def __init__(self, generation: Generation | Scoring, fleet: Fleet) -> None:
         self.generation = generation
         self._fleet = fleet
-        self.began: Time = fleet.now()
+        self.started: Time = fleet.now()
         self.alone = True  # whether no other request has run beside it
-        self.leads: list[int] = []  # how far the guesses were ahead each time the text had grown
-        self._before = fleet.tolls()
-        self._after: tuple[Time, ServerUsages] | None = None  # how long it took, and what the servers had done
+        self.leads: list[int] = []  # draft tokens ahead of the verified text, each time it had grown
+        self._usage_before = fleet.server_usage()
+        self._end: tuple[Time, ServerUsages] | None = None  # how long it took, and the usage of servers by then
         self.tokens: list[int] = []
         self.times: list[Time] = []
-        self.turns: list[Time] = []  # when each decision was taken
+        self.decision_times: list[Time] = []
         self.failures = 0
         self.error: FleetError | None = None
 
@@ -60,19 +60,20 @@ class Run:
         return self.generation.done
 
     def end(self) -> None:
-        """What the servers do from now on is not for this request."""
-        self._after = self._after or self._so_far()
+        """Server usage from now on does not count for this request."""
+        self._end = self._end or self._so_far()
 
     def _so_far(self) -> tuple[Time, ServerUsages]:
-        return self._fleet.now() - self.began, self._fleet.tolls()
+        return self._fleet.now() - self.started, self._fleet.server_usage()
 
     @property
     def overlap(self) -> Overlap:
-        """What overlapping forwards gave and cost, up to now if it is not done."""
-        times, made = tuple(self.times), self.generation  # which another thread may add to
-        took, tolls = self._after or self._so_far()
-        origins = made.origins[: len(times)]
-        return overlap(times, origins, made.tally, self.leads, self._before, tolls, took, self.alone)
+        """What overlapping forwards gained and cost, up to now while it runs."""
+        times, generation = tuple(self.times), self.generation  # which another thread may extend
+        elapsed, usage = self._end or self._so_far()
+        origins = generation.origins[: len(times)]
+        before = self._usage_before
+        return overlap(times, origins, generation.tally, self.leads, before, usage, elapsed, self.alone)
 
     def completion(self) -> Completion:
         if self.error is not None:
@@ -86,8 +87,8 @@ class Run:
             tuple(self.times),
             self.generation.tally,
             tuple(self.generation.origins),
-            tuple(self.generation.notes),
-            tuple(zip(self.turns, self.generation.decisions)),
+            tuple(self.generation.top_logprobs),
+            tuple(zip(self.decision_times, self.generation.decisions)),
             self.overlap,
         )
 
@@ -95,28 +96,27 @@ class Run:
 class EngineLoop:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
+        self.load = Load()
+        self.latency_monitor: LatencyMonitor | None = None  # of an adaptive policy
         self._ids = count()
-        self.crowd = Load()
-        self._owners: dict[int, Run] = {}  # whose each open job is
-        self._verifying: set[int] = set()  # which of them are verifications
-        self._running: dict[Run, None] = {}  # in the order in which they came
-        self.pulse: LatencyMonitor | None = None  # somebody wants to know how long forwards take
-        self._since: dict[int, Time] = {}  # since when the next word on each open job is awaited
+        self._owners: dict[int, ActiveRequest] = {}  # the request of each open job
+        self._verifying: set[int] = set()  # open verifications
+        self._active: dict[ActiveRequest, None] = {}  # in the order in which targets are given to them
+        self._since: dict[int, Time] = {}  # when the forward of each open job began
 
-    def submit(self, request: Request) -> Run:
-        """A request for no new token with notes is one for what the target thinks of the prompt."""
-        run = Run(self._machine(request), self.fleet)
-        self._running[run] = None
-        if len(self._running) > 1:
-            for each in self._running:
-                each.alone = False
-        self.crowd.requests = len(self._running)
-        self._obey(run, run.generation.start())
-        return run
+    def submit(self, request: Request | ScoreRequest) -> ActiveRequest:
+        active = ActiveRequest(self._state_machine(request), self.fleet)
+        self._active[active] = None
+        if len(self._active) > 1:
+            for other in self._active:
+                other.alone = False
+        self.load.requests = len(self._active)
+        self._apply(active, active.generation.start())
+        return active
 
-    def _machine(self, request: Request) -> Generation | Scoring:
-        if request.max_new_tokens == 0 and request.sampling.logprobs is not None:
-            return Scoring(request.prompt, request.sampling, self._ids)
+    def _state_machine(self, request: Request | ScoreRequest) -> Generation | Scoring:
+        if isinstance(request, ScoreRequest):
+            return Scoring(request, self._ids)
         return Generation(
             request.prompt,
             request.max_new_tokens,
@@ -126,114 +126,123 @@ class EngineLoop:
             ids=self._ids,
         )
 
-    def cancel(self, run: Run) -> None:
-        """Nobody wants this text any longer."""
-        self._obey(run, run.generation.stop())
+    def cancel(self, active: ActiveRequest) -> None:
+        """End a request before its time."""
+        self._apply(active, active.generation.stop())
 
-    def step(self) -> tuple[Run, Tokens] | None:
-        """Take one event; returns the request it belongs to and the tokens it made certain."""
+    def step(self) -> tuple[ActiveRequest, Tokens] | None:
+        """Handle one event; return the request it belongs to and the tokens it verified."""
         event = self.fleet.next_event()
-        run = self._owners.get(event.id)
-        if run is None:
+        active = self._owners.get(event.id)
+        if active is None:
             return None
-        if isinstance(event, Failed) and isinstance(run.generation.open.get(event.id), Verify):
-            self._count_failure(run, event)
-        if self.pulse is not None:
-            self._time(self.pulse, run.generation.open.get(event.id), event)
-        step = run.generation.handle(event)
-        if event.id not in run.generation.open:
+        generation = active.generation
+        if isinstance(event, Failed) and isinstance(generation.job(event.id), Verify):
+            self._count_failure(active, event)
+        if self.latency_monitor is not None:
+            self._time(self.latency_monitor, generation.job(event.id), event)
+        step = generation.handle(event)
+        if generation.job(event.id) is None:
             self._forget(event.id)
-        self._obey(run, step)
-        self._share_out()
-        return run, step.emit
+        self._apply(active, step)
+        self._replan_waiting()
+        return active, step.emit
 
     def tokens(self, request: Request) -> Iterator[Tokens]:
-        """The tokens of one request, as they become certain."""
-        run = self.submit(request)
-        yield from self.follow(run)
-        run.completion()
+        """Yield the tokens of one request as they are verified."""
+        active = self.submit(request)
+        yield from self.follow(active)
+        active.completion()
 
-    def follow(self, run: Run) -> Iterator[Tokens]:
-        """The tokens of a request under way; one that is not read to its end is cancelled."""
-        seen = 0
+    def follow(self, active: ActiveRequest) -> Iterator[Tokens]:
+        """Yield the tokens of a submitted request; it is cancelled if the iterator is closed early."""
+        num_yielded = 0
         try:
-            while not run.done:
+            while not active.done:
                 self.step()  # which may be another request's
-                if len(run.tokens) > seen:
-                    seen, fresh = len(run.tokens), run.tokens[seen:]
-                    yield tuple(fresh)
-            if len(run.tokens) > seen:
-                yield tuple(run.tokens[seen:])
+                if len(active.tokens) > num_yielded:
+                    num_yielded, tokens = len(active.tokens), active.tokens[num_yielded:]
+                    yield tuple(tokens)
+            if len(active.tokens) > num_yielded:
+                yield tuple(active.tokens[num_yielded:])
         finally:
-            if not run.done:
-                self.cancel(run)
+            if not active.done:
+                self.cancel(active)
 
-    def run(self, *requests: Request) -> list[Completion]:
-        """All of these at once, to their ends."""
-        runs = [self.submit(request) for request in requests]
-        for run in runs:
-            while not run.done:
+    def run(self, *requests: Request | ScoreRequest) -> list[Completion]:
+        """Run all of these at once, to their ends."""
+        submitted = [self.submit(request) for request in requests]
+        for active in submitted:
+            while not active.done:
                 self.step()  # which may be another's
-        return [run.completion() for run in runs]
+        return [active.completion() for active in submitted]
 
-    def _share_out(self) -> None:
-        """A target has nothing to do: the next request in turn need not wait for more guesses."""
-        if self.crowd.requests < 2 or not self.crowd.idle:
+    def _replan_waiting(self) -> None:
+        """While a target is idle, let the next request in turn verify its root without more draft tokens."""
+        if self.load.requests < 2 or not self.load.idle:
             return
-        for run in [run for run in self._running if run.generation.waits]:
-            if not self.crowd.idle:
+        for active in [active for active in self._active if active.generation.root_unverified]:
+            if not self.load.idle:
                 return
-            self._running.pop(run)  # and to the end of the line
-            self._running[run] = None
-            self._obey(run, run.generation.look())
+            self._active.pop(active)  # and to the end of the line
+            self._active[active] = None
+            self._apply(active, active.generation.replan())
 
-    def _time(self, pulse: LatencyMonitor, job: Job | None, event: Event) -> None:
+    def _time(self, monitor: LatencyMonitor, job: Job | None, event: Event) -> None:
         since = self._since.get(event.id)
         if since is None:
             return
         now = self.fleet.now()
         match job, event:
             case Draft(), Drafted():
-                pulse.guessed(job.model, float(now - since))
+                monitor.add_draft(job.model, float(now - since))
                 self._since[event.id] = now
             case Verify(), Verified():
-                pulse.verified(job.width, float(now - since))
+                monitor.add_verification(job.width, float(now - since))
 
     def _forget(self, id: int) -> None:
         self._since.pop(id, None)
         self._owners.pop(id, None)
         self._verifying.discard(id)
 
-    def _obey(self, run: Run, step: Step) -> None:
+    def _apply(self, active: ActiveRequest, step: Step) -> None:
+        """Pass the jobs of a step on to the fleet, and record its tokens."""
         for id in step.cancel:
             self._forget(id)
             self.fleet.cancel(id)
         for id in step.promote:
             self.fleet.promote(id)
         for job in step.start:
-            self._owners[job.id] = run
-            if self.pulse is not None and (isinstance(job, Draft) or not self._verifying):
-                self._since[job.id] = self.fleet.now()
-            if isinstance(job, Verify):
-                self._verifying.add(job.id)
-            self.fleet.start(job)
-        if fresh := len(run.generation.decisions) - len(run.turns):
-            run.turns += [self.fleet.now() - run.began] * fresh
+            self._start(active, job)
+        if new := len(active.generation.decisions) - len(active.decision_times):
+            active.decision_times += [self.fleet.now() - active.started] * new
         if step.emit:
-            run.failures = 0
-            run.tokens += step.emit
-            run.times += [self.fleet.now() - run.began] * len(step.emit)
-            if not run.done:
-                root, tip = run.generation.reached
-                run.leads.append(tip - root)
-        if run.done:
-            run.end()
-            self._running.pop(run, None)
-        self.crowd.requests, self.crowd.verifying = len(self._running), len(self._verifying)
+            self._emit(active, step.emit)
+        if active.done:
+            active.end()
+            self._active.pop(active, None)
+        self.load.requests, self.load.verifying = len(self._active), len(self._verifying)
 
-    def _count_failure(self, run: Run, event: Failed) -> None:
-        run.failures += 1
-        if run.failures > FAILURES:
-            reason = f"{run.failures} verifications of one request failed in a row, the last: {event.reason}"
-            run.error = FleetError(reason)
-            self.cancel(run)
+    def _start(self, active: ActiveRequest, job: Job) -> None:
+        self._owners[job.id] = active
+        # A verification is timed only if it runs alone, a draft always.
+        if self.latency_monitor is not None and (isinstance(job, Draft) or not self._verifying):
+            self._since[job.id] = self.fleet.now()
+        if isinstance(job, Verify):
+            self._verifying.add(job.id)
+        self.fleet.start(job)
+
+    def _emit(self, active: ActiveRequest, tokens: Tokens) -> None:
+        active.failures = 0
+        active.tokens += tokens
+        active.times += [self.fleet.now() - active.started] * len(tokens)
+        if not active.done:
+            verified, drafted = active.generation.progress
+            active.leads.append(drafted - verified)
+
+    def _count_failure(self, active: ActiveRequest, event: Failed) -> None:
+        active.failures += 1
+        if active.failures > MAX_FAILURES:
+            reason = f"{active.failures} verifications of one request failed in a row, the last: {event.reason}"
+            active.error = FleetError(reason)
+            self.cancel(active)

@@ -1,0 +1,87 @@
+"""The table of jobs in flight: what each was asked for and the node that its text has reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsi.core.draft_tree import Node
+from dsi.core.messages import Draft, Job, Prefill, Verify
+
+MAX_FAILURES = 3  # in a row, after which a drafter is not used until the root moves
+
+
+class JobTable:
+    def __init__(self) -> None:
+        self.open: dict[int, Job] = {}
+        self.busy = 0  # drafts and verifications in flight
+        self._nodes: dict[int, Node] = {}  # that each of them has reached
+        self._drafts: dict[str, int] = {}  # in flight, of each drafter
+        self._alternates: set[int] = set()  # verifications of what follows runner-ups
+        self._failures: dict[str, int] = {}  # of each drafter, in a row
+
+    def add(self, job: Draft | Verify, node: Node) -> None:
+        self.open[job.id], self._nodes[job.id] = job, node
+        node.jobs.add(job.id)
+        self.busy += 1
+        if isinstance(job, Draft):
+            self._drafts[job.model] = self._drafts.get(job.model, 0) + 1
+        elif job.is_alternate:
+            self._alternates.add(job.id)
+
+    def add_prefill(self, job: Prefill) -> None:
+        """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it."""
+        self.open[job.id] = job
+
+    def node(self, id: int) -> Node:
+        return self._nodes[id]
+
+    def move(self, id: int, node: Node) -> None:
+        """Record that the text of a draft now ends at this node."""
+        self._nodes[id].jobs.discard(id)
+        self._nodes[id] = node
+        node.jobs.add(id)
+
+    def close(self, id: int) -> Node | None:
+        """Remove a job; return the node it had reached, if it is not a prefill."""
+        job, node = self.open.pop(id), self._nodes.pop(id, None)
+        if node is None:
+            return None
+        node.jobs.discard(id)
+        self.busy -= 1
+        if isinstance(job, Draft):
+            self._drafts[job.model] -= 1
+        else:
+            self._alternates.discard(id)
+        return node
+
+    def drafting(self, model: str) -> bool:
+        return self._drafts.get(model, 0) > 0
+
+    @property
+    def verifying(self) -> int:
+        """Verifications in flight, those of alternates not counted."""
+        return self.busy - sum(self._drafts.values()) - len(self._alternates)
+
+    def num_alternates(self, root: Node) -> int:
+        """Verifications of alternates in flight; one that now verifies the root is an alternate no longer."""
+        return len(self._alternates) - (root.verifier in self._alternates)
+
+    # A drafter that keeps failing is not used until the root moves: the target goes on without it.
+
+    def drafter_failed(self, model: str) -> None:
+        self._failures[model] = self._failures.get(model, 0) + 1
+
+    def drafter_answered(self, model: str) -> None:
+        self._failures.pop(model, None)
+
+    def root_moved(self) -> None:
+        self._failures.clear()
+
+    def failing(self, model: str) -> bool:
+        return self._failures.get(model, 0) >= MAX_FAILURES
+
+    def available(self, drafters: Sequence[str]) -> Sequence[str]:
+        """The drafters that do not keep failing; if all do, the first."""
+        if not self._failures:
+            return drafters
+        return [model for model in drafters if not self.failing(model)] or drafters[:1]
