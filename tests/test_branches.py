@@ -19,21 +19,21 @@ TARGET_MS, DRAFTER_MS, TOKENS = Fraction(10), Fraction(1), 60
 
 
 def watches(jobs: tuple[Job, ...]) -> list[tuple[tuple[int, ...], int, bool]]:
-    return [(tuple(job.context), job.width, job.aside) for job in jobs if isinstance(job, Verify)]
+    return [(tuple(job.context), job.width, job.is_alternate) for job in jobs if isinstance(job, Verify)]
 
 
 def open_draft(g: Generation) -> int:
-    [id] = [job.id for job in g.open.values() if isinstance(job, Draft)]
+    [id] = [job.id for job in g.jobs.open.values() if isinstance(job, Draft)]
     return id
 
 
 def open_watch(g: Generation, *context: int) -> int:
-    [id] = [job.id for job in g.open.values() if isinstance(job, Verify) and tuple(job.context) == context]
+    [id] = [job.id for job in g.jobs.open.values() if isinstance(job, Verify) and tuple(job.context) == context]
     return id
 
 
 def guessed(g: Generation, token: int, *others: int) -> list[tuple[tuple[int, ...], int, bool]]:
-    return watches(g.handle(Drafted(open_draft(g), token, others=others)).start)
+    return watches(g.handle(Drafted(open_draft(g), token, alternates=others)).start)
 
 
 def test_a_second_guess_that_is_true_finds_its_continuation_judged() -> None:
@@ -92,11 +92,11 @@ def test_nothing_follows_a_stop_token() -> None:
 def test_a_look_aside_waits_for_all_others_until_it_becomes_the_watch_on_the_root() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=9))
     dispatch = Scheduler({"t": "target"})
-    for step in (g.start(), g.handle(Drafted(open_draft(g), 1, others=(2,)))):
+    for step in (g.start(), g.handle(Drafted(open_draft(g), 1, alternates=(2,)))):
         for job in step.start:
-            dispatch.offer(job)
+            dispatch.enqueue(job)
     for job in g.handle(Drafted(open_draft(g), 3)).start:
-        dispatch.offer(job)
+        dispatch.enqueue(job)
     order = []
     for _ in range(4):
         order += [tuple(job.context) for _, job in dispatch.assign() if isinstance(job, Verify)]

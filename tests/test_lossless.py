@@ -93,7 +93,7 @@ class ShuffledFleet:
     def now(self) -> int:
         return len(self.said)
 
-    def tolls(self) -> dict[str, ServerUsage]:
+    def server_usage(self) -> dict[str, ServerUsage]:
         return {}
 
     def next_event(self) -> Event:

@@ -69,10 +69,10 @@ def hesitant(lookahead: int) -> Policy:
 
     def policy(g: Generation) -> None:
         tip = g.tip()
-        unwatched = g.unwatched(tip)
-        if unwatched > lookahead or (unwatched and not g.room(tip)):
-            g.verify(tip, unwatched)
-        if g.room(tip) and not g.drafting(DRAFTER):
+        unverified = tip.num_unverified()
+        if unverified > lookahead or (unverified and not g.room(tip)):
+            g.verify(tip, unverified)
+        if g.room(tip) and not g.jobs.drafting(DRAFTER):
             g.draft(tip, g.room(tip))
 
     return policy

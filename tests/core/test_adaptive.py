@@ -21,15 +21,15 @@ STEPS = ((1, 20.0), (64, 30.0))
 SETTING = SimulationConfig(
     LatencyModel(20.0, 2.0, contention=0.2, cancel_points=8, by_width=STEPS), 0.8, 3, 200, eager=False
 )
-OUTLOOK = outlook(SETTING)
+TABLE = outlook(SETTING)
 
 
 def written(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None = None) -> Completion:
     fleet = setting.simulated(seed)
     loop = EngineLoop(fleet)
-    loop.pulse = LatencyMonitor(OUTLOOK)
-    mind = AdaptiveController(OUTLOOK, setting.drafter_names, 0.7, loop.pulse)
-    [done] = loop.run(Request((1, 2, 3), setting.tokens, mind, sampling or setting.sampling))
+    loop.latency_monitor = LatencyMonitor(TABLE)
+    controller = AdaptiveController(TABLE, setting.drafter_names, 0.7, loop.latency_monitor)
+    [done] = loop.run(Request((1, 2, 3), setting.tokens, controller, sampling or setting.sampling))
     return done
 
 
@@ -72,12 +72,12 @@ def test_a_rule_that_needs_the_guess_gives_one_text_whatever_was_learned() -> No
     setting = replace(SETTING, acceptance=0.3, tokens=60, rule="reject")
     fleet = setting.simulated(0)
     loop = EngineLoop(fleet)
-    mind = AdaptiveController(OUTLOOK, setting.drafter_names, 0.7)
-    [first] = loop.run(Request((1, 2, 3), 60, mind, rule))
-    before = mind.luck[("drafter",)].rate
-    loop.run(*(Request((9, i), 60, mind) for i in range(3)))
-    assert mind.luck[("drafter",)].rate < before - 0.2
-    assert loop.run(Request((1, 2, 3), 60, mind, rule))[0].tokens == first.tokens
+    controller = AdaptiveController(TABLE, setting.drafter_names, 0.7)
+    [first] = loop.run(Request((1, 2, 3), 60, controller, rule))
+    before = controller.acceptance[("drafter",)].rate
+    loop.run(*(Request((9, i), 60, controller) for i in range(3)))
+    assert controller.acceptance[("drafter",)].rate < before - 0.2
+    assert loop.run(Request((1, 2, 3), 60, controller, rule))[0].tokens == first.tokens
 
 
 def test_a_drafter_slower_than_planned_is_noticed() -> None:
@@ -91,10 +91,10 @@ def test_of_two_drafters_the_better_one_is_used() -> None:
     bad = replace(setting, acceptance=0.0).servers(0)[-2]
     assert bad.name == "drafter"
     loop = EngineLoop(SimulatedFleet([bad if each.name == "drafter" else each for each in servers]))
-    mind = AdaptiveController(OUTLOOK, ("drafter", "drafter-2"), 0.7)
-    [done] = loop.run(Request((1, 2, 3), 100, mind))
+    controller = AdaptiveController(TABLE, ("drafter", "drafter-2"), 0.7)
+    [done] = loop.run(Request((1, 2, 3), 100, controller))
     assert done.decisions[-1][1].spec.drafters != ("drafter",)
-    assert mind.luck[("drafter",)].rate < 0.2 < 0.8 < mind.luck[("drafter-2",)].rate
+    assert controller.acceptance[("drafter",)].rate < 0.2 < 0.8 < controller.acceptance[("drafter-2",)].rate
 
 
 def test_no_more_targets_work_than_a_way_has() -> None:
@@ -125,13 +125,13 @@ def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -
 
 
 def test_luck_forgets() -> None:
-    luck = AcceptanceEMA(0.7)
+    acceptance = AcceptanceEMA(0.7)
     for _ in range(300):
-        luck.add(True)
-    assert luck.rate > 0.98
+        acceptance.add(True)
+    assert acceptance.rate > 0.98
     for _ in range(60):
-        luck.add(False)
-    assert luck.rate < 0.3
+        acceptance.add(False)
+    assert acceptance.rate < 0.3
 
 
 def test_an_outlook_knows_the_best_way_for_each_rate() -> None:

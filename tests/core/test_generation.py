@@ -2,7 +2,8 @@
 
 import pytest
 
-from dsi.core.generation import TRIES, WARM_EVERY, Generation, Policy
+from dsi.core.generation import PREFILL_EVERY, Generation, Policy
+from dsi.core.jobs import MAX_FAILURES
 from dsi.core.messages import (
     DRAFTER,
     Draft,
@@ -42,12 +43,14 @@ class Story:
         self.begun = brief(self.g.start())
 
     def id(self, *wanted: object) -> int:
-        [found] = [job.id for job in self.g.open.values() if not isinstance(job, Prefill) and summary(job) == wanted]
+        [found] = [
+            job.id for job in self.g.jobs.open.values() if not isinstance(job, Prefill) and summary(job) == wanted
+        ]
         return found
 
     def drafting(self, model: str = DRAFTER) -> int:
-        [found] = [job.id for job in self.g.open.values() if isinstance(job, Draft) and job.model == model]
-        return found
+        [id] = [job.id for job in self.g.jobs.open.values() if isinstance(job, Draft) and job.model == model]
+        return id
 
     def says(self, event: Event) -> tuple[tuple[int, ...], list[Brief]]:
         step = self.g.handle(event)
@@ -59,7 +62,7 @@ def test_non_si_asks_for_one_token_at_a_time() -> None:
     assert story.begun == [("verify", (7,), 1)]
     assert story.says(Verified(story.id("verify", (7,), 1), (3,))) == ((3,), [("verify", (7, 3), 1)])
     assert story.says(Verified(story.id("verify", (7, 3), 1), (4,))) == ((4,), [])
-    assert (story.g.done, story.g.finish_reason, story.g.open) == (True, "length", {})
+    assert (story.g.done, story.g.finish_reason, story.g.jobs.open) == (True, "length", {})
 
 
 def test_si_takes_turns_and_counts_the_targets_own_token() -> None:
@@ -141,7 +144,7 @@ def test_a_guess_that_comes_after_its_truth_is_not_waited_for() -> None:
 def test_a_waiting_job_becomes_urgent_when_the_root_reaches_it() -> None:
     story = Story(distributed(1))
     story.says(Drafted(story.drafting(), 1))
-    job = story.g.open[story.id("verify", (7, 1), 1)]
+    job = story.g.jobs.open[story.id("verify", (7, 1), 1)]
     assert isinstance(job, Verify)
     assert job.lead == 1
     step = story.g.handle(Verified(story.id("verify", (7,), 1), (1,)))
@@ -192,7 +195,7 @@ def test_a_failed_draft_goes_on_from_its_last_guess() -> None:
 @pytest.mark.parametrize("policy", [speculative(2), distributed(2, min_draft=2)])
 def test_a_lost_drafter_is_done_without_until_the_root_moves(policy: Policy) -> None:
     story = Story(policy)
-    for _ in range(TRIES - 1):
+    for _ in range(MAX_FAILURES - 1):
         assert story.says(Failed(story.drafting()))[1] == [(DRAFTER, (7,), story.begun[0][2])]
     assert story.says(Failed(story.drafting())) == ((), [("verify", (7,), 1)])
     emitted, begun = story.says(Verified(story.id("verify", (7,), 1), (3,)))
@@ -202,17 +205,17 @@ def test_a_lost_drafter_is_done_without_until_the_root_moves(policy: Policy) -> 
 
 def test_an_answer_of_the_wrong_length_is_refused() -> None:
     story = Story(autoregressive())
-    with pytest.raises(ValueError, match="2 tokens in answer to 1 places"):
+    with pytest.raises(ValueError, match="2 tokens in answer to 1 positions"):
         story.says(Verified(story.id("verify", (7,), 1), (1, 2)))
 
 
 def test_stopping_cancels_every_job() -> None:
     story = Story(distributed(1))
     story.says(Drafted(story.drafting(), 1))
-    open_jobs = set(story.g.open)
+    open_jobs = set(story.g.jobs.open)
     step = story.g.stop()
     assert (set(step.cancel), step.start, step.emit) == (open_jobs, (), ())
-    assert (story.g.done, story.g.finish_reason, story.g.open) == (True, "cancelled", {})
+    assert (story.g.done, story.g.finish_reason, story.g.jobs.open) == (True, "cancelled", {})
 
 
 def test_idle_servers_are_reminded_of_the_sure_text() -> None:
@@ -221,11 +224,11 @@ def test_idle_servers_are_reminded_of_the_sure_text() -> None:
     assert tuple(first.context) == (7,)
     assert g.handle(Prefilled(first.id)) == Step()
     reminders = []
-    for token in range(WARM_EVERY):
-        [watch] = [job for job in g.open.values() if isinstance(job, Verify)]
+    for token in range(PREFILL_EVERY):
+        [watch] = [job for job in g.jobs.open.values() if isinstance(job, Verify)]
         step = g.handle(Verified(watch.id, (token,)))
         reminders += [job for job in step.start if isinstance(job, Prefill)]
-    assert [(job.id, len(job.context)) for job in reminders] == [(first.id, 1 + WARM_EVERY)]
+    assert [(job.id, len(job.context)) for job in reminders] == [(first.id, 1 + PREFILL_EVERY)]
 
 
 def test_jobs_carry_the_sampling_of_their_request() -> None:
@@ -243,9 +246,9 @@ def test_what_lies_behind_the_root_is_let_go() -> None:
     g = Generation((7,), 50, autoregressive())
     g.start()
     for token in range(40):
-        [watch] = g.open
+        [watch] = g.jobs.open
         g.handle(Verified(watch, (token,)))
-    assert (g.root.depth, g.root.parent, len(g.open)) == (40, None, 1)
+    assert (g.root.depth, g.root.parent, len(g.jobs.open)) == (40, None, 1)
 
 
 def test_a_gap_before_places_already_watched_is_closed() -> None:
@@ -275,21 +278,21 @@ def test_notes_stay_with_their_places_whatever_the_root_has_passed() -> None:
     deep = story.id("verify", (7, 1, 2, 3), 3)
     story.says(Verified(deep, (2, 3, 4), (((2, -0.2),), ((3, -0.3),), ((4, -0.4),))))
     story.says(Verified(first, (1,), (((1, -0.1),),)))
-    assert story.g.notes == [((1, -0.1),), ((2, -0.2),), ((3, -0.3),), ((4, -0.4),)]
+    assert story.g.top_logprobs == [((1, -0.1),), ((2, -0.2),), ((3, -0.3),), ((4, -0.4),)]
 
 
 def test_without_a_wish_for_notes_there_are_none() -> None:
     story = Story(autoregressive())
     story.says(Verified(story.id("verify", (7,), 1), (1,)))
-    assert story.g.notes == []
+    assert story.g.top_logprobs == []
 
 
 def test_notes_are_aligned_from_the_end_where_the_root_has_passed_a_place() -> None:
     g = Generation((7,), 9, lambda _: None, sampling=Sampling(logprobs=1))
     g.start()
-    g.verify(g.root.child(1), 2)  # two places, of which another verification judges the first as well
-    wide = max(g.open)
+    g.verify(g.tree.grow(g.root, 1, 1), 2)  # two places, of which another verification judges the first as well
+    wide = max(g.jobs.open)
     g.verify(g.root, 1)
-    g.handle(Verified(max(g.open), (1,), (((1, -0.1),),)))
+    g.handle(Verified(max(g.jobs.open), (1,), (((1, -0.1),),)))
     assert g.handle(Verified(wide, (1, 5), (((1, -0.1),), ((5, -0.5),)))).emit == (5,)
-    assert g.notes == [((1, -0.1),), ((5, -0.5),)]
+    assert g.top_logprobs == [((1, -0.1),), ((5, -0.5),)]

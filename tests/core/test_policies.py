@@ -17,12 +17,12 @@ def drafts(jobs: tuple[Job, ...]) -> list[tuple[str, tuple[int, ...], int]]:
 
 
 def open_draft(g: Generation, model: str = DRAFTER) -> int:
-    [id] = [job.id for job in g.open.values() if isinstance(job, Draft) and job.model == model]
+    [id] = [job.id for job in g.jobs.open.values() if isinstance(job, Draft) and job.model == model]
     return id
 
 
 def open_watch(g: Generation, *context: int) -> int:
-    [id] = [job.id for job in g.open.values() if isinstance(job, Verify) and tuple(job.context) == context]
+    [id] = [job.id for job in g.jobs.open.values() if isinstance(job, Verify) and tuple(job.context) == context]
     return id
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from dsi.core.messages import Draft, Failed, Job, Prefill, Verify
-from dsi.core.scheduler import LAG, Assignments, Scheduler
+from dsi.core.scheduler import MIN_PREFILL, Assignments, Scheduler
 from dsi.core.sequence import TokenSequence
 
 TEXT = TokenSequence.of((1, 2, 3))
@@ -19,7 +19,7 @@ def watch(id: int, lead: int = 0, context: TokenSequence = TEXT) -> Verify:
 
 def offered(dispatch: Scheduler, *jobs: Job) -> Assignments:
     for job in jobs:
-        dispatch.offer(job)
+        dispatch.enqueue(job)
     return dispatch.assign()
 
 
@@ -64,9 +64,9 @@ def test_a_withdrawn_job_never_starts() -> None:
     dispatch = Scheduler({"t": "target"})
     offered(dispatch, watch(1))
     offered(dispatch, watch(2))
-    assert dispatch.withdraw(2) == []
-    assert dispatch.withdraw(1) == ["t"]
-    assert dispatch.withdraw(77) == []
+    assert dispatch.cancel(2) == []
+    assert dispatch.cancel(1) == ["t"]
+    assert dispatch.cancel(77) == []
     assert released(dispatch, "t") == []
 
 
@@ -86,7 +86,7 @@ def test_the_server_that_has_read_most_of_the_request_comes_first() -> None:
 def test_what_was_withdrawn_has_not_been_read() -> None:
     dispatch = Scheduler({"a": "target", "b": "target"})
     offered(dispatch, watch(1), watch(2, lead=3, context=grown(TEXT, 3)))
-    dispatch.withdraw(2)
+    dispatch.cancel(2)
     released(dispatch, "a", "b")
     assert offered(dispatch, watch(3, context=TEXT.then(7)))[0][0] == "a"
 
@@ -102,11 +102,11 @@ def test_every_idle_target_reads_the_prompt_and_no_drafter_does() -> None:
 def test_a_busy_target_catches_up_when_it_idles_and_only_if_far_behind() -> None:
     dispatch = Scheduler({"a": "target"})
     offered(dispatch, watch(1))
-    near, far = Prefill(9, grown(TEXT, LAG - 1)), Prefill(9, grown(TEXT, LAG))
+    near, far = Prefill(9, grown(TEXT, MIN_PREFILL - 1)), Prefill(9, grown(TEXT, MIN_PREFILL))
     assert offered(dispatch, near) == []
     assert released(dispatch, "a") == []
     assert offered(dispatch, far) == [("a", far)]
-    dispatch.withdraw(9)
+    dispatch.cancel(9)
     assert released(dispatch, "a") == []
 
 
@@ -114,12 +114,12 @@ def test_a_dying_server_strands_its_job_and_the_last_one_all_of_them() -> None:
     dispatch = Scheduler({"a": "target", "b": "target"})
     offered(dispatch, watch(1), watch(2), watch(3))
     dispatch.remove("a")
-    assert dispatch.stranded() == [Failed(1, "server a died")]
+    assert dispatch.orphaned() == [Failed(1, "server a died")]
     dispatch.remove("b")
-    assert dispatch.stranded() == [Failed(2, "server b died"), Failed(3, "no target server is left")]
+    assert dispatch.orphaned() == [Failed(2, "server b died"), Failed(3, "no target server is left")]
     assert offered(dispatch, watch(4)) == []
-    assert dispatch.stranded() == [Failed(4, "no target server is left")]
-    assert dispatch.stranded() == []
+    assert dispatch.orphaned() == [Failed(4, "no target server is left")]
+    assert dispatch.orphaned() == []
     with pytest.raises(ValueError, match="no server 'b'"):
         dispatch.remove("b")
 
@@ -139,8 +139,8 @@ def test_a_server_that_will_be_back_strands_its_own_job_alone_and_forgets_what_i
     released(dispatch, "a", "b")
     assert offered(dispatch, watch(3)) == [("a", watch(3))]
     for server in ("a", "b"):
-        dispatch.remove(server, returns=True)
-    assert dispatch.stranded() == [Failed(3, "server a died")]
-    assert (dispatch.open, offered(dispatch, watch(4)), dispatch.open) == (False, [], True)
+        dispatch.remove(server, restarts=True)
+    assert dispatch.orphaned() == [Failed(3, "server a died")]
+    assert (dispatch.has_jobs, offered(dispatch, watch(4)), dispatch.has_jobs) == (False, [], True)
     dispatch.add("b", "target")
-    assert (dispatch.stranded(), dispatch.assign()) == ([], [("b", watch(4))])
+    assert (dispatch.orphaned(), dispatch.assign()) == ([], [("b", watch(4))])

@@ -18,7 +18,7 @@ def test_a_text_grows_without_changing_the_one_it_grew_from() -> None:
     longer = prompt.then(3).then(4)
     assert (tuple(prompt), tuple(longer)) == ((1, 2), (1, 2, 3, 4))
     assert (len(prompt), len(longer), longer.origin is prompt) == (2, 4, True)
-    assert repr(longer) == "Context(1, 2, 3, 4)"
+    assert repr(longer) == "TokenSequence(1, 2, 3, 4)"
 
 
 def test_only_the_difference_is_read() -> None:
@@ -37,7 +37,7 @@ def test_texts_of_one_request_share_what_their_tokens_share(prompt: list[int], a
     together = 0
     while together < min(len(a), len(b)) and a[together] == b[together]:
         together += 1
-    assert first.shared(second) == second.shared(first) == len(prompt) + together
+    assert first.common_prefix(second) == second.common_prefix(first) == len(prompt) + together
 
 
 @given(texts, texts, texts, texts)
@@ -46,7 +46,7 @@ def test_texts_of_two_requests_may_share_a_beginning(p: list[int], a: list[int],
     together = 0
     while together < min(len(first), len(second)) and first[together] == second[together]:
         together += 1
-    assert grown(p, a).shared(grown(q, b)) == together
+    assert grown(p, a).common_prefix(grown(q, b)) == together
 
 
 def test_a_long_text_needs_no_recursion() -> None:

@@ -7,7 +7,7 @@ import pytest
 from dsi.core.generation import Policy, Tally
 from dsi.core.messages import Sampling, Time
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
-from dsi.core.request import Request
+from dsi.core.request import Request, ScoreRequest
 from dsi.core.stats import Overlap, RejectionCost, ServerTime, ServerUsage, overlap
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.spans import Span
@@ -123,7 +123,7 @@ def test_requests_that_share_a_fleet_do_not_say_whose_its_time_was() -> None:
 
 
 def test_a_request_for_no_token_has_no_ideal() -> None:
-    [text] = EngineLoop(SETTING.simulated(0)).run(Request((1, 2, 3), 0, autoregressive(), Sampling(logprobs=1)))
+    [text] = EngineLoop(SETTING.simulated(0)).run(ScoreRequest((1, 2, 3), Sampling(logprobs=1)))
     assert text.overlap is not None
     assert (text.overlap.ideal, text.overlap.gap, text.overlap.lead) == (None, None, 0)
 

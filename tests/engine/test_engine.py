@@ -101,9 +101,9 @@ def test_the_completion_says_how_it_went(one: Engine) -> None:
 def test_the_target_says_what_it_thought_of_each_token(one: Engine) -> None:
     texts = [one.generate(PROMPTS[0], max_new_tokens=12, logprobs=2, algorithm=name) for name in ("nonsi", "dsi")]
     for done in texts:
-        assert [note[0][0] for note in done.notes] == list(done.tokens)  # greedy: the likeliest is chosen
-        assert [len(note) for note in done.notes] == [2] * 12
-    logs = [[log for note in done.notes for _, log in note] for done in texts]
+        assert [note[0][0] for note in done.top_logprobs] == list(done.tokens)  # greedy: the likeliest is chosen
+        assert [len(note) for note in done.top_logprobs] == [2] * 12
+    logs = [[log for note in done.top_logprobs for _, log in note] for done in texts]
     assert logs[0] == pytest.approx(logs[1], abs=1e-4)
 
 

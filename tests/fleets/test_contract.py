@@ -234,7 +234,7 @@ def test_cancelling_what_is_unknown_or_over_is_harmless(make: Make) -> None:
 def test_the_job_of_a_dying_server_fails_and_can_go_elsewhere(make: Make) -> None:
     fleet = make(servers(targets=2))
     fleet.start(Verify(1, TEXT, 1))
-    [at_it] = fleet._scheduler.working  # who came first
+    [at_it] = fleet._scheduler.running  # who came first
     fleet.kill(at_it)
     assert fleet.next_event() == Failed(1, f"server {at_it} died")
     fleet.start(Verify(2, TEXT, 1))

@@ -5,11 +5,11 @@ import pytest
 import dsi
 from dsi.core.messages import Sampling, Verify
 from dsi.core.policies import autoregressive, distributed, load_aware
-from dsi.core.request import Request
-from dsi.core.scheduler import REMEMBERED
+from dsi.core.request import Request, ScoreRequest
+from dsi.core.scheduler import MAX_TRACKED_REQUESTS
 from dsi.core.sequence import Tokens
 from dsi.core.spec import SpecConfig
-from dsi.fleets.loop import FAILURES, EngineLoop, FleetError
+from dsi.fleets.loop import MAX_FAILURES, EngineLoop, FleetError
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.planning.latency import LatencyModel
@@ -66,7 +66,7 @@ def test_requests_at_once_share_the_fleet_and_change_no_text() -> None:
 
 
 def test_more_requests_than_a_server_can_remember_all_end() -> None:
-    requests = [Request((i,), 12, distributed(2)) for i in range(REMEMBERED + 8)]
+    requests = [Request((i,), 12, distributed(2)) for i in range(MAX_TRACKED_REQUESTS + 8)]
     done = EngineLoop(SETTING.with_latency(target_ttft_ms=50.0).simulated(4)).run(*requests)
     assert {len(completion.tokens) for completion in done} == {12}
 
@@ -87,7 +87,7 @@ def test_a_request_whose_jobs_always_fail_ends_in_a_clear_error() -> None:
     fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: isinstance(job, Verify))
     with pytest.raises(
         FleetError,
-        match=f"{FAILURES + 1} verifications of one request failed in a row, the last: the forward failed",
+        match=f"{MAX_FAILURES + 1} verifications of one request failed in a row, the last: the forward failed",
     ):
         EngineLoop(fleet).run(Request(PROMPT, 30, distributed(2)))
 
@@ -132,8 +132,8 @@ def test_many_lost_drafters_do_not_end_a_request() -> None:
 
 def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> None:
     loop = EngineLoop(SETTING.simulated(1))
-    loop.crowd.targets = 3
-    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.crowd)
+    loop.current_load.targets = 3
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
     done = loop.run(*(Request((1, 2, i), 30, policy) for i in range(12)))
     alone = [EngineLoop(SETTING.simulated(1)).run(Request((1, 2, i), 30, autoregressive()))[0] for i in range(12)]
     assert [each.tokens for each in done] == [each.tokens for each in alone]
@@ -141,12 +141,12 @@ def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> Non
     stale, would_be = (sum(each.tally.abandoned for each in runs) for runs in (done, greedy))
     assert stale < would_be / 4
     assert max(each.elapsed for each in done) < max(each.elapsed for each in greedy)
-    assert (loop.crowd.requests, loop.crowd.verifying) == (0, 0)
+    assert (loop.current_load.requests, loop.current_load.verifying) == (0, 0)
 
 
 def test_a_crowd_is_served_evenly() -> None:
     loop = EngineLoop(SETTING.simulated(1))
-    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.crowd)
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
     runs = [loop.submit(Request((1, 2, i), 200, policy)) for i in range(8)]
     for _ in range(2000):
         loop.step()
@@ -161,7 +161,7 @@ def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
     """
     slow = SimulationConfig(LatencyModel(10.0, 40.0), 0.5, sp=1, tokens=20)
     loop = EngineLoop(slow.simulated(1))
-    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.crowd)
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
     shared = max(each.elapsed for each in loop.run(*(Request((1, 2, i), 20, policy) for i in range(4))))
     plain = EngineLoop(slow.simulated(1)).run(*(Request((1, 2, i), 20, autoregressive()) for i in range(4)))
     assert shared <= max(each.elapsed for each in plain) + 2 * 10
@@ -169,5 +169,5 @@ def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
 
 def test_a_request_for_no_token_scores_its_prompt() -> None:
     loop = EngineLoop(SETTING.simulated(1))
-    [done] = loop.run(Request(PROMPT, 0, autoregressive(), Sampling(logprobs=2)))
+    [done] = loop.run(ScoreRequest(PROMPT, Sampling(logprobs=2)))
     assert (done.tokens, done.finish_reason, done.tally.forwards) == ((), "length", 1)

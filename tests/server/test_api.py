@@ -127,7 +127,7 @@ def test_logprobs_are_those_of_the_target(client: OpenAI, plain: Engine) -> None
     told = done.choices[0].logprobs
     assert told is not None
     expected = plain.generate(STORY, max_new_tokens=10, logprobs=2)
-    assert told.token_logprobs == pytest.approx([note[0][1] for note in expected.notes], abs=1e-4)
+    assert told.token_logprobs == pytest.approx([note[0][1] for note in expected.top_logprobs], abs=1e-4)
     assert "".join(told.tokens or []) == done.choices[0].text
     assert told.top_logprobs is not None
     assert all(len(top) == 2 and max(top.values()) <= 0 for top in told.top_logprobs)
@@ -163,7 +163,7 @@ def test_echo_with_logprobs_scores_the_prompt_by_the_target_alone(client: OpenAI
     expected = [None]
     for i in range(1, len(tokens)):
         done_one = plain.generate(tokens[:i], max_new_tokens=1, logprobs=plain.text.size)
-        expected.append(dict(done_one.notes[0])[tokens[i]])  # type: ignore[arg-type]
+        expected.append(dict(done_one.top_logprobs[0])[tokens[i]])  # type: ignore[arg-type]
     told = list(choice.logprobs.token_logprobs or [])
     assert told[0] is None
     assert told[1:] == pytest.approx(expected[1:], abs=1e-4)

@@ -22,7 +22,7 @@ from dsi.core.scoring import Scoring
 from dsi.core.spec import SpecConfig
 from dsi.engine.build import Deployment
 from dsi.engine.engine import Engine
-from dsi.fleets.loop import EngineLoop, Run
+from dsi.fleets.loop import ActiveRequest, EngineLoop
 from dsi.fleets.processes import ProcessFleet
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
@@ -300,7 +300,7 @@ def trespasses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
         monkeypatch.setattr(owner, "__getattribute__", checked)
 
-    for owner in (Engine, Deployment, Run, Generation, Scoring, ProcessFleet, Scheduler):
+    for owner in (Engine, Deployment, ActiveRequest, Generation, Scoring, ProcessFleet, Scheduler):
         guard(owner)
     yield found
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""What the overlap of one request really did, from what is known of it when it has ended."""
+"""What overlapping forwards gained and cost in one request, measured when it has ended."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ FIGURES = (
 
 @dataclass(slots=True)
 class ServerUsage:
-    """What a server has done so far."""
+    """The time a server has spent on forwards so far."""
 
     role: str
     busy: Time = 0
-    forwards: int = 0  # guesses and verdicts
-    poll_answer: Time = 0  # what those took: `busy` but for what was given up, failed or only read
-    since: Time = 0  # when the forward it is at began
+    forwards: int = 0  # that were answered: draft tokens and verifications
+    answer_time: Time = 0  # of those: `busy` without what was cancelled, failed or a prefill
+    since: Time = 0  # when its current forward began
 
     def end(self, start: Time, end: Time, event: Event | None) -> None:
-        """A forward is over, with this event or with none."""
-        took = end - start
-        self.busy += took
+        """Record that a forward has ended, with this event or with none."""
+        elapsed = end - start
+        self.busy += elapsed
         self.since = end
         if event.__class__ in ANSWERS:
             self.forwards += 1
-            self.poll_answer += took
+            self.answer_time += elapsed
 
     def until(self, now: Time) -> ServerUsage:
-        """With the forward that it is at."""
+        """Include the time of the current forward up to now."""
         return replace(self, busy=self.busy + max(0, now - self.since))
 
 
@@ -56,7 +56,7 @@ ServerUsages = Mapping[str, ServerUsage]  # by server
 
 @dataclass(frozen=True)
 class ServerTime:
-    """What a server did while a request ran, for whomever."""
+    """How long a server was busy, for any request, while one ran."""
 
     server: str
     role: str
@@ -65,15 +65,15 @@ class ServerTime:
 
     @property
     def idle_share(self) -> float:
-        whole = self.busy + self.idle
-        return float(self.idle / whole) if whole else 0.0
+        total = self.busy + self.idle
+        return float(self.idle / total) if total else 0.0
 
 
 @dataclass(frozen=True)
 class RejectionCost:
-    """A rejection: after it the text stood still for `lost` longer than a guess takes."""
+    """A rejection: the next token came `lost` later than a draft token takes."""
 
-    token: int  # which of the text the target put right, from 0
+    token: int  # the index of the token that the target corrected
     at: Time
     lost: Time
 
@@ -82,22 +82,21 @@ class RejectionCost:
 class Overlap:
     """Times are by the fleet's clock.
 
-    The two mean times are of the forwards that were answered while the request ran, as their servers saw
-    them: with the reading of the prompt, without the way there and back, and without forwards that were
-    given up. Where requests share a fleet, those of all of them count, and nobody can say which server idled
-    for whom.
+    The two mean latencies are of the forwards answered while the request ran, as their servers measured them:
+    with prefill, without network delays, and without cancelled forwards. Where requests share a fleet, those of
+    all of them count, and idle time cannot be attributed to one.
     """
 
-    hidden: float  # share of the useful target forwards that only confirmed guesses: nobody waited for them
-    lead: float  # guesses beyond the sure text, in the mean over the moments when it grew
+    hidden: float  # share of the useful target forwards that only accepted draft tokens: no token waited for them
+    lead: float  # draft tokens ahead of the verified text, in the mean over the moments when it grew
     wasted_drafts: int
-    wasted_forwards: int  # verifications given up, begun or not, or answered for nothing
+    wasted_forwards: int  # verifications cancelled, started or not, or answered for nothing
     elapsed: Time
     target_time: Time | None  # of a forward; None where there was none
     drafter_time: Time | None
     servers: tuple[ServerTime, ...] | None  # None where requests share them
     losses: tuple[RejectionCost, ...]
-    ideal: Time | None  # Proposition 1 with these times: a guess for an accepted token, a forward for others
+    ideal: Time | None  # Proposition 1 with these latencies: a draft per accepted token, a target forward per other
 
     @property
     def lost(self) -> Time:
@@ -105,18 +104,18 @@ class Overlap:
 
     @property
     def gap(self) -> float | None:
-        """How many times as long as the ideal."""
+        """The ratio of the elapsed to the ideal time."""
         return float(self.elapsed / self.ideal) if self.ideal else None
 
     def json(self, unit: float = SECOND) -> dict[str, Any]:
-        """What people look at; `unit` is how many milliseconds the clock counts as one."""
+        """The reported figures; `unit` is how many milliseconds the clock counts as one."""
         count = len(self.losses)
         values = (
             self.hidden,
             self.lead,
             self.wasted_drafts,
             self.wasted_forwards,
-            self.servers and {each.server: each.idle_share for each in self.servers},
+            self.servers and {server.server: server.idle_share for server in self.servers},
             _ms(self.target_time, unit),
             _ms(self.drafter_time, unit),
             count,
@@ -128,12 +127,12 @@ class Overlap:
         return dict(zip(FIGURES, values))
 
 
-def mean(found: Sequence[Overlap], unit: float = SECOND) -> dict[str, Any]:
-    """The figures of several requests: each in the mean over those that have it."""
-    said = [each.json(unit) for each in found]
-    if len(said) == 1:
-        return said[0]
-    figures = {name: _mean([each[name] for each in said if each[name] is not None]) for name in FIGURES}
+def mean(overlaps: Sequence[Overlap], unit: float = SECOND) -> dict[str, Any]:
+    """Average the figures of several requests, each over those that have it."""
+    rows = [overlap.json(unit) for overlap in overlaps]
+    if len(rows) == 1:
+        return rows[0]
+    figures = {name: _mean([row[name] for row in rows if row[name] is not None]) for name in FIGURES}
     if figures["rejections"]:
         figures["lost_per_rejection_ms"] = figures["lost_to_rejections_ms"] / figures["rejections"]
     return figures
@@ -141,7 +140,7 @@ def mean(found: Sequence[Overlap], unit: float = SECOND) -> dict[str, Any]:
 
 def _mean(values: Sequence[Any]) -> Any:
     if values and isinstance(values[0], dict):
-        return {name: _mean([each[name] for each in values if name in each]) for name in values[0]}
+        return {name: _mean([value[name] for value in values if name in value]) for name in values[0]}
     return sum(values) / len(values) if values else None
 
 
@@ -156,18 +155,18 @@ def overlap(
     leads: Sequence[int],
     before: ServerUsages,
     after: ServerUsages,
-    took: Time,
+    elapsed: Time,
     alone: bool,
 ) -> Overlap:
-    """`before` and `after` are what the servers had done when the request began and, `took` later, ended."""
+    """Evaluate a request from the server usage before it started and when it ended, `elapsed` later."""
     if len(times) != len(origins):
         raise ValueError(f"{len(times)} times and {len(origins)} origins: each token has one of both")
-    if took < 0 or (times and times[-1] > took):
-        raise ValueError(f"a last token at {times[-1] if times else 0} of {took}: must be within")
-    target, guess = _forward(before, after, target=True), _forward(before, after, target=False)
+    if elapsed < 0 or (times and times[-1] > elapsed):
+        raise ValueError(f"a last token at {times[-1] if times else 0} of {elapsed}: must be within")
+    target, draft = _mean_forward(before, after, target=True), _mean_forward(before, after, target=False)
     accepted = origins.count(ACCEPTED)
     others = len(origins) - accepted
-    known = times and (guess is not None or not accepted) and (target is not None or not others)
+    measured = times and (draft is not None or not accepted) and (target is not None or not others)
     return Overlap(
         hidden=max(0, tally.useful - tally.exposed) / tally.useful if tally.useful else 0.0,
         lead=sum(leads) / len(leads) if leads else 0.0,
@@ -175,39 +174,39 @@ def overlap(
         wasted_forwards=tally.abandoned + tally.forwards - tally.useful,
         elapsed=times[-1] if times else 0,
         target_time=target,
-        drafter_time=guess,
-        servers=_services(before, after, took) if alone else None,
-        losses=_losses(times, origins, guess or 0),
-        ideal=accepted * (guess or 0) + others * (target or 0) if known else None,
+        drafter_time=draft,
+        servers=_server_times(before, after, elapsed) if alone else None,
+        losses=_rejection_costs(times, origins, draft or 0),
+        ideal=accepted * (draft or 0) + others * (target or 0) if measured else None,
     )
 
 
-def _forward(before: ServerUsages, after: ServerUsages, target: bool) -> Time | None:
-    """The mean time of the forwards between, of targets or of drafters."""
-    names = [name for name, toll in after.items() if (toll.role == TARGET) == target]
+def _mean_forward(before: ServerUsages, after: ServerUsages, target: bool) -> Time | None:
+    """The mean latency of the answered forwards in between, of targets or of drafters."""
+    names = [name for name, usage in after.items() if (usage.role == TARGET) == target]
     count = sum(after[name].forwards for name in names) - sum(_of(before, name).forwards for name in names)
-    time = sum(after[name].poll_answer for name in names) - sum(_of(before, name).poll_answer for name in names)
+    time = sum(after[name].answer_time for name in names) - sum(_of(before, name).answer_time for name in names)
     return time / count if count else None
 
 
-def _of(tolls: ServerUsages, name: str) -> ServerUsage:
-    """One that came later had done nothing."""
-    return tolls.get(name) or ServerUsage("")
+def _of(usages: ServerUsages, name: str) -> ServerUsage:
+    """The usage of a server; one that was added later had none."""
+    return usages.get(name) or ServerUsage("")
 
 
-def _services(before: ServerUsages, after: ServerUsages, took: Time) -> tuple[ServerTime, ...]:
-    found = []
-    for name, toll in after.items():
-        busy = min(took, toll.busy - _of(before, name).busy)
-        found.append(ServerTime(name, toll.role, busy, took - busy))
-    return tuple(found)
+def _server_times(before: ServerUsages, after: ServerUsages, elapsed: Time) -> tuple[ServerTime, ...]:
+    times = []
+    for name, usage in after.items():
+        busy = min(elapsed, usage.busy - _of(before, name).busy)
+        times.append(ServerTime(name, usage.role, busy, elapsed - busy))
+    return tuple(times)
 
 
-def _losses(times: Sequence[Time], origins: Sequence[str], guess: Time) -> tuple[RejectionCost, ...]:
-    """What comes after a rejected guess had to begin anew: the next token says what that cost."""
+def _rejection_costs(times: Sequence[Time], origins: Sequence[str], draft: Time) -> tuple[RejectionCost, ...]:
+    """Drafting starts anew after a rejection: the time of the next token tells what that cost."""
     following = [*times[1:], *times[-1:]]
     return tuple(
-        RejectionCost(i, time, max(0, following[i] - time - guess))
+        RejectionCost(i, time, max(0, following[i] - time - draft))
         for i, (time, origin) in enumerate(zip(times, origins))
         if origin == CORRECTED
     )

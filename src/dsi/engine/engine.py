@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-from dsi.core.adaptive import BELIEF, AdaptiveController, LatencyMonitor
+from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
 from dsi.core.policies import load_aware, policy_for
-from dsi.core.request import Completion, Request
+from dsi.core.request import Completion, Request, ScoreRequest
 from dsi.core.sequence import Tokens
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.engine.config import EngineConfig
@@ -74,10 +74,10 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
         algorithm: str,
         lookahead: int | None,
         patience: int | None,
-        acceptance: float = BELIEF,
+        acceptance: float = PRIOR_ACCEPTANCE,
     ) -> None:
         super().__init__(loaded.fleet)
-        self.crowd.targets = loaded.sp
+        self.current_load.targets = loaded.sp
         self.text = loaded.text
         self.loaded = loaded
         self._algorithm, self._lookahead, self._patience = algorithm, lookahead, patience
@@ -183,8 +183,8 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
     @cached_property
     def mind(self) -> AdaptiveController:
         """What is known and learned of these models, for `auto`."""
-        self.pulse = LatencyMonitor(self.loaded.outlook, SECOND)
-        return AdaptiveController(self.loaded.outlook, self.loaded.drafters, self._acceptance, self.pulse)
+        self.latency_monitor = LatencyMonitor(self.loaded.outlook, SECOND)
+        return AdaptiveController(self.loaded.outlook, self.loaded.drafters, self._acceptance, self.latency_monitor)
 
     def generate(self, prompt: str | Tokens, **options: Any) -> Completion:
         """Write a text to its end. The options are those of `stream`."""
@@ -223,9 +223,7 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
 
     def request(self, prompt: Tokens, wanted: int, policy: Policy, sampling: Sampling) -> Request:
         """No more than there is room for, and nothing that these models cannot do."""
-        if self.loaded.choices and (sampling.rule != "match" or sampling.logprobs is not None):
-            what = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
-            raise ValueError(f"{what}: on devices there are only match and no logprobs; leave them out")
+        self._check_supported(sampling)
         return Request(prompt, self._room(prompt, wanted), policy, sampling, self.text.eos_token_ids)
 
     @property
@@ -239,7 +237,7 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
         if algorithm == AUTO:
             check_free(lookahead or self._lookahead, patience if self._patience is None else self._patience)
             spec = SpecConfig(lookahead=self.loaded.block, drafters=tuple(self.loaded.drafters))
-            return load_aware(self.mind, spec, self.crowd)
+            return load_aware(self.mind, spec, self.current_load)
         block = lookahead or self._lookahead or self.loaded.lookahead(check_algorithm(algorithm))
         asked = self._patience if patience is None else patience
         if asked is None:
@@ -248,7 +246,19 @@ class Engine(EngineLoop, AbstractContextManager["Engine"]):
         policy = policy_for(spec)
         if algorithm != "dsi":
             return policy
-        return load_aware(policy, replace(spec, lookahead=min(block, self.loaded.block)), self.crowd)
+        return load_aware(policy, replace(spec, lookahead=min(block, self.loaded.block)), self.current_load)
+
+    def score_request(self, prompt: Tokens, logprobs: int) -> ScoreRequest:
+        """A request for the top log probabilities of each token of a prompt."""
+        sampling = Sampling(logprobs=logprobs)
+        self._check_supported(sampling)
+        self._room(prompt, 0)
+        return ScoreRequest(prompt, sampling)
+
+    def _check_supported(self, sampling: Sampling) -> None:
+        if self.loaded.choices and (sampling.rule != "match" or sampling.logprobs is not None):
+            what = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
+            raise ValueError(f"{what}: on devices there are only match and no logprobs; leave them out")
 
     def _room(self, prompt: Tokens, wanted: int) -> int:
         """No more tokens than the context has room for."""

@@ -21,7 +21,7 @@ from math import sqrt
 from statistics import fmean
 from typing import Any
 
-from dsi.core.messages import Guess, Sampling
+from dsi.core.messages import DraftToken, Sampling
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
 from dsi.engine.trial import decode
@@ -41,7 +41,7 @@ from dsi.sampling.verify import draw_guesses, verify_block
 
 ANY = "any"  # without chance all rules are one
 Fresh = Callable[[], Backend]  # a model's rows, with nothing read yet
-Guesses = tuple[Guess, ...]  # about one place; the drafter goes on after the first of them
+Guesses = tuple[DraftToken, ...]  # about one place; the drafter goes on after the first of them
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ def trial(text: WrittenText, rows: tuple[Array, Array], sampling: Sampling, look
         blocks=tuple(stood for stood, _ in blocks),
         block_promises=tuple(promise for _, promise in blocks if promise is not None),
     )
-    if sampling.needs_guess and sampling.rule == "block":
+    if sampling.needs_draft and sampling.rule == "block":
         return together
     start, pairs = len(text.prompt), list(odds(*rows, sampling))
     guesses = [guess(row, sampling, start + i) for i, row in enumerate(rows[1])]
@@ -207,7 +207,7 @@ def block(text: WrittenText, start: int, sampling: Sampling, lookahead: int) -> 
 
 def guess(row: Array, sampling: Sampling, position: int, start: int = 0) -> Guesses:
     """What a drafter's server says of a place."""
-    if not sampling.needs_guess:
+    if not sampling.needs_draft:
         return tuple((token, None) for token in match([row], sampling, position))
     tokens, odds = draw_guesses(row, sampling, position, start)
     return tuple((token, odds) for token in tokens)
@@ -244,7 +244,7 @@ def promise(p: Array, q: Array, sampling: Sampling) -> float:
     if sampling.rule == "match":
         return match_acceptance_rate(p, q)
     missed = 1.0
-    for _ in range(sampling.guesses):
+    for _ in range(sampling.num_candidates):
         missed *= 1 - rejection_acceptance_rate(p, q)
         p = residual(p, *residual_weights(p, 0, q))
     return 1 - missed
@@ -271,7 +271,7 @@ def summary(temperature: float, rule: str, found: Sequence[RuleTrial]) -> Accept
     hits = [each.hits for each in found]
     return Accepted(
         rule,
-        Sampling(temperature, rule="match" if rule == ANY else rule).guesses,
+        Sampling(temperature, rule="match" if rule == ANY else rule).num_candidates,
         temperature,
         Figure.share(hits) if any(hits) else None,
         mean(each.promises for each in found),

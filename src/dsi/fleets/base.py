@@ -51,7 +51,7 @@ class BaseFleet(ABC):
         """Return how long each server has computed, up to its last finished forward."""
         return {name: usage.busy for name, usage in self.usage.items()}
 
-    def tolls(self) -> dict[str, ServerUsage]:
+    def server_usage(self) -> dict[str, ServerUsage]:
         """Return the usage of each server, the forward in progress included."""
         now = self.now()
         return {
@@ -59,29 +59,29 @@ class BaseFleet(ABC):
         }
 
     def _is_computing(self, name: str) -> bool:
-        return name in self._scheduler.working
+        return name in self._scheduler.running
 
     def servers(self) -> list[tuple[str, str, bool]]:
         """List every server, dead ones included: its name, its role, and whether it is alive."""
         return [(name, server.role, name in self._scheduler.roles) for name, server in self._servers.items()]
 
     def start(self, job: Job) -> None:
-        self._scheduler.offer(job)
+        self._scheduler.enqueue(job)
         self._start_jobs()
 
     def promote(self, id: int) -> None:
         self._scheduler.promote(id)
 
     def cancel(self, id: int) -> None:
-        for name in self._scheduler.withdraw(id):
+        for name in self._scheduler.cancel(id):
             self._cancel_job(name, id)
 
     def kill(self, name: str) -> None:
         """Remove a server that died or has to: its job fails."""
-        self._scheduler.remove(name, returns=self._will_restart(name))
+        self._scheduler.remove(name, restarts=self._will_restart(name))
         self.deaths[name] = self.deaths.get(name, 0) + 1
         self._on_worker_death(name)
-        self._events.extend(self._scheduler.stranded())
+        self._events.extend(self._scheduler.orphaned())
 
     def close(self) -> None:
         """Kill every server; all open jobs fail."""
@@ -93,7 +93,7 @@ class BaseFleet(ABC):
         for name, job in self._scheduler.assign():
             self.usage[name].since = self.now()
             self._assign(name, job)
-        self._events.extend(self._scheduler.stranded())
+        self._events.extend(self._scheduler.orphaned())
 
     def _record(self, name: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> None:
         """Count a forward that ended in `event`, or was cancelled, and log its span."""

@@ -87,12 +87,12 @@ class Connection:
 def encode_event(event: Event) -> tuple[Any, ...]:
     """Encode an event without the id of its job: a worker has one job at a time."""
     match event:
-        case Drafted(odds=None, others=()):
+        case Drafted(draft_probs=None, alternates=()):
             return 1, event.token
         case Drafted():
-            return 1, event.token, event.odds, event.others
+            return 1, event.token, event.draft_probs, event.alternates
         case Verified():
-            return (2, event.tokens, event.notes) if event.notes else (2, event.tokens)
+            return (2, event.tokens, event.top_logprobs) if event.top_logprobs else (2, event.tokens)
         case Failed():
             return 3, event.reason
     return (0,)
@@ -114,7 +114,7 @@ class JobEncoder:
     def encode(self, job: Job) -> EncodedJob:
         origin = job.context.origin
         request, last = self._sent.pop(origin, (next(self._request_numbers), None))
-        shared = 0 if last is None else last.shared(job.context)
+        shared = 0 if last is None else last.common_prefix(job.context)
         self._sent[origin] = request, job.context
         if len(self._sent) > MAX_REQUESTS:
             self._sent.popitem(last=False)
@@ -146,10 +146,15 @@ def _fields(job: Job) -> tuple[Any, ...]:
     prompt_length = len(job.context.origin)
     match job:
         case Draft():
-            after = job.start, job.block, job.branches, job.min_ratio
+            after = job.block_start, job.block_size, job.branches, job.min_ratio
             return prompt_length, (job.count, job.model), _sampling_fields(job.sampling), after
         case Verify():
-            return prompt_length, (job.width, job.lead), _sampling_fields(job.sampling), (job.guesses, job.aside)
+            return (
+                prompt_length,
+                (job.width, job.lead),
+                _sampling_fields(job.sampling),
+                (job.draft_tokens, job.is_alternate),
+            )
     return prompt_length, (), (), ()
 
 

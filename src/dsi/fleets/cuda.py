@@ -87,7 +87,7 @@ class CudaFleet(RealTimeFleet):
     def next_event(self) -> Event:
         self._start_jobs()
         while not self._events:
-            if not self._scheduler.working:
+            if not self._scheduler.running:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             for name in list(self._workers):
                 self._poll(name)

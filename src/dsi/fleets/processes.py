@@ -113,5 +113,5 @@ class ProcessFleet(RemoteFleet):
 
     def _idle_cores(self, cores: set[int]) -> set[int]:
         """Return the cores of no working server and of no target: a target should find its own core idle."""
-        taken = (*self._scheduler.working, *self._targets)
+        taken = (*self._scheduler.running, *self._targets)
         return cores.difference(*(self._cores.get(name, cores) for name in taken))

@@ -214,7 +214,7 @@ class RayFleet(RemoteFleet):
         self._reach = reach or self._listen_socket.getsockname()[:2]
         self._selector.register(self._listen_socket, EVENT_READ, None)
         for name in self._servers:
-            self._scheduler.remove(name, returns=True)
+            self._scheduler.remove(name, restarts=True)
             self._start_actor(name)
 
     def _resources_of(self, name: str) -> ResourceRequest:
@@ -250,7 +250,7 @@ class RayFleet(RemoteFleet):
         """Wait a while for messages, then drop what is overdue: workers, actors and connections."""
         readable = self._selector.select(CHECK_SECONDS)
         now = time.perf_counter()
-        for name in list(self._scheduler.working):
+        for name in list(self._scheduler.running):
             if now - self._workers[name].last_message > self._hang_seconds:
                 self.kill(name)
         for name, pending in list(self._pending_actors.items()):
@@ -319,9 +319,9 @@ class RayFleet(RemoteFleet):
     def _give_up(self, name: str) -> None:
         """Stop waiting for an actor to connect."""
         kill_actor(self._pending_actors.pop(name).actor)
-        if name in self._scheduler.away:
+        if name in self._scheduler.starting:
             self._scheduler.give_up(name)
-        self._events.extend(self._scheduler.stranded())
+        self._events.extend(self._scheduler.orphaned())
 
     def close(self) -> None:
         """Kill every actor; all open jobs fail."""

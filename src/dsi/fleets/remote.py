@@ -153,7 +153,7 @@ class RemoteFleet(RealTimeFleet):
     def next_event(self) -> Event:
         self._start_jobs()
         while not self._events:
-            if not self._scheduler.working and not self._scheduler.away:
+            if not self._scheduler.running and not self._scheduler.starting:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             for key, _ in self._wait_for_messages():
                 if key.fileobj is self._wake_receiver:

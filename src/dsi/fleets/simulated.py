@@ -157,7 +157,7 @@ class SimulatedFleet(BaseFleet):
     def next_event(self) -> Event:
         self._start_jobs()
         while not self._events:
-            if not self._heap or not self._scheduler.open:
+            if not self._heap or not self._scheduler.has_jobs:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             when, _, _, name, entry = heappop(self._heap)
             if not isinstance(entry, SimulatedForward):
@@ -266,8 +266,8 @@ class SimulatedFleet(BaseFleet):
     def _detect_failure(self, name: str) -> None:
         """Fail the server's job; without a drafter texts go on, without a target they wait for one."""
         self._undetected.discard(name)
-        self._scheduler.remove(name, returns=self._servers[name].role == TARGET)
-        self._events.extend(self._scheduler.stranded())
+        self._scheduler.remove(name, restarts=self._servers[name].role == TARGET)
+        self._events.extend(self._scheduler.orphaned())
 
     def _recover(self, name: str) -> None:
         self._scheduler.add(name, self._servers[name].role)

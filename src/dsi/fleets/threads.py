@@ -154,7 +154,7 @@ class ThreadFleet(RealTimeFleet):
     def next_event(self) -> Event:
         self._start_jobs()
         while not self._events:
-            if not self._scheduler.working:
+            if not self._scheduler.running:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             name, event, idle = self.messages.get()
             if event is WOKEN:

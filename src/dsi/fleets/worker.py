@@ -44,7 +44,7 @@ class CachedPrefix:
 
     def switch_to(self, context: TokenSequence) -> None:
         """Keep the prefix shared with the last context; only the difference is left to compute."""
-        shared = self.context.shared(context)
+        shared = self.context.common_prefix(context)
         del self.tokens[shared:]
         self.tokens += context.since(shared)
         self.context = context
@@ -129,7 +129,7 @@ def _one_forward(
     job: Prefill | Verify, server: Server, prefix: CachedPrefix, cancelled: CancelFlag
 ) -> Iterator[Event | None]:
     width = job.width if isinstance(job, Verify) else 0
-    sampling, guesses = (job.sampling, job.guesses) if isinstance(job, Verify) else (GREEDY, ())
+    sampling, guesses = (job.sampling, job.draft_tokens) if isinstance(job, Verify) else (GREEDY, ())
     start = len(prefix.tokens) + 1 - width
     request = ForwardRequest(prefix.tokens, start, prefix.num_cached, sampling, cancelled, guesses)
     model = server.model
@@ -163,7 +163,7 @@ def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Can
         for token in model.poll_draft(request, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
-    plain = job.branches == 1 and not job.sampling.needs_guess
+    plain = job.branches == 1 and not job.sampling.needs_draft
     for _ in range(job.count):
         request = ForwardRequest(prefix.tokens, len(prefix.tokens), prefix.num_cached, job.sampling, cancelled)
         yield Drafted(job.id, model.answer(request)[0]) if plain else _draft_token(job, model, request)
@@ -171,12 +171,12 @@ def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Can
 
 def _draft_token(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
     """Draft one token with its runners-up, or with the probabilities that the acceptance rule needs."""
-    if job.sampling.needs_guess:
-        start = job.start + (request.start - job.start) // job.block * job.block
+    if job.sampling.needs_draft:
+        start = job.block_start + (request.start - job.block_start) // job.block_size * job.block_size
         (token, *others), draft_probs = draw_or_answer(model, request, start)
         return Drafted(job.id, token, draft_probs, tuple(others))
     token, *others = top_k_or_answer(model, request, job.branches, job.min_ratio)
-    return Drafted(job.id, token, others=tuple(others))
+    return Drafted(job.id, token, alternates=tuple(others))
 
 
 def _is_polled(model: Model) -> TypeGuard[Pollable]:

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from dsi.core.messages import GREEDY, Guess, Sampling, TopLogprobs
+from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
 from dsi.sampling.logits import top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
@@ -53,7 +53,7 @@ class ForwardRequest:
     num_cached: int | None = None  # how many of these the server has read before; None: the request is new to it
     sampling: Sampling = GREEDY
     cancelled: CancelFlag = NEVER
-    guesses: tuple[tuple[Guess, ...], ...] = ()  # about each place, where the rule needs them
+    guesses: tuple[tuple[DraftToken, ...], ...] = ()  # about each place, where the rule needs them
 
     @property
     def num_positions(self) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dsi.core.adaptive import BELIEF, AdaptiveController, LatencyMonitor
+from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
 from dsi.core.latency_table import LatencyTable
 from dsi.core.policies import policy_for
@@ -210,11 +210,11 @@ def best_way(known: LatencyTable, acceptance: float) -> tuple[SpecConfig, float]
     return known.configs[way], known.ms[scale][way][part]
 
 
-def adaptive(known: LatencyTable, setting: SimulationConfig, belief: float = BELIEF) -> PolicyFactory:
+def adaptive(known: LatencyTable, setting: SimulationConfig, prior: float = PRIOR_ACCEPTANCE) -> PolicyFactory:
     """What runs a setting by what it learns on the way."""
 
     def policy(loop: EngineLoop, unit: int) -> Policy:
-        loop.pulse = LatencyMonitor(known, unit)
-        return AdaptiveController(known, setting.drafter_names, belief, loop.pulse)
+        loop.latency_monitor = LatencyMonitor(known, unit)
+        return AdaptiveController(known, setting.drafter_names, prior, loop.latency_monitor)
 
     return policy

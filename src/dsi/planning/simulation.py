@@ -164,10 +164,10 @@ class SimulationConfig:
         log: list[Span] = []
         fleet = self.waited(seed, log) if waited else self.simulated(seed, log)
         loop = EngineLoop(fleet)
-        loop.crowd.targets = self.sp
+        loop.current_load.targets = self.sp
         unit = SECOND if waited else 1
         how = self._learning() if algorithm == AUTO else algorithm
-        policy = self.policy(how, loop.crowd) if isinstance(how, str) else how(loop, unit)
+        policy = self.policy(how, loop.current_load) if isinstance(how, str) else how(loop, unit)
         try:
             done = loop.run(*(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests)))
         finally:

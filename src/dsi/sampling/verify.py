@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsi.core.messages import Guess, Sampling
+from dsi.core.messages import DraftToken, Sampling
 from dsi.sampling.acceptance_rules import block, match, specinfer
 from dsi.sampling.logits import gumbel_argmax, probabilities, sample
 from dsi.sampling.noise import (
@@ -56,16 +56,16 @@ def draw_guesses(
     probs = probabilities(logits, sampling)
     draft_probs = DraftProbs.from_dense(probs if isinstance(probs, np.ndarray) else probs.cpu().numpy())
     q = draft_probs.dense()
-    draws = [block_start + 1] if sampling.rule == "block" else range(sampling.guesses)
+    draws = [block_start + 1] if sampling.rule == "block" else range(sampling.num_candidates)
     keys = [noise_key(sampling.seed, position, DRAFT, draw) for draw in draws]
     return [gumbel_argmax(q, exponential_noise(q, key)) for key in keys], draft_probs
 
 
 def verify_block(
-    logits: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[Guess]]
+    logits: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[DraftToken]]
 ) -> tuple[int, ...]:
     """Apply the sampling's acceptance rule: the output tokens, the first of them at `position`."""
-    if not sampling.needs_guess:
+    if not sampling.needs_draft:
         return match(logits, sampling, position)
     if sampling.rule == "block":
         return _verify_jointly(logits, sampling, position, guesses)
@@ -73,7 +73,7 @@ def verify_block(
     return tuple(_verify_position(row, sampling, position + i, candidates) for i, (row, candidates) in rows)
 
 
-def _verify_position(logits: Array, sampling: Sampling, position: int, guesses: Sequence[Guess]) -> int:
+def _verify_position(logits: Array, sampling: Sampling, position: int, guesses: Sequence[DraftToken]) -> int:
     if not guesses:
         return sample(logits, sampling, position)
     p, candidates = probabilities(logits, sampling), _with_dense_probs(logits, guesses)
@@ -86,7 +86,7 @@ def _verify_position(logits: Array, sampling: Sampling, position: int, guesses: 
 
 
 def _verify_jointly(
-    logits: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[Guess]]
+    logits: Array, sampling: Sampling, position: int, guesses: Sequence[Sequence[DraftToken]]
 ) -> tuple[int, ...]:
     """Verify a block of guesses, and sample the position after it, which may have no guess."""
     draft = _with_dense_probs(logits[0], [guess for [guess] in filter(None, guesses)])
@@ -102,7 +102,7 @@ def _verify_jointly(
     return *tokens, *(sample(row, sampling, position + len(draft) + i) for i, row in enumerate(unguessed))
 
 
-def _with_dense_probs(logits: Array, guesses: Sequence[Guess]) -> list[tuple[int, Array | None]]:
+def _with_dense_probs(logits: Array, guesses: Sequence[DraftToken]) -> list[tuple[int, Array | None]]:
     """Pair each draft token with its dense distribution, of the logits' array type and device."""
     xp = array_namespace(logits)
     return [

@@ -15,11 +15,11 @@ from threading import Event, Lock, Thread
 from typing import Any, TypeVar
 
 from dsi.core.messages import TARGET, Sampling, TopLogprobs
-from dsi.core.request import Completion, Request
+from dsi.core.request import Completion, Request, ScoreRequest
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
 from dsi.engine.engine import Engine
-from dsi.fleets.loop import Run
+from dsi.fleets.loop import ActiveRequest
 from dsi.fleets.spans import Span
 from dsi.server.errors import ApiError, queue_full, shutting_down
 from dsi.server.limits import Limits
@@ -106,11 +106,11 @@ class JobState:
     """A job as the engine thread sees it."""
 
     job: GenerationJob
-    requests: deque[Request]  # in order: perhaps one that scores the prompt, then one that continues it
+    requests: deque[Request | ScoreRequest]  # in order: perhaps one that scores the prompt, then one that continues it
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0  # by the fleet's clock
     queued: float = 0.0  # seconds
-    run: Run | None = None
+    run: ActiveRequest | None = None
     shared: bool = False
     spans: list[Span] = field(default_factory=list)
     # Already delivered:
@@ -120,13 +120,13 @@ class JobState:
     num_deaths: int = 0
     time: float = 0.0
 
-    def decisions(self, run: Run, skip: int = 0) -> tuple[tuple[float, Decision], ...]:
+    def decisions(self, run: ActiveRequest, skip: int = 0) -> tuple[tuple[float, Decision], ...]:
         """What `auto` decided, and when."""
-        offset = float(run.began) - self.admitted
-        made = list(zip(run.turns, run.generation.decisions))[skip:]
+        offset = float(run.started) - self.admitted
+        made = list(zip(run.decision_times, run.generation.decisions))[skip:]
         return tuple((offset + float(at), decision) for at, decision in made)
 
-    def completion(self, run: Run) -> Completion:
+    def completion(self, run: ActiveRequest) -> Completion:
         """All that was generated, even if the job was cancelled or failed."""
         generation = run.generation
         return Completion(
@@ -152,7 +152,7 @@ class EngineThread:
         self._accepts, self._stopped = True, False
         self._states: dict[GenerationJob, JobState] = {}  # waiting and running
         self._waiting: deque[JobState] = deque()
-        self._running: dict[Run, JobState] = {}
+        self._running: dict[ActiveRequest, JobState] = {}
         self._by_prompt: dict[TokenSequence, JobState] = {}  # a span's context says whose it is
         self._spans: list[Span] = []
         self._fleet.log = self._spans
@@ -264,12 +264,11 @@ class EngineThread:
         self._waiting.extend(states)
         return status
 
-    def _requests(self, job: GenerationJob) -> deque[Request]:
+    def _requests(self, job: GenerationJob) -> deque[Request | ScoreRequest]:
         policy = self._engine.policy(job.spec.algorithm, job.spec.lookahead, job.spec.min_draft)
-        requests: deque[Request] = deque()
+        requests: deque[Request | ScoreRequest] = deque()
         if job.prompt_logprobs is not None:
-            score = Sampling(logprobs=job.prompt_logprobs)
-            requests.append(self._engine.request(job.prompt, 0, policy, score))
+            requests.append(self._engine.score_request(job.prompt, job.prompt_logprobs))
         if job.max_new_tokens:
             requests.append(self._engine.request(job.prompt, job.max_new_tokens, policy, job.sampling))
         return requests
@@ -318,7 +317,7 @@ class EngineThread:
                 state.spans.append(replace(span, start=start, end=end))
         self._spans.clear()
 
-    def _output(self, state: JobState, run: Run) -> None:
+    def _output(self, state: JobState, run: ActiveRequest) -> None:
         """Deliver what is new; after the prompt's scores the job goes on with its next request."""
         output = self._new_output(state, run)
         state.num_tokens, state.time = len(run.tokens), output.time
@@ -331,13 +330,13 @@ class EngineThread:
         else:
             self._end(state, output)
 
-    def _new_output(self, state: JobState, run: Run) -> EngineOutput:
+    def _new_output(self, state: JobState, run: ActiveRequest) -> EngineOutput:
         generation, skip = run.generation, state.num_tokens
-        root, tip = generation.reached
+        root, tip = generation.progress
         output = EngineOutput(
             tokens=run.tokens[skip:],
             origins=generation.origins[skip:],
-            top_logprobs=generation.notes[skip:],
+            top_logprobs=generation.top_logprobs[skip:],
             time=self._elapsed(state),
             root=root,
             tip=tip,
@@ -346,7 +345,7 @@ class EngineThread:
         )
         return self._with_trace(output, state, run) if state.job.trace else output
 
-    def _with_trace(self, output: EngineOutput, state: JobState, run: Run) -> EngineOutput:
+    def _with_trace(self, output: EngineOutput, state: JobState, run: ActiveRequest) -> EngineOutput:
         spans, decisions = state.spans[state.num_spans :], state.decisions(run, state.num_decisions)
         deaths = self._num_deaths()
         servers = self._servers() if deaths > state.num_deaths else ()
