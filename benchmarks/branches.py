@@ -16,7 +16,8 @@ import harness
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import MIN_RATIO
-from dsi.engine.build import ModelPair, load_apart
+from dsi.engine.build_processes import ModelPair, load_model_pair
+from dsi.engine.config import EngineConfig
 from dsi.engine.prompts import sample_prompts
 from dsi.experiments import datasets
 from dsi.experiments.acceptance import interval
@@ -78,8 +79,8 @@ def lines(results: list[Cell]) -> Iterator[str]:
 
 def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
     """Let the drafter read what the target wrote, and rank its choices at each position."""
-    pair = load_apart("builtin", "builtin")
-    chosen = sample_prompts(datasets.read("builtin", None, None), pair.text, prompts, 0, tokens, pair.context)
+    pair = load_model_pair(EngineConfig())
+    chosen = sample_prompts(datasets.read("builtin", None, None), pair.tokenizer, prompts, 0, tokens, pair.context)
     for temperature in (0.0, 1.0):
         texts = [
             draft_ranks(pair, prompt, tokens, Sampling(temperature, seed=seed))
@@ -105,7 +106,9 @@ def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
 def draft_ranks(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling) -> list[tuple[bool, bool, bool]]:
     """Return for each position whether the first choice is right, the runner-up is, and it was close."""
     model, text = pair.target.fresh(), list(prompt)
-    while len(text) < len(prompt) + tokens and (len(text) == len(prompt) or text[-1] not in pair.text.eos_token_ids):
+    while len(text) < len(prompt) + tokens and (
+        len(text) == len(prompt) or text[-1] not in pair.tokenizer.eos_token_ids
+    ):
         text += model.answer(ForwardRequest(text, len(text), sampling=sampling))
     logits = pair.drafter.fresh().backend.forward(text[:-1], len(prompt), NEVER)
     ranks = []

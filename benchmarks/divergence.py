@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsi.core.messages import GREEDY, TARGET, Sampling
-from dsi.engine.build import quiet, tokenizer
+from dsi.engine.build import load_tokenizer, silence_transformers
 from dsi.engine.trial import decode
 from dsi.experiments.compare import PROMPTS
 from dsi.models.cuda.graphs import CudaGraphModel
@@ -33,10 +33,10 @@ def divergences(
     prompts: Iterable[str] = PROMPTS,
 ) -> list[dict[str, Any]]:
     """Compare the built-in target's texts after each prompt."""
-    quiet()
+    silence_transformers()
     name = model_path("builtin", TARGET)
     reference = Transformer(load_model(name))
-    text = tokenizer(name, reference.model)
+    text = load_tokenizer(name, reference.model)
     models = SamplingModel(reference), CudaGraphModel(load_model(name, dtype, device), reference.context)
     rows = []
     for prompt in prompts:

@@ -28,15 +28,15 @@ import torch
 import transformers
 
 from divergence import divergences
-from dsi.core.messages import DRAFTER, GREEDY, TARGET, Sampling
+from dsi.core.messages import DRAFTER, GREEDY, Sampling
 from dsi.core.policies import policy_for
 from dsi.core.request import Completion, Request
 from dsi.core.spec import SpecConfig
-from dsi.engine.build import quiet
-from dsi.engine.profile_cuda import in_order, latency_model
+from dsi.engine.build import silence_transformers
+from dsi.engine.profile_cuda import latency_model, order_by_contention
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.worker import PrefixTable, Server
+from dsi.fleets.worker import make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.shapes import random_model
@@ -66,11 +66,8 @@ class Bench:
     def fleet(self, sp: int, acceptance: float, seed: int) -> CudaFleet:
         teacher = ToyTarget(seed)
         guess = ToyDrafter(teacher, acceptance, seed * 1013)
-        servers = [
-            Server(f"{TARGET}-{i}", TARGET, Oracle(t, teacher), PrefixTable(shared_kv=True))
-            for i, t in enumerate(self.targets[:sp], 1)
-        ]
-        return CudaFleet([*servers, Server(DRAFTER, DRAFTER, Oracle(self.drafter, guess))])
+        targets = [Oracle(target, teacher) for target in self.targets[:sp]]
+        return CudaFleet(make_servers(targets, {DRAFTER: Oracle(self.drafter, guess)}, shared_kv=True))
 
 
 @cache
@@ -103,7 +100,7 @@ def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None)
             CudaGraphModel(big, ROOM, each, segments=pieces, share_cache_with=targets[0] if targets else None)
         )
     say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].eager_reason or 'CUDA graphs'}")
-    targets = in_order(targets, PROMPT)
+    targets = order_by_contention(targets, PROMPT)
     return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True))
 
 
@@ -312,7 +309,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         raise SystemExit("h200: there is no GPU here")
-    quiet()
+    silence_transformers()
     pool()
     found: dict[str, Any] = circumstances() | {"targets": [], "table2": []}
     for part in options.only.split(","):

@@ -15,11 +15,11 @@ from typing import Any
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import harness
-from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.messages import DRAFTER
 from dsi.core.request import Request
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.worker import PrefixTable, Server
+from dsi.fleets.worker import make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.protocol import CancelFlag
 from dsi.models.toy import ToyDrafter, ToyTarget
@@ -99,14 +99,11 @@ def waited_and_virtual(name: str, tokens: int, acceptance: float, seed: int) -> 
     choice = ROWS[name]
     targets, drafter = servers(choice.sp)
     teacher = ToyTarget(seed)
-    pool = [
-        Server(f"{TARGET}-{i}", TARGET, Oracle(model, teacher), PrefixTable(shared_kv=True))
-        for i, model in enumerate(targets, 1)
-    ]
+    pool = [Oracle(model, teacher) for model in targets]
     draft = ToyDrafter(teacher, acceptance, seed * 1013)
     setting = as_chosen(as_measured(LATENCY, acceptance, tokens, choice.sp), choice)
     request = Request((1,) * PROMPT, tokens, setting.policy(name))
-    fleet = CudaFleet([*pool, Server(DRAFTER, DRAFTER, Oracle(drafter, draft))])
+    fleet = CudaFleet(make_servers(pool, {DRAFTER: Oracle(drafter, draft)}, shared_kv=True))
     for model in (*targets, drafter):
         model.cached_tokens[:] = request.prompt  # it is in the caches
     [done] = EngineLoop(fleet).run(request)

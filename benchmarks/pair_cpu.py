@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import harness
 from dsi.core.sequence import Tokens
-from dsi.engine.build import quiet
+from dsi.engine.build import silence_transformers
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import PROMPTS
 from dsi.models.names import model_path
@@ -67,7 +67,7 @@ def theirs(tokens: int, threads: int, assisted: bool) -> Write:
 
 def overhead(engine: Engine, tokens: int) -> float:
     """Return what plain decoding takes beyond the target's forwards, as a share of them."""
-    fleet, elapsed, before = engine.loaded.fleet, 0.0, engine.loaded.fleet.busy["target-1"]
+    fleet, elapsed, before = engine.deployment.fleet, 0.0, engine.deployment.fleet.busy["target-1"]
     for prompt in PROMPTS:
         elapsed += float(engine.generate(prompt, max_new_tokens=tokens, algorithm="nonsi").elapsed)
     busy = float(fleet.busy["target-1"] - before)
@@ -78,7 +78,7 @@ def main() -> None:
     parser = harness.arguments(__doc__, "--quick", repeats=3, tokens=96)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    quiet()
+    silence_transformers()
     cores = torch.get_num_threads()
     tokens, repeats = (32, 1) if options.quick else (options.tokens, options.repeats)
     with Engine.load() as pinned, Engine.load(threads=cores) as free:

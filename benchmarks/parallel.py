@@ -17,7 +17,8 @@ import torch
 import transformers as hf
 
 import harness
-from dsi.engine.build import backend, forward_ms, quiet
+from dsi.engine.build import cpu_model, silence_transformers
+from dsi.engine.profile_cpu import forward_ms
 from dsi.fleets.processes import FORK
 from dsi.models.hf import load_model
 from dsi.models.names import model_path
@@ -35,7 +36,7 @@ def large() -> Any:
 def whole(threads: int) -> Callable[[Any], Any]:
     def make(model: Any) -> Any:
         torch.set_num_threads(threads)
-        return backend(model)
+        return cpu_model(model)
 
     return make
 
@@ -64,7 +65,7 @@ def timed(model: Any, layout: Callable[[Any], Any], _: int) -> list[float]:
 
 def main() -> None:
     options = harness.arguments(__doc__, "--rounds 2", rounds=5).parse_args()
-    quiet()
+    silence_transformers()
     torch.set_num_threads(1)  # before the first forward: a pool of threads does not survive a fork
     results, lines = {}, []
     for name, model in (("built-in target", load_model(model_path("builtin", "target"))), ("large Llama", large())):

@@ -23,7 +23,7 @@ from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.ray_actors import RayFleet, ResourceRequest, ray, silence_ray
-from dsi.fleets.worker import Server
+from dsi.fleets.worker import make_servers
 from dsi.models.toy import ToyTarget
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SECOND, SimulationConfig
@@ -55,7 +55,7 @@ def say(*words: object) -> None:
 
 def latency(jobs: int) -> dict[str, Any]:
     """A job that takes no time, on a process and on an actor, in turn."""
-    crew = [Server("target-1", "target", ToyTarget(3))]
+    crew = make_servers([ToyTarget(3)], {})
     actors, processes = RayFleet(crew, resources=LITTLE), ProcessFleet(crew)
     actors.wait_until_ready()
     times: dict[str, list[float]] = {"actor": [], "process": []}

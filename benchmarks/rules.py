@@ -25,7 +25,10 @@ import harness
 from dsi.core.generation import Policy
 from dsi.core.messages import RULES, Sampling
 from dsi.core.request import Completion, Request
-from dsi.engine.build import load_apart, quiet
+from dsi.core.spec import SpecConfig
+from dsi.engine.build import silence_transformers
+from dsi.engine.build_processes import load_model_pair
+from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.engine.prompts import sample_prompts
 from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, summary, trials
@@ -47,13 +50,13 @@ def speed(prompts: Sequence[str], tokens: int, repeats: int, lookahead: int | No
     """Time all rules with this lookahead, or with each algorithm's own."""
     seeded = [(seed, prompts[seed % len(prompts)]) for seed in range((repeats + 1) * len(prompts))]
     with Engine.load() as engine:
-        policies = {name: engine.policy(name, lookahead) for name in ("dsi", "si")}
+        policies = {name: engine.policy(SpecConfig(name, lookahead)) for name in ("dsi", "si")}
         contenders = {
             (algorithm, rule): partial(write, engine, tokens, policy, rule)
             for (algorithm, policy), rule in product(policies.items(), RULES)
         }
         texts = harness.interleave(contenders, seeded)
-        harness.log(f"lookahead: { ({name: lookahead or engine.loaded.lookahead(name) for name in policies}) }")
+        harness.log(f"lookahead: { ({name: lookahead or engine.deployment.lookahead(name) for name in policies}) }")
     return [row(*names, done[len(prompts) :]) for names, done in texts.items()]  # the first round warms up
 
 
@@ -70,7 +73,9 @@ def row(algorithm: str, rule: str, done: Sequence[Completion]) -> Row:
 def write(engine: Engine, tokens: int, policy: Policy, rule: str, seeded: tuple[int, str]) -> Completion:
     seed, prompt = seeded
     sampling = Sampling(TEMPERATURE, seed=seed, rule=rule)
-    [done] = engine.run(Request(engine.text.encode(prompt), tokens, policy, sampling, engine.text.eos_token_ids))
+    [done] = engine.loop.run(
+        Request(engine.tokenizer.encode(prompt), tokens, policy, sampling, engine.tokenizer.eos_token_ids)
+    )
     return done
 
 
@@ -91,10 +96,12 @@ def speed_lines(rows: list[Row]) -> Iterator[str]:
 
 def acceptance(count: int, tokens: int) -> Trials:
     """Every rule on the same texts."""
-    pair = load_apart("builtin", "builtin")
-    chosen = sample_prompts(read("builtin", None, None), pair.text, count, 0, tokens, pair.context)
+    pair = load_model_pair(EngineConfig())
+    chosen = sample_prompts(read("builtin", None, None), pair.tokenizer, count, 0, tokens, pair.context)
     target, drafter = (lambda: pair.target.fresh().backend), (lambda: pair.drafter.fresh().backend)
-    return trials(target, drafter, chosen.prompts, tokens, RULES, [TEMPERATURE], LOOKAHEAD, pair.text.eos_token_ids)
+    return trials(
+        target, drafter, chosen.prompts, tokens, RULES, [TEMPERATURE], LOOKAHEAD, pair.tokenizer.eos_token_ids
+    )
 
 
 def differences(results: Trials) -> dict[str, Figure]:
@@ -173,7 +180,7 @@ def main() -> None:
     parser.add_argument("--lookahead", type=harness.positive, help="for speed; without it, each algorithm's own")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    quiet()
+    silence_transformers()
     tokens, repeats, count = (32, 1, 4) if options.quick else (options.tokens, options.repeats, options.prompts)
     cost = costs(20 * repeats)
     rows = speed(PROMPTS[:2] if options.quick else PROMPTS, tokens, repeats, options.lookahead)

@@ -18,15 +18,16 @@ import numpy as np
 
 import harness
 from dsi.cli import output as show
-from dsi.core.messages import DRAFTER, RULES, TARGET, Sampling
+from dsi.core.messages import DRAFTER, RULES, Sampling
 from dsi.core.policies import distributed
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
-from dsi.engine.build import load_apart
+from dsi.engine.build_processes import load_model_pair
+from dsi.engine.config import EngineConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import Server
+from dsi.fleets.worker import make_servers
 from dsi.models.protocol import NEVER, Backend, CancelFlag, SamplingModel
 from dsi.models.wait import Latency, Wait
 from dsi.sampling import acceptance_rules as rules
@@ -92,8 +93,8 @@ def standard_deviations(counts: Counter[Tokens], expected: dict[Tokens, float]) 
 
 
 def generated(target: Any, drafter: Any, sampling: Sampling, prompt: Tokens) -> Tokens:
-    servers = [Server(f"{TARGET}-{i}", TARGET, Wait(SamplingModel(target), Latency(5 + i))) for i in range(SP)]
-    servers.append(Server(DRAFTER, DRAFTER, Wait(SamplingModel(drafter), Latency(2))))
+    targets = [Wait(SamplingModel(target), Latency(5 + i)) for i in range(SP)]
+    servers = make_servers(targets, {DRAFTER: Wait(SamplingModel(drafter), Latency(2))})
     policy = distributed(2 if sampling.rule == "block" else 1)
     [done] = EngineLoop(SimulatedFleet(servers)).run(Request(prompt, 2, policy, sampling))
     return done.tokens
@@ -105,9 +106,9 @@ def likeliest_first(p: Any, guesses: Any, uniforms: Any, noise: Any) -> int:
 
 def main() -> None:
     options = harness.arguments(__doc__, "--samples 2000", samples=30_000).parse_args()
-    pair = load_apart("builtin", "builtin")
+    pair = load_model_pair(EngineConfig())
     models = CachedLogits(pair.target.backend), CachedLogits(pair.drafter.backend)
-    prompt = pair.text.encode(PROMPT)
+    prompt = pair.tokenizer.encode(PROMPT)
     with show.progress("texts", options.samples * (len(RULES) + 1)) as advance:
         sigmas = {rule: chi_square(*models, rule, prompt, options.samples, advance) for rule in RULES}
         verify.specinfer = likeliest_first  # type: ignore[attr-defined]

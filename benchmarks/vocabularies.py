@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 import harness
 from dsi.core.messages import Sampling
-from dsi.engine.build import backend, quiet, tokenizer
+from dsi.engine.build import cpu_model, load_tokenizer, silence_transformers
 from dsi.experiments.compare import PROMPTS
 from dsi.models.hf import load_model
 from dsi.models.names import model_path
@@ -121,15 +121,15 @@ def acceptance(drafter: Model, texts: list[tuple[list[int], int]], sampling: Sam
 
 def main() -> None:
     options = harness.arguments(__doc__, "--stories 32 --tokens 20", stories=128, tokens=80).parse_args()
-    quiet()
+    silence_transformers()
     model = load_model(model_path("builtin", "target"))
-    text = tokenizer(model_path("builtin", "target"), model)
+    text = load_tokenizer(model_path("builtin", "target"), model)
     target_vocabulary = Vocabulary(text, model.config.vocab_size)
     stories = written(model, text, options.stories, 160)
     tokenizers = {"the target's": text.tokenizer}
     tokenizers |= {f"byte-level {size}": byte_level(stories, size) for size in (500, 1000, 2000)}
     tokenizers |= {f"unigram {size}": unigram(stories, size) for size in (500, 1000)}
-    target = SamplingModel(backend(model))
+    target = SamplingModel(cpu_model(model))
     texts = [(continuations(target, text, sampling, options.tokens), sampling) for sampling in SAMPLINGS]
     rows = [row(name, drafter, stories, target_vocabulary, texts) for name, drafter in tokenizers.items()]
     places = sum(len(tokens) - start for tokens, start in texts[0][0])

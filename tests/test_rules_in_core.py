@@ -16,7 +16,8 @@ from dsi.core.messages import DRAFTER, RULES, TARGET, Job, Sampling, Verify
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
-from dsi.engine.build import load_apart
+from dsi.engine.build_processes import load_model_pair
+from dsi.engine.config import EngineConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.worker import Server
@@ -234,7 +235,7 @@ def test_several_drafters_are_refused_where_arrival_would_choose() -> None:
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[CachedLogits, CachedLogits]:
-    found = load_apart("builtin", "builtin")
+    found = load_model_pair(EngineConfig())
     return CachedLogits(found.target.backend), CachedLogits(found.drafter.backend)
 
 

@@ -1,4 +1,4 @@
-"""The engine on devices, which here are the CPU's: the same text as ever."""
+"""The engine on devices, here the CPU: the same text as on processes."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from command import dsi
-from dsi.engine.build_cuda import random_graphed
+from dsi.engine.build_cuda import random_cuda_model
 from dsi.engine.engine import Engine
 from dsi.models.protocol import ForwardRequest
 
@@ -22,24 +22,24 @@ def texts() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("devices", "sp"), [("cpu,cpu", 1), ("cpu,cpu,cpu,cpu", 3), ("cpu+cpu,cpu", 1)])
-def test_the_text_does_not_depend_on_where_it_is_written(devices: str, sp: int, texts: list[tuple[int, ...]]) -> None:
+def test_devices_do_not_change_the_text(devices: str, sp: int, texts: list[tuple[int, ...]]) -> None:
     with Engine.load(target_devices=devices, sp=sp) as engine:
-        assert engine.loaded.sp == sp
+        assert engine.deployment.sp == sp
         for algorithm in ("nonsi", "si", "pearl", "dsi"):
-            found = [
+            tokens = [
                 engine.generate(PROMPT, max_new_tokens=24, temperature=t, seed=5, algorithm=algorithm).tokens
                 for t in (0.0, 0.9)
             ]
-            assert found == texts
+            assert tokens == texts
 
 
-def test_auto_knows_what_was_rehearsed_and_adapts(texts: list[tuple[int, ...]]) -> None:
+def test_auto_starts_from_simulated_plans_and_adapts(texts: list[tuple[int, ...]]) -> None:
     with Engine.load(target_devices="cpu,cpu", algorithm="auto") as engine:
-        choices = list(engine.loaded.choices.values())
-        assert [choice.ms for choice in choices] == sorted(choice.ms for choice in choices)
-        assert {choice.algorithm for choice in choices} == {"nonsi", "si", "dsi"}
+        plans = list(engine.deployment.plans.values())
+        assert [plan.ms for plan in plans] == sorted(plan.ms for plan in plans)
+        assert {plan.algorithm for plan in plans} == {"nonsi", "si", "dsi"}
         assert engine.algorithm == "auto"
-        assert engine.loaded.latency.drafter_cancel_points == 1  # as the planner rehearses it
+        assert engine.deployment.latency.drafter_cancel_points == 1  # as in the simulations of the planner
         done = engine.generate(PROMPT, max_new_tokens=24)
         assert done.tokens == texts[0]
         assert done.decisions[0][1].cause == "start"
@@ -47,10 +47,10 @@ def test_auto_knows_what_was_rehearsed_and_adapts(texts: list[tuple[int, ...]]) 
             engine.generate(PROMPT, lookahead=3)
 
 
-def test_a_short_context_is_no_hindrance(tmp_path: Path) -> None:
+def test_devices_take_a_short_context(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with Engine.load() as engine:
-        engine.text.tokenizer.save_pretrained(tmp_path)
+        engine.tokenizer.tokenizer.save_pretrained(tmp_path)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlamaConfig(**shape, vocab_size=4096, max_position_embeddings=64)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
@@ -61,7 +61,7 @@ def test_a_short_context_is_no_hindrance(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_the_command_says_what_auto_has_chosen() -> None:
+def test_generate_prints_what_auto_chose() -> None:
     options = ("--target-devices", "cpu,cpu", "--algorithm", "auto", "--max-new-tokens", "8", "--json")
     done = dsi("generate", PROMPT, *options)
     assert done.returncode == 0, done.stderr
@@ -76,25 +76,25 @@ def test_the_command_says_what_auto_has_chosen() -> None:
         (("--drafter-device", "cpu"), "the targets need devices as well"),
         (("--target-devices", "cpu,cpu", "--threads", "2"), "take one drafter, and no threads"),
         (("--target-devices", "cpu,cpu", "--drafter", "ngram"), "is no model, and needs no device"),
-        (("--algorithm", "auto", "--patience", "2"), "patience 2 with the algorithm auto: it finds its own"),
+        (("--algorithm", "auto", "--patience", "2"), "min draft 2 with the algorithm auto: it finds its own"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
+def test_generate_refuses_bad_devices(arguments: tuple[str, ...], sentence: str) -> None:
     done = dsi("generate", PROMPT, *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert sentence in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_shape_is_measured_with_random_weights() -> None:
+def test_measure_latency_times_a_shape_with_random_weights() -> None:
     shape = ("measure", "latency", "--shape", "vicuna-68m")
     done = dsi(*shape, "--random-weights", "--dtype", "bfloat16", "--json")
-    said = json.loads(done.stdout)
-    assert said["label"] == "measured, random weights"
-    assert list(said["ms"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
+    figures = json.loads(done.stdout)
+    assert figures["label"] == "measured, random weights"
+    assert list(figures["ms"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert "say --random-weights" in dsi(*shape).stderr
 
 
-def test_a_shape_can_be_spread() -> None:
-    model = random_graphed("vicuna-68m", "bfloat16", "cpu+cpu", room=16)
+def test_random_cuda_model_spreads_over_devices() -> None:
+    model = random_cuda_model("vicuna-68m", "bfloat16", "cpu+cpu", context=16)
     assert len(model.answer(ForwardRequest([1, 5, 9], 3))) == 1

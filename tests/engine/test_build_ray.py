@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dsi import Engine
-from dsi.engine.build_ray import devices, needs_in_parts, translator
+from dsi.engine.build_ray import ModelSpec, load_translator, own_devices, scale_resources
 from dsi.fleets.ray_actors import ResourceRequest
 from dsi.models.protocol import SamplingModel
 from dsi.models.vocab.slem import SLEM
@@ -38,12 +38,12 @@ def expected() -> Iterator[dict[tuple[str, float], tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("sp", [1, 3])
-def test_the_text_is_the_targets_own_whatever_dies(
+def test_ray_engine_writes_the_targets_text_despite_deaths(
     cluster: None,  # noqa: ARG001
     expected: dict[tuple[str, float], tuple[int, ...]],
     sp: int,
 ) -> None:
-    with Engine.load(sp=sp, fleet="ray", needs=LITTLE) as engine:
+    with Engine.load(sp=sp, fleet="ray", resources=LITTLE) as engine:
         for (prompt, heat), tokens in expected.items():
             for algorithm in ("nonsi", "si", "dsi"):
                 options = {"max_new_tokens": 48, "temperature": heat, "seed": 3, "algorithm": algorithm}
@@ -52,7 +52,7 @@ def test_the_text_is_the_targets_own_whatever_dies(
         writing = engine.stream(prompt, max_new_tokens=48)
         for i, _ in enumerate(writing):
             if i == 1:
-                engine.loaded.fleet.kill("target-1")
+                engine.deployment.fleet.kill("target-1")
         assert writing.completion.tokens == expected[prompt, heat]
 
 
@@ -65,23 +65,22 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-def test_a_drafter_may_have_another_vocabulary(
+def test_ray_engine_takes_a_drafter_with_another_vocabulary(
     cluster: None,  # noqa: ARG001
     expected: dict[tuple[str, float], tuple[int, ...]],
     stranger: str,
 ) -> None:
-    with Engine.load(drafter=stranger, lookahead=2, fleet="ray", needs=LITTLE) as engine:
-        assert engine.loaded.context == 512  # the target's: the drafter reads the end of a longer text
+    with Engine.load(drafter=stranger, lookahead=2, fleet="ray", resources=LITTLE) as engine:
+        assert engine.deployment.context == 512  # the target's: the drafter reads the end of a longer text
         for heat in (0.0, 0.9):
             done = engine.generate(PROMPTS[0], max_new_tokens=48, temperature=heat, seed=3)
             assert done.tokens == expected[PROMPTS[0], heat]
             assert (done.tally.failed, done.tally.drafted > 0) == (0, True)
 
 
-def test_it_goes_the_way_that_is_asked_for(stranger: str) -> None:
-    means = "float32", 1, 4
+def test_load_translator_uses_the_given_method(stranger: str) -> None:
     threads = torch.get_num_threads()
-    by_token, by_text = (translator(stranger, "builtin", way, *means) for way in ("tli", "slem"))
+    by_token, by_text = (load_translator(ModelSpec(stranger, "drafter"), "builtin", vocab) for vocab in ("tli", "slem"))
     torch.set_num_threads(threads)
     assert isinstance(by_token, SamplingModel)
     assert isinstance(by_token.backend, TLI)
@@ -92,18 +91,18 @@ def test_it_goes_the_way_that_is_asked_for(stranger: str) -> None:
 
 @pytest.fixture(scope="module")
 def split(cluster: None) -> Iterator[Engine]:  # noqa: ARG001
-    with Engine.load(target_mp=2, fleet="ray", needs=LITTLE, hang_seconds=4) as engine:
+    with Engine.load(target_mp=2, fleet="ray", resources=LITTLE, hang_seconds=4) as engine:
         yield engine
 
 
 @pytest.mark.parametrize("algorithm", ["nonsi", "si", "dsi"])
-def test_a_target_in_parts_writes_the_same(
+def test_ray_engine_splits_a_target(
     split: Engine, expected: dict[tuple[str, float], tuple[int, ...]], algorithm: str
 ) -> None:
     for heat in (0.0, 0.9):
         options: dict[str, Any] = {"max_new_tokens": 48, "temperature": heat, "seed": 3}
-        found = split.generate(PROMPTS[1], algorithm=algorithm, **options).tokens
-        assert found == expected[PROMPTS[1], heat]
+        tokens = split.generate(PROMPTS[1], algorithm=algorithm, **options).tokens
+        assert tokens == expected[PROMPTS[1], heat]
 
 
 def family(engine: Engine) -> list[int]:
@@ -124,7 +123,7 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.parametrize(("rank", "fate"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
-def test_whichever_part_dies_or_hangs_all_go_and_the_text_goes_on(
+def test_ray_engine_restarts_a_split_target_when_a_rank_dies_or_hangs(
     split: Engine, expected: dict[tuple[str, float], tuple[int, ...]], rank: int, fate: int
 ) -> None:
     split.generate(PROMPTS[0], max_new_tokens=1)  # it has its kin
@@ -144,8 +143,8 @@ def test_whichever_part_dies_or_hangs_all_go_and_the_text_goes_on(
         time.sleep(0.05)
 
 
-def test_each_part_of_a_target_has_its_cpus() -> None:
-    assert needs_in_parts({}, 3) == {"target": ResourceRequest(cpus=3)}
+def test_scale_resources_counts_the_cpus_of_each_rank() -> None:
+    assert scale_resources({}, 3) == {"target": ResourceRequest(cpus=3)}
     asked = {
         "target": ResourceRequest(cpus=2),
         "target-2": ResourceRequest(cpus=1),
@@ -156,16 +155,16 @@ def test_each_part_of_a_target_has_its_cpus() -> None:
         "target-2": ResourceRequest(cpus=2),
         "drafter": ResourceRequest(gpus=1),
     }
-    assert (needs_in_parts(asked, 1), needs_in_parts(asked, 2)) == (asked, parts)
+    assert (scale_resources(asked, 1), scale_resources(asked, 2)) == (asked, parts)
 
 
-def test_a_server_computes_on_the_gpus_it_has_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert devices(2) == ["cpu"] or torch.cuda.device_count()
+def test_own_devices_are_the_gpus_a_server_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_devices(2) == ["cpu"] or torch.cuda.device_count()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert [devices(gpus) for gpus in (0, 1, 2)] == [["cpu"], ["cuda:0"], ["cuda:0", "cuda:1"]]
+    assert [own_devices(gpus) for gpus in (0, 1, 2)] == [["cpu"], ["cuda:0"], ["cuda:0", "cuda:1"]]
 
 
-def test_the_command_runs_on_a_cluster_of_its_own() -> None:
+def test_generate_runs_on_a_new_cluster() -> None:
     command = [sys.executable, "-m", "dsi", "generate", PROMPTS[0], "--max-new-tokens", "8", "--fleet", "ray"]
     command += ["--target-mp", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -190,7 +189,7 @@ def test_the_command_runs_on_a_cluster_of_its_own() -> None:
         ),
     ],
 )
-def test_what_cannot_be_on_a_cluster_is_refused(
+def test_ray_engine_refuses_bad_options(
     cluster: None,  # noqa: ARG001
     options: dict[str, Any],
     sentence: str,

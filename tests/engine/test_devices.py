@@ -1,24 +1,26 @@
+"""Devices and slices, as the options name them."""
+
 import pytest
 
-from dsi.engine.devices import Place, check, placement, places
+from dsi.engine.devices import Device, check_available, parse_devices, parse_placement
 
 
-def test_devices_and_slices() -> None:
-    assert places("cuda:1, cuda:2") == [Place("cuda:1"), Place("cuda:2")]
-    assert places("cuda:0/3") == [Place("cuda:0", 3, 0), Place("cuda:0", 3, 1), Place("cuda:0", 3, 2)]
-    assert places("cuda:1+cuda:2, cpu") == [Place("cuda:1+cuda:2"), Place("cpu")]
-    assert Place("cuda:1+cuda:2").devices == ("cuda:1", "cuda:2")
+def test_parse_devices_reads_devices_and_slices() -> None:
+    assert parse_devices("cuda:1, cuda:2") == [Device("cuda:1"), Device("cuda:2")]
+    assert parse_devices("cuda:0/3") == [Device("cuda:0", 3, 0), Device("cuda:0", 3, 1), Device("cuda:0", 3, 2)]
+    assert parse_devices("cuda:1+cuda:2, cpu") == [Device("cuda:1+cuda:2"), Device("cpu")]
+    assert Device("cuda:1+cuda:2").parts == ("cuda:1", "cuda:2")
 
 
-def test_the_drafter_takes_the_last_place_or_its_own() -> None:
-    sliced = placement("cuda:0/8", None)
-    assert (len(sliced.targets), sliced.drafter) == (7, Place("cuda:0", 8, 7))
-    apart = placement("cuda:1,cuda:2", "cuda:0")
-    assert apart.targets == (Place("cuda:1"), Place("cuda:2"))
-    assert apart.drafter == Place("cuda:0")
-    assert placement("cuda:0/16", "cuda:0/16", 7).drafter == Place("cuda:0", 16, 15)
-    assert len(placement("cuda:0/8", None, 3).targets) == 3
-    assert placement("cuda:0+cuda:1", "cuda:2").targets == (Place("cuda:0+cuda:1"),)
+def test_parse_placement_gives_the_drafter_the_last_device_or_its_own() -> None:
+    sliced = parse_placement("cuda:0/8", None)
+    assert (len(sliced.targets), sliced.drafter) == (7, Device("cuda:0", 8, 7))
+    apart = parse_placement("cuda:1,cuda:2", "cuda:0")
+    assert apart.targets == (Device("cuda:1"), Device("cuda:2"))
+    assert apart.drafter == Device("cuda:0")
+    assert parse_placement("cuda:0/16", "cuda:0/16", 7).drafter == Device("cuda:0", 16, 15)
+    assert len(parse_placement("cuda:0/8", None, 3).targets) == 3
+    assert parse_placement("cuda:0+cuda:1", "cuda:2").targets == (Device("cuda:0+cuda:1"),)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +41,13 @@ def test_the_drafter_takes_the_last_place_or_its_own() -> None:
         ("cuda:0/4", "cuda:0/4", None, "slice 3 of cuda:0: is given to two servers"),
     ],
 )
-def test_what_cannot_be_is_one_sentence(targets: str, drafter: str | None, sp: int | None, sentence: str) -> None:
+def test_parse_placement_refuses_bad_devices(targets: str, drafter: str | None, sp: int | None, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        placement(targets, drafter, sp)
+        parse_placement(targets, drafter, sp)
 
 
-def test_a_gpu_that_is_not_there_is_refused() -> None:
+def test_check_available_refuses_missing_gpus() -> None:
     with pytest.raises(ValueError, match=r"cuda:99: there .* here"):
-        check(placement("cuda:99", "cpu"))
+        check_available(parse_placement("cuda:99", "cpu"))
     with pytest.raises(ValueError, match=r"^cuda:99: there .* here"):
-        check(placement("cpu+cuda:99", "cpu"))
+        check_available(parse_placement("cpu+cuda:99", "cpu"))

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from dsi.core.spec import ALGORITHMS
-from dsi.engine.build import load_pair, place
+from dsi.engine.build import build
+from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.models.names import model_path
 
@@ -46,14 +47,14 @@ def expected() -> dict[str, str]:
     return texts
 
 
-def test_every_algorithm_writes_what_transformers_writes(engine: Engine, expected: dict[str, str]) -> None:
+def test_engine_writes_what_transformers_writes(engine: Engine, expected: dict[str, str]) -> None:
     for prompt in PROMPTS:
         for algorithm in ALGORITHMS:
             done = engine.generate(prompt, max_new_tokens=60, algorithm=algorithm)
             assert done.text == expected[prompt]
 
 
-def test_a_seed_gives_one_text_under_every_algorithm(engine: Engine) -> None:
+def test_engine_gives_one_text_per_seed(engine: Engine) -> None:
     options: dict[str, Any] = {"max_new_tokens": 50, "temperature": 1.0, "top_p": 0.95, "seed": 7}
     texts = {engine.generate(PROMPTS[0], algorithm=name, **options).text for name in ALGORITHMS}
     assert len(texts) == 1
@@ -64,18 +65,18 @@ TEXTS_BY_RULE: dict[str, set[str]] = {"reject": set(), "block": set(), "specinfe
 
 
 @pytest.mark.parametrize("rule", TEXTS_BY_RULE)
-def test_a_rule_gives_one_text_whatever_the_number_of_targets(engine: Engine, rule: str) -> None:
+def test_engine_gives_one_text_per_rule_for_any_sp(engine: Engine, rule: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 40, "temperature": 1.0, "seed": 7, "lookahead": 3}
-    for top_p in (1.0, 0.9):  # whole rows on the wire, and parts of them
+    for top_p in (1.0, 0.9):  # whole rows of logits are sent, and parts of them
         text = engine.generate(PROMPTS[0], rule=rule, top_p=top_p, **options).text
         TEXTS_BY_RULE[rule].add(text)
     assert len(TEXTS_BY_RULE[rule]) <= 2
 
 
-def test_a_killed_target_changes_nothing(engine: Engine, expected: dict[str, str]) -> None:
-    writing = engine.stream(PROMPTS[0], max_new_tokens=60)
+def test_engine_writes_on_when_a_target_is_killed(engine: Engine, expected: dict[str, str]) -> None:
+    stream = engine.stream(PROMPTS[0], max_new_tokens=60)
     pieces = []
-    for piece in writing:
+    for piece in stream:
         pieces.append(piece)
         if len(pieces) == 3:
             process = engine.fleet._workers["target-1"].process  # type: ignore[attr-defined]
@@ -89,16 +90,16 @@ def one() -> Iterator[Engine]:
         yield loaded
 
 
-def test_the_completion_says_how_it_went(one: Engine) -> None:
+def test_completion_has_times_and_tally(one: Engine) -> None:
     done = one.generate(PROMPTS[0], max_new_tokens=30)
     assert (done.finish_reason, len(done.tokens), len(done.times)) == ("length", 30, 30)
     assert 0 < done.ttft <= done.elapsed
     assert done.tpot > 0
     assert done.tally.accepted > 0
-    assert done.prompt == one.text.encode(PROMPTS[0])
+    assert done.prompt == one.tokenizer.encode(PROMPTS[0])
 
 
-def test_the_target_says_what_it_thought_of_each_token(one: Engine) -> None:
+def test_completion_has_logprobs(one: Engine) -> None:
     texts = [one.generate(PROMPTS[0], max_new_tokens=12, logprobs=2, algorithm=name) for name in ("nonsi", "dsi")]
     for done in texts:
         assert [note[0][0] for note in done.top_logprobs] == list(done.tokens)  # greedy: the likeliest is chosen
@@ -107,31 +108,31 @@ def test_the_target_says_what_it_thought_of_each_token(one: Engine) -> None:
     assert logs[0] == pytest.approx(logs[1], abs=1e-4)
 
 
-def test_a_stop_string_ends_the_text_before_it(one: Engine) -> None:
+def test_engine_ends_before_a_stop_string(one: Engine) -> None:
     whole = one.generate(PROMPTS[0], max_new_tokens=60).text
     done = one.generate(PROMPTS[0], max_new_tokens=60, stop=["play outside", "nowhere to be found"])
     assert (done.finish_reason, done.text) == ("stop", whole[: whole.index("play outside")])
 
 
-def test_the_end_token_ends_the_text(one: Engine) -> None:
+def test_engine_ends_at_the_end_token(one: Engine) -> None:
     done = one.generate(PROMPTS[0], max_new_tokens=400)
     assert done.finish_reason == "stop"
-    assert done.tokens[-1] in one.text.eos_token_ids
+    assert done.tokens[-1] in one.tokenizer.eos_token_ids
 
 
-def test_the_context_bounds_the_text(one: Engine) -> None:
+def test_engine_stays_within_the_context(one: Engine) -> None:
     assert len(one.generate((5,) * 500, max_new_tokens=100).tokens) <= 12
     with pytest.raises(ValueError, match=r"a prompt of 600 tokens: the models' context is 512"):
         one.generate((5,) * 600)
 
 
-def test_auto_measures_and_applies_eq_1(one: Engine) -> None:
-    pace = one.loaded.latency
-    assert 0 < pace.drafter_ms < 0.5 * pace.target_ms
-    assert one.loaded.lookahead("dsi") >= 2
+def test_engine_chooses_the_lookahead_by_eq_1(one: Engine) -> None:
+    latency = one.deployment.latency
+    assert 0 < latency.drafter_ms < 0.5 * latency.target_ms
+    assert one.deployment.lookahead("dsi") >= 2
 
 
-def test_impossible_requests_are_one_sentence(one: Engine, tmp_path: Path) -> None:
+def test_engine_refuses_impossible_requests(one: Engine, tmp_path: Path) -> None:
     for options, sentence in (
         ({"algorithm": "magic"}, "algorithm 'magic'"),
         ({"temperature": -1.0}, "temperature -1.0"),
@@ -149,7 +150,7 @@ def test_impossible_requests_are_one_sentence(one: Engine, tmp_path: Path) -> No
             Engine.load(**loading)
 
 
-def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_build_refuses_another_vocabulary(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
@@ -158,25 +159,18 @@ def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer.add_tokens(["another"])
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"another vocabulary \(4097 tokens\) than the target builtin \(4096"):
-        load_pair("builtin", [str(tmp_path)], sp=1, vocab="same")
-
-
-def test_servers_are_placed_on_cores_of_their_own() -> None:
-    assert place(["a"], ["d"], [0, 1]) == {"a": [0], "d": [1]}
-    assert place(["a", "b"], ["d", "e"], [0, 1, 2, 3, 4]) == {"a": [0, 2], "b": [1, 3], "d": [4], "e": [4]}
-    assert place(["a", "b", "c"], ["d"], [0, 1]) == {"a": [0], "b": [0], "c": [0], "d": [1]}
-    assert place(["a"], ["d"], [7]) == {"a": [7], "d": [7]}
+        build(EngineConfig(drafter=(str(tmp_path),), vocab="same"))
 
 
 @pytest.mark.parametrize("drafter", ["ngram", ["builtin", "ngram"]])
-def test_a_drafter_without_a_model_changes_no_text(drafter: str | list[str], expected: dict[str, str]) -> None:
+def test_engine_drafts_with_ngram(drafter: str | list[str], expected: dict[str, str]) -> None:
     with Engine.load(drafter=drafter) as engine:
         for algorithm in ("si", "dsi"):
             assert engine.generate(PROMPTS[0], max_new_tokens=60, algorithm=algorithm).text == expected[PROMPTS[0]]
 
 
 @pytest.mark.parametrize("role", ["builtin", "gpt2"])
-def test_it_drops_into_transformers(role: str) -> None:
+def test_custom_generate_writes_what_transformers_writes(role: str) -> None:
     import dsi
 
     if role == "builtin":
@@ -204,9 +198,9 @@ def test_it_drops_into_transformers(role: str) -> None:
         dsi.custom_generate(big, ids)
 
 
-def test_a_text_is_read_once_however_often_it_is_asked_for(engine: Engine) -> None:
-    writing = engine.stream("Tom", max_new_tokens=8)
-    first = "".join(writing)
+def test_stream_is_read_once(engine: Engine) -> None:
+    stream = engine.stream("Tom", max_new_tokens=8)
+    first = "".join(stream)
     assert first
-    assert "".join(writing) == ""
-    assert writing.completion.text == first
+    assert "".join(stream) == ""
+    assert stream.completion.text == first

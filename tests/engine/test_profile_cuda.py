@@ -1,35 +1,35 @@
-"""Which targets are taken first where they share their ways to the memory."""
+"""Which slices of a GPU are used first where they share its memory bandwidth."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from dsi.engine import profile_cuda as concurrent
-from dsi.engine.profile_cuda import in_order
+from dsi.engine import profile_cuda
+from dsi.engine.profile_cuda import order_by_contention
 
 
 @pytest.fixture
 def halves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Odd and even ones share a way each, which takes two without a loss."""
+    """Odd and even slices share a memory path each, which serves two without contention."""
 
-    def together(models: Sequence[Any], *_: Any) -> float:
+    def concurrent_forward_ms(models: Sequence[Any], *_: Any) -> float:
         busiest: int = max(sum(model % 2 == half for model in models) for half in (0, 1))
         return 10.0 + len(models) + 5.0 * max(0, busiest - 2)
 
-    monkeypatch.setattr(concurrent, "together", together)
+    monkeypatch.setattr(profile_cuda, "concurrent_forward_ms", concurrent_forward_ms)
 
 
 @pytest.mark.usefixtures("halves")
-def test_those_that_crowd_each_other_least_come_first() -> None:
+def test_order_by_contention_puts_independent_slices_first() -> None:
     models: list[Any] = [1, 3, 5, 7, 2, 4, 6]
-    found = in_order(models)
-    assert sorted(found) == sorted(models)
-    assert found[0] == 1  # one alone is as good as another
-    assert sum(model % 2 for model in found[:4]) == 2
+    ordered = order_by_contention(models)
+    assert sorted(ordered) == sorted(models)
+    assert ordered[0] == 1  # alone, all are equal
+    assert sum(model % 2 for model in ordered[:4]) == 2
 
 
 @pytest.mark.usefixtures("halves")
-def test_one_or_two_stay_as_they_are() -> None:
-    assert in_order([]) == []
-    assert in_order([3, 1]) == [3, 1]  # type: ignore[list-item]
+def test_order_by_contention_keeps_one_or_two() -> None:
+    assert order_by_contention([]) == []
+    assert order_by_contention([3, 1]) == [3, 1]  # type: ignore[list-item]

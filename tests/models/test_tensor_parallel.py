@@ -18,7 +18,7 @@ import transformers as hf
 from typer.testing import CliRunner
 
 from dsi.cli.main import app
-from dsi.engine.build import backend
+from dsi.engine.build import cpu_model
 from dsi.engine.engine import Engine
 from dsi.models import tensor_parallel as parallel
 from dsi.models.hf import Transformer, load_model
@@ -95,12 +95,12 @@ def same_rows(model: Any, one: Transformer, other: TensorParallel, count: int) -
 )
 def test_the_rows_are_those_of_the_whole_model(split: Callable[..., TensorParallel], name: str, size: int) -> None:
     model = made(name)
-    assert same_rows(model, backend(model), split(model, size), 40)
+    assert same_rows(model, cpu_model(model), split(model, size), 40)
 
 
 def test_the_rows_of_the_built_in_target_are_the_same(split: Callable[..., TensorParallel]) -> None:
     model = load_model(model_path("builtin", "target"))
-    assert same_rows(model, backend(model), split(model), 25)
+    assert same_rows(model, cpu_model(model), split(model), 25)
 
 
 def test_a_part_takes_no_memory_of_its_own() -> None:
@@ -129,7 +129,7 @@ class Later:
 @pytest.mark.parametrize("name", ["a lean llama", "biases and few keys"])
 def test_every_rank_stops_at_the_same_place(split: Callable[..., TensorParallel], name: str) -> None:
     model = made(name)
-    one, other = backend(model), split(model)
+    one, other = cpu_model(model), split(model)
     other.forward([5, 17, 3], 3)
     for looks in range(5):  # before the forward, and at each of its four sums
         with pytest.raises(Cancelled):
@@ -141,7 +141,7 @@ def test_every_rank_stops_at_the_same_place(split: Callable[..., TensorParallel]
 
 def test_what_is_refused_leaves_all_ranks_as_they_were(split: Callable[..., TensorParallel]) -> None:
     model = made("a lean llama")
-    one, other = backend(model), split(model)
+    one, other = cpu_model(model), split(model)
     for tokens, start, error in (
         ([], 0, ValueError),
         ([1] * 200, 200, ValueError),
@@ -174,7 +174,7 @@ class Interrupting(Later):
 
 def test_after_an_interruption_nothing_of_the_old_sums_is_left(split: Callable[..., TensorParallel]) -> None:
     model = made("a lean llama")
-    one, other = backend(model), split(model)
+    one, other = cpu_model(model), split(model)
     with pytest.raises(Interrupted):
         other.forward([5, 17, 3], 3, Interrupting(2))
     torch.testing.assert_close(other.forward([9, 8, 7], 1), one.forward([9, 8, 7], 1), atol=1e-4, rtol=1e-4)

@@ -84,7 +84,7 @@ def test_a_chat_is_the_same_whole_and_in_pieces(client: OpenAI, plain: Engine) -
         stream=True,
     )
     deltas = [chunk.choices[0].delta for chunk in stream]  # type: ignore[union-attr]
-    expected = plain.generate(plain.text.apply_chat_template(messages), max_new_tokens=30)
+    expected = plain.generate(plain.tokenizer.apply_chat_template(messages), max_new_tokens=30)
     assert done.choices[0].message.content == expected.text
     assert done.choices[0].message.role == "assistant"
     assert deltas[0].role == "assistant"
@@ -105,7 +105,7 @@ def test_n_texts_of_several_prompts_come_in_order_each_with_a_seed_of_its_own(cl
 
 
 def test_tokens_are_as_good_as_text(client: OpenAI, plain: Engine) -> None:
-    tokens = list(plain.text.encode(STORY))
+    tokens = list(plain.tokenizer.encode(STORY))
     texts = [
         client.completions.create(model="builtin", prompt=prompt, max_tokens=8, temperature=0).choices[0].text
         for prompt in (STORY, tokens, [tokens])
@@ -159,10 +159,10 @@ def test_echo_with_logprobs_scores_the_prompt_by_the_target_alone(client: OpenAI
     [choice] = done.choices
     assert choice.text == STORY
     assert choice.logprobs is not None
-    tokens = plain.text.encode(STORY)
+    tokens = plain.tokenizer.encode(STORY)
     expected = [None]
     for i in range(1, len(tokens)):
-        done_one = plain.generate(tokens[:i], max_new_tokens=1, logprobs=plain.text.size)
+        done_one = plain.generate(tokens[:i], max_new_tokens=1, logprobs=plain.tokenizer.size)
         expected.append(dict(done_one.top_logprobs[0])[tokens[i]])  # type: ignore[arg-type]
     told = list(choice.logprobs.token_logprobs or [])
     assert told[0] is None
@@ -174,7 +174,7 @@ def test_echo_goes_on_from_the_prompt(client: OpenAI, plain: Engine) -> None:
     [choice] = done.choices
     assert choice.text == STORY + plain.generate(STORY, max_new_tokens=5).text
     assert choice.logprobs is not None
-    assert len(choice.logprobs.tokens or []) == 5 + len(plain.text.encode(STORY))
+    assert len(choice.logprobs.tokens or []) == 5 + len(plain.tokenizer.encode(STORY))
     assert done.usage is not None
     assert done.usage.completion_tokens == 5
 

@@ -20,7 +20,7 @@ from dsi.core.request import Request
 from dsi.core.scheduler import Scheduler
 from dsi.core.scoring import Scoring
 from dsi.core.spec import SpecConfig
-from dsi.engine.build import Deployment
+from dsi.engine.deployment import Deployment
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import ActiveRequest, EngineLoop
 from dsi.fleets.processes import ProcessFleet
@@ -48,7 +48,9 @@ def fleet() -> ProcessFleet:
 @pytest.fixture
 def engine_thread(fleet: ProcessFleet) -> Iterator[EngineThread]:
     tokenizer: Any = type("NoEos", (), {"eos_token_ids": frozenset()})
-    thread = EngineThread(Engine(Deployment(fleet, tokenizer, 0, 2, LatencyModel(4, 1)), "dsi", 2, 2), LIMITS)
+    thread = EngineThread(
+        Engine(Deployment(fleet, tokenizer, 0, 2, LatencyModel(4, 1)), SpecConfig("dsi", 2, 2)), LIMITS
+    )
     yield thread
     thread.close()
 

@@ -92,7 +92,7 @@ def _beyond(options: Options, cores: int, entrants: Sequence[Contender], classes
     chosen = options | {"algorithm": "dsi"}
     with load_engine(chosen, sp=1) as engine, show.progress("texts", prompts) as advance:
         rates = budget.counted(engine, classes, said, advance)
-        setting = engine.loaded.simulation(1, said["max_new_tokens"])
+        setting = engine.deployment.simulation(1, said["max_new_tokens"])
     settings = {name: replace(setting, acceptance=rate) for name, rate in rates.items()}
     count = max(map(len, classes.values())) * options["repeats"]
     origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"

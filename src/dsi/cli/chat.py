@@ -69,7 +69,7 @@ def chat(
     with load_engine(locals()) as engine:
         while line := _line():
             messages.append({"role": "user", "content": line})
-            writing = engine.stream(engine.text.apply_chat_template(messages), **options)
+            writing = engine.stream(engine.tokenizer.apply_chat_template(messages), **options)
             for piece in writing:
                 print(piece, end="", flush=True)
             print(flush=True)

@@ -39,10 +39,10 @@ def load_engine(options: dict[str, Any], **more: Any) -> Engine:
 
         chosen = {name: options[name] for name in names} | needs_of(options) | more
         engine = Engine.load(options["target"], drafters, **chosen)
-    for remark in engine.loaded.remarks:
-        print(f"dsi: {remark}", file=sys.stderr)
-    if options["algorithm"] == "auto" and engine.loaded.choices:  # on cores, it chooses on the way
-        print(show.choices(engine.loaded.choices.values()), file=sys.stderr)
+    for warning in engine.deployment.warnings:
+        print(f"dsi: {warning}", file=sys.stderr)
+    if options["algorithm"] == "auto" and engine.deployment.plans:  # on cores, it chooses on the way
+        print(show.choices(engine.deployment.plans.values()), file=sys.stderr)
     return engine
 
 

@@ -14,7 +14,7 @@ from dsi.engine.config import EngineConfig
 from dsi.models.names import full_name
 
 if TYPE_CHECKING:
-    from dsi.engine.build import ModelPair
+    from dsi.engine.build_processes import ModelPair
     from dsi.engine.prompts import PromptSample
     from dsi.experiments.acceptance import Acceptance
     from dsi.experiments.by_rule import Accepted, Figure
@@ -139,7 +139,7 @@ def acceptance(
     pair, chosen = bench.pair, bench.chosen
     with show.progress("prompts", len(chosen.prompts)) as advance:
         found = measured(
-            pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.text.eos_token_ids, advance
+            pair.target.fresh, pair.drafter.fresh, chosen.prompts, tokens, pair.tokenizer.eos_token_ids, advance
         )
     if not json:
         _print_acceptance(found)
@@ -166,7 +166,7 @@ def _measure_rules(options: dict[str, Any]) -> None:
             rules,
             warmths,
             lookahead,
-            pair.text.eos_token_ids,
+            pair.tokenizer.eos_token_ids,
             options["seed"],
             advance,
         )
@@ -253,7 +253,7 @@ def _bench(options: dict[str, Any], **least: int) -> Bench:
     profile = _profile(options)
     pair = _load(options)
     count, seed, tokens = (options[name] for name in ("count", "seed", "tokens"))
-    chosen = sample_prompts(texts, pair.text, count, seed, tokens, pair.context)
+    chosen = sample_prompts(texts, pair.tokenizer, count, seed, tokens, pair.context)
     _tell(chosen, count, tokens, pair.context)
     return Bench(pair, chosen, profile, options)
 
@@ -274,9 +274,9 @@ def _load(options: dict[str, Any]) -> ModelPair:
     from rich.console import Console
 
     with Console(stderr=True).status(f"loading {options['target']} and {options['drafter']}"):
-        from dsi.engine.build import load_apart
+        from dsi.engine.build_processes import load_model_pair
 
-        return load_apart(*(options[name] for name in MEANS))
+        return load_model_pair(EngineConfig(**{name: options[name] for name in MEANS}))
 
 
 def _tell(chosen: PromptSample, count: int, tokens: int, context: int) -> None:
@@ -332,17 +332,17 @@ def _print_acceptance(found: Acceptance) -> None:
 
 
 def _measure_shape(shape: str, random_weights: bool, device: str, dtype: str, json: bool) -> None:
-    from dsi.engine.devices import Placement, check, places
-    from dsi.engine.profile_cuda import by_width
+    from dsi.engine.devices import Placement, check_available, parse_devices
+    from dsi.engine.profile_cuda import forwards_ms
 
     if not random_weights:
         raise ValueError(f"shape {shape!r}: has no weights of its own; say --random-weights")
-    [place] = places(device)
-    check(Placement((place,), place))
-    from dsi.engine.build_cuda import random_graphed
+    [place] = parse_devices(device)
+    check_available(Placement((place,), place))
+    from dsi.engine.build_cuda import random_cuda_model
 
-    model = random_graphed(shape, dtype, device)
-    found = by_width(model)
+    model = random_cuda_model(shape, dtype, device)
+    found = forwards_ms(model)
     if json:
         figures = {"label": "measured, random weights", "shape": shape, "device": device, "dtype": dtype}
         show.document(**figures, ms={str(width): ms for width, ms in found.items()})

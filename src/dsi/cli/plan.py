@@ -149,11 +149,12 @@ def gathered(
 
 
 def here(target: str, drafters: list[str], cores: int, dtype: str) -> Evidence:
-    EngineConfig(target, tuple(drafters), dtype=dtype).check_measurable()  # before anything that takes seconds
+    config = EngineConfig(target, tuple(drafters), dtype=dtype)
+    config.check_measurable()  # before anything that takes seconds
     with show.working(f"loading {target} and {', '.join(drafters)}"):
-        from dsi.engine.profile_cpu import measured, steps_of_measuring
-    with show.progress("measurements", steps_of_measuring(cores, len(drafters))) as advance:
-        return measured(target, drafters, cores, dtype, advance)
+        from dsi.engine.profile_host import count_steps, profile_host
+    with show.progress("measurements", count_steps(cores, len(drafters))) as advance:
+        return profile_host(config, cores, advance)
 
 
 def told(path: Path | None, given: dict[str, float | None]) -> Evidence:

@@ -1,4 +1,4 @@
-"""A pair of models on devices or slices of them: one copy of the weights for each device."""
+"""Targets and drafters on CUDA devices or slices of them: one copy of the weights per device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from typing import Any
 import torch
 
 from dsi.core.messages import DRAFTER, TARGET
-from dsi.engine.build import (
-    TYPICAL_ACCEPTANCE,
-    Deployment,
-    check_vocabulary,
-    quiet,
-    tokenizer,
-)
-from dsi.engine.config import check_dtype
-from dsi.engine.devices import Place, Placement, check
-from dsi.engine.profile_cuda import in_order, latency_model
+from dsi.engine.build import check_same_vocabulary, load_tokenizer, silence_transformers
+from dsi.engine.config import EngineConfig, check_dtype
+from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
+from dsi.engine.devices import Device, Placement, check_available, parse_placement
+from dsi.engine.profile_cuda import latency_model, order_by_contention
 from dsi.fleets.cuda import CudaFleet
-from dsi.fleets.worker import PrefixTable, Server
+from dsi.fleets.worker import make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.device_map import split_layers
@@ -30,109 +25,110 @@ from dsi.models.shapes import random_model
 from dsi.planning.choose import DEGREES, choose
 from dsi.planning.latency import monotone
 
-ROOM = 4096  # tokens of a text at most: a cache of this length is taken from the start
-PROMPT = 32  # tokens of the texts by which it is measured
+MAX_CONTEXT = 4096  # tokens: a KV cache of this length is allocated from the start
+PROMPT = 32  # tokens of the prompts by which latencies are measured
 
 
-def load_placed(
-    target: str, drafter: str, chosen: Placement, dtype: str = "float32", sp: int | None = None
-) -> Deployment:
-    """`sp` None: as many targets as are fastest, by rehearsal with what is measured here."""
-    check(chosen)
-    quiet()
-    lanes = slice_streams(chosen)
-    everywhere = {place.device for place in chosen.targets}
-    big = {device: load_on(model_path(target, TARGET), dtype, device) for device in sorted(everywhere)}
-    small = load_on(model_path(drafter, DRAFTER), dtype, chosen.drafter.device)
-    first = next(iter(big.values()))
-    text = tokenizer(model_path(target, TARGET), first)
-    check_vocabulary(text, tokenizer(model_path(drafter, DRAFTER), small), target, drafter)
-    room = min(context_of(first), context_of(small), ROOM)
-    judges = placed_targets(chosen, big, room, lanes)
-    guesser = recorded(small, room, chosen.drafter, lanes, guesses=True)
-    prompt = max(1, min(PROMPT, room // 4))
-    shared_kv = len(judges) > len(big)
-    if shared_kv and sp is None:  # or all of them are taken
-        judges = in_order(judges, prompt)
-    found = latency_model(judges, guesser, prompt, judges[0].cancel_points, room, shared_kv)
-    degrees = DEGREES if sp is None else (sp,)
-    choices = {each.algorithm: each for each in choose(found, TYPICAL_ACCEPTANCE, len(judges), degrees=degrees)}
-    degree = choices["dsi"].sp
-    common = shared_kv and all(judge.shares_cache_with(judges[0]) for judge in judges)
-    servers = [
-        Server(f"{TARGET}-{i}", TARGET, judge, PrefixTable(shared_kv=common))
-        for i, judge in enumerate(judges[:degree], 1)
-    ]
-    fleet = CudaFleet([*servers, Server(DRAFTER, DRAFTER, guesser)])
-    latency = replace(found.with_targets(degree), by_width=monotone(dict(found.by_width)))
-    return Deployment(fleet, text, room, degree, latency, (DRAFTER,), choices, remarks([*judges, guesser]))
-
-
-def remarks(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
-    """Why forwards on a GPU run as they stand, which takes several times as long; each reason once."""
-    return tuple({model.eager_reason: None for model in models if model.eager_reason and model.on_gpu})
-
-
-def random_graphed(shape: str, dtype: str, device: str, room: int = 512) -> CudaGraphModel:
-    """A model of a shape, by itself on a device, or made here and spread over several."""
-    check_dtype(dtype)
-    quiet()
-    devices = device.split("+")
-    made = random_model(shape, dtype, device if len(devices) == 1 else "cpu", room)
-    return CudaGraphModel(split_layers(made, devices), room)
-
-
-def placed_targets(
-    chosen: Placement, models: dict[str, Any], room: int, lanes: dict[Place, Any]
-) -> list[CudaGraphModel]:
-    """Targets on one device fill one cache: none reads what another is reading."""
-    first: dict[str, CudaGraphModel] = {}
-    found = []
-    for place in chosen.targets:
-        found.append(recorded(models[place.device], room, place, lanes, first.get(place.device)))
-        first.setdefault(place.device, found[-1])
-    return found
-
-
-def recorded(
-    model: Any,
-    room: int,
-    place: Place,
-    lanes: dict[Place, Any],
-    share_cache_with: CudaGraphModel | None = None,
-    guesses: bool = False,
-) -> CudaGraphModel:
-    try:
-        return CudaGraphModel(model, room, lanes.get(place), share_cache_with=share_cache_with, drafts=guesses)
-    except torch.OutOfMemoryError as error:
-        raise ValueError(no_room(model.config.model_type, place.device)) from error
-
-
-def load_on(name: str, dtype: str, device: str) -> Any:
-    try:
-        return split_layers(load_model(name, dtype), device.split("+"))
-    except torch.OutOfMemoryError as error:
-        raise ValueError(no_room(name, device)) from error
-
-
-def no_room(what: str, device: str) -> str:
-    gpus = [each for each in device.split("+") if each != "cpu"]
-    free = " and ".join(f"{torch.cuda.mem_get_info(gpu)[0] / 2**30:.1f}" for gpu in gpus)
-    return (
-        f"{what}: does not fit on {device}, where {free} GiB are left; take bfloat16, fewer targets or a smaller model"
+def build_on_devices(config: EngineConfig) -> Deployment:
+    """Load the models, measure them, and use as many targets as are fastest in simulation, unless `sp` says."""
+    placement = parse_placement(config.target_devices or "", config.drafter_device, config.sp)
+    check_available(placement)
+    slices = slice_streams(placement)
+    names = config.target, config.drafter[0]
+    target_path, drafter_path = model_path(names[0], TARGET), model_path(names[1], DRAFTER)
+    weights = {name: load_on(target_path, config.dtype, name) for name in sorted({d.name for d in placement.targets})}
+    drafter_weights = load_on(drafter_path, config.dtype, placement.drafter.name)
+    target_weights = next(iter(weights.values()))
+    tokenizer = load_tokenizer(target_path, target_weights)
+    check_same_vocabulary(tokenizer, load_tokenizer(drafter_path, drafter_weights), names)
+    context = min(context_of(target_weights), context_of(drafter_weights), MAX_CONTEXT)
+    targets = target_models(placement, weights, context, slices)
+    drafter = cuda_model(drafter_weights, context, placement.drafter, slices, drafts=True)
+    prompt = max(1, min(PROMPT, context // 4))
+    shared_device = len(targets) > len(weights)
+    if shared_device and config.sp is None:  # otherwise all of them are used
+        targets = order_by_contention(targets, prompt)
+    latency = latency_model(targets, drafter, prompt, targets[0].cancel_points, context, shared_device)
+    degrees = DEGREES if config.sp is None else (config.sp,)
+    plans = {plan.algorithm: plan for plan in choose(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)}
+    sp = plans["dsi"].sp
+    shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
+    return Deployment(
+        CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv)),
+        tokenizer,
+        context,
+        sp,
+        replace(latency.with_targets(sp), by_width=monotone(dict(latency.by_width))),
+        plans=plans,
+        warnings=eager_warnings([*targets, drafter]),
     )
 
 
-def slice_streams(chosen: Placement) -> dict[Place, Any]:
-    """A stream for each slice that is used; whole devices need none."""
-    found: dict[Place, Any] = {}
-    cut = [place for place in (*chosen.targets, chosen.drafter) if place.slices]
-    for device, slices in sorted({(place.index, place.slices) for place in cut}):
-        mine = [place for place in cut if (place.index, place.slices) == (device, slices)]
-        lanes = green_context_streams(device, slices, [1] * (max(place.number for place in mine) + 1))
-        found |= {place: lanes[place.number] for place in mine}
-    return found
+def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
+    """Why forwards on a GPU run without CUDA graphs, several times as slow; each reason once."""
+    return tuple({model.eager_reason: None for model in models if model.eager_reason and model.on_gpu})
 
 
-def context_of(model: Any) -> int:
-    return int(getattr(model.config, "max_position_embeddings", 0) or ROOM)
+def random_cuda_model(shape: str, dtype: str, device: str, context: int = 512) -> CudaGraphModel:
+    """A model of this shape with random weights, on one device or spread over several."""
+    check_dtype(dtype)
+    silence_transformers()
+    names = device.split("+")
+    weights = random_model(shape, dtype, device if len(names) == 1 else "cpu", context)
+    return CudaGraphModel(split_layers(weights, names), context)
+
+
+def target_models(
+    placement: Placement, weights: dict[str, Any], context: int, slices: dict[Device, Any]
+) -> list[CudaGraphModel]:
+    """Targets on one device share their KV cache: none computes what another is computing."""
+    first: dict[str, CudaGraphModel] = {}
+    models = []
+    for device in placement.targets:
+        models.append(cuda_model(weights[device.name], context, device, slices, first.get(device.name)))
+        first.setdefault(device.name, models[-1])
+    return models
+
+
+def cuda_model(
+    weights: Any,
+    context: int,
+    device: Device,
+    slices: dict[Device, Any],
+    share_cache_with: CudaGraphModel | None = None,
+    drafts: bool = False,
+) -> CudaGraphModel:
+    try:
+        return CudaGraphModel(weights, context, slices.get(device), share_cache_with=share_cache_with, drafts=drafts)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(out_of_memory(weights.config.model_type, device.name)) from error
+
+
+def load_on(path: str, dtype: str, device: str) -> Any:
+    try:
+        return split_layers(load_model(path, dtype), device.split("+"))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(out_of_memory(path, device)) from error
+
+
+def out_of_memory(name: str, device: str) -> str:
+    gpus = [part for part in device.split("+") if part != "cpu"]
+    free = " and ".join(f"{torch.cuda.mem_get_info(gpu)[0] / 2**30:.1f}" for gpu in gpus)
+    return (
+        f"{name}: does not fit on {device}, where {free} GiB are left; take bfloat16, fewer targets or a smaller model"
+    )
+
+
+def slice_streams(placement: Placement) -> dict[Device, Any]:
+    """A stream for each slice in use; whole devices need none."""
+    by_device: dict[Device, Any] = {}
+    cut = [device for device in (*placement.targets, placement.drafter) if device.slices]
+    for index, slices in sorted({(device.index, device.slices) for device in cut}):
+        own = [device for device in cut if (device.index, device.slices) == (index, slices)]
+        slice_of = green_context_streams(index, slices, [1] * (max(device.slice for device in own) + 1))
+        by_device |= {device: slice_of[device.slice] for device in own}
+    return by_device
+
+
+def context_of(weights: Any) -> int:
+    return int(getattr(weights.config, "max_position_embeddings", 0) or MAX_CONTEXT)

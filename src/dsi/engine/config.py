@@ -6,10 +6,12 @@ Importing torch and transformers takes seconds; a mistake in a name or a number 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
-from dsi.engine.devices import Placement, placement
+from dsi.core.spec import AUTO as AUTO_ALGORITHM
+from dsi.core.spec import SpecConfig
+from dsi.engine.devices import Placement, parse_placement
 from dsi.models.names import BUILTIN, NGRAM, check_exists, full_name
 from dsi.models.vocab import AUTO, SAME, VOCAB_METHODS
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 RAY = "ray"
 DTYPES = ("float32", "bfloat16")
-OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources"}  # arguments of `Engine.load`, kept for one release
+OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_draft"}  # kept for one release
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,9 @@ class EngineConfig:
     @property
     def placement(self) -> Placement | None:
         """The devices of the servers; None on CPU cores and on Ray."""
-        return None if self.target_devices is None else placement(self.target_devices, self.drafter_device, self.sp)
+        return (
+            None if self.target_devices is None else parse_placement(self.target_devices, self.drafter_device, self.sp)
+        )
 
     @property
     def ray_address(self) -> str | None:
@@ -186,6 +190,54 @@ class EngineConfig:
         if NGRAM in self.drafter:
             raise ValueError(f"{NGRAM}: is no model, and needs no device; leave out the devices to use it")
         _ = self.placement
+
+
+def make_configs(
+    config: EngineConfig | None, spec: SpecConfig | None, arguments: Mapping[str, Any]
+) -> tuple[EngineConfig, SpecConfig]:
+    """Split keyword arguments into the fields of the two configurations, and replace those of the ones given."""
+    names = {field.name for field in fields(EngineConfig)}
+    named = {OLD_NAMES.get(name, name): value for name, value in arguments.items()}
+    own = {name: value for name, value in named.items() if name in names and value is not None}
+    rest = {name: value for name, value in named.items() if name not in names}
+    spec = make_spec(spec or SpecConfig(), rest)
+    return replace(config or EngineConfig(), **own), spec
+
+
+def make_spec(spec: SpecConfig, arguments: Mapping[str, Any]) -> SpecConfig:
+    """Replace fields of a SpecConfig; None leaves one as it is, and `auto` leaves a number to the engine."""
+    changes: dict[str, Any] = {}
+    for name, value in arguments.items():
+        name = OLD_NAMES.get(name, name)
+        if value is not None:
+            changes[name] = parse_number(name, value) if name in ("lookahead", "min_draft") else value
+    return check_auto(replace(spec, **changes))
+
+
+def fill_spec(spec: SpecConfig, default: SpecConfig) -> SpecConfig:
+    """Fill in what `spec` leaves open from another configuration."""
+    names = [name for name in ("lookahead", "min_draft", "max_lead", "max_targets") if getattr(spec, name) is None]
+    return check_auto(replace(spec, **{name: getattr(default, name) for name in names}))
+
+
+def check_auto(spec: SpecConfig) -> SpecConfig:
+    """Refuse numbers for `auto`, which chooses its own."""
+    for name, number in (("lookahead", spec.lookahead), ("min draft", spec.min_draft)):
+        if spec.algorithm == AUTO_ALGORITHM and number is not None:
+            raise ValueError(
+                f"{name} {number} with the algorithm {spec.algorithm}: it finds its own; leave one of them out"
+            )
+    return spec
+
+
+def parse_number(name: str, value: int | str) -> int | None:
+    """A number, or None for `auto`."""
+    if value == AUTO:
+        return None
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name.replace('_', ' ')} {value!r}: must be a whole number or {AUTO}") from None
 
 
 def check_dtype(dtype: str) -> None:

@@ -1,7 +1,7 @@
-"""DSI inside transformers, on models that are already loaded.
+"""DSI inside transformers' `generate`, on models that are already loaded.
 
-`model.generate(..., custom_generate=dsi.custom_generate, drafter=small)`, or, for those whose code says
-`assistant_model=small` already, `custom_generate=dsi.REPO, trust_remote_code=True` beside it.
+Either `model.generate(..., custom_generate=dsi.custom_generate, drafter=small)`, or, beside an existing
+`assistant_model=small`, `custom_generate=dsi.REPO, trust_remote_code=True`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from dsi.core.messages import DRAFTER, TARGET, Sampling
-from dsi.core.policies import distributed
+from dsi.core.messages import DRAFTER, Sampling
+from dsi.core.policies import policy_for
 from dsi.core.request import Request
-from dsi.engine.build import backend, forward_ms
+from dsi.core.spec import SpecConfig, default_max_lead
+from dsi.engine.build import cpu_model
+from dsi.engine.build_processes import start_processes
+from dsi.engine.profile_cpu import forward_ms
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.worker import Server
 from dsi.models.protocol import SamplingModel
 from dsi.planning.equation_1 import minimal_lookahead
 
@@ -33,7 +34,7 @@ def custom_generate(
     seed: int = 0,
     **_: Any,
 ) -> Any:
-    """One text, on processes of its own; greedy, or sampled with this seed, as the configuration says."""
+    """Generate one text with DSI on processes of its own; greedy, or sampled with this seed."""
     if drafter is None:
         raise ValueError(
             "custom_generate: needs a drafter=, a smaller model of the same vocabulary "
@@ -42,34 +43,32 @@ def custom_generate(
     if input_ids.shape[0] != 1:
         raise ValueError(f"custom_generate: {input_ids.shape[0]} texts at once, but it writes one at a time")
     prompt = tuple(input_ids[0].tolist())
-    big, little = backend(model), backend(drafter)
-    lookahead = minimal_lookahead(forward_ms(big), forward_ms(little), sp)
-    servers = [Server(f"{TARGET}-{i}", TARGET, SamplingModel(big)) for i in range(1, sp + 1)]
-    servers.append(Server(DRAFTER, DRAFTER, SamplingModel(little)))
-    # One thread each: a pool of threads that the caller has started does not survive the fork.
-    fleet = ProcessFleet(servers, prepare=lambda _: torch.set_num_threads(1))
+    target, draft_model = cpu_model(model), cpu_model(drafter)
+    lookahead = minimal_lookahead(forward_ms(target), forward_ms(draft_model), sp)
+    # One thread each: a thread pool that the caller has started does not survive the fork.
+    fleet = start_processes(target, {DRAFTER: SamplingModel(draft_model)}, sp, 1)
     try:
-        policy = distributed(lookahead, min_draft=2, max_lead=(sp + 1) * lookahead)
+        policy = policy_for(SpecConfig("dsi", lookahead, min_draft=2, max_lead=default_max_lead(sp, lookahead)))
         request = Request(
             prompt,
-            _room(generation_config, prompt),
+            _max_new_tokens(generation_config, prompt),
             policy,
             _sampling(generation_config, seed),
-            _ends(generation_config),
+            _end_tokens(generation_config),
         )
-        [done] = EngineLoop(fleet).run(request)
+        [completion] = EngineLoop(fleet).run(request)
     finally:
         fleet.close()
-        big.release()
-        little.release()
-    return torch.tensor([[*prompt, *done.tokens]], device=input_ids.device)
+        target.release()
+        draft_model.release()
+    return torch.tensor([[*prompt, *completion.tokens]], device=input_ids.device)
 
 
-def _room(config: Any, prompt: tuple[int, ...]) -> int:
+def _max_new_tokens(config: Any, prompt: tuple[int, ...]) -> int:
     return int(config.max_new_tokens or config.max_length - len(prompt))
 
 
-def _ends(config: Any) -> frozenset[int]:
+def _end_tokens(config: Any) -> frozenset[int]:
     ends = config.eos_token_id
     if ends is None:
         return frozenset()

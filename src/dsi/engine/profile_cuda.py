@@ -1,4 +1,4 @@
-"""What targets cost one another: a forward's time by how many compute at once, and by its new tokens."""
+"""Measures forwards on devices: by number of new tokens, and beside busy targets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from dsi.models.protocol import ForwardRequest, Pollable
 from dsi.planning.latency import LatencyModel
 
-WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
-WIDE = 8  # new tokens, where targets crowd each other
+WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are captured
+CONTENTION_WIDTH = 8  # new tokens of the forwards by which contention is measured
 ROUNDS = 8
-FEW_ROUNDS = 4
-ORDERED = 5  # of more, it hardly matters which
+ORDERING_ROUNDS = 4
+MAX_ORDERED = 5  # targets; the order of more hardly matters
 TOKEN = 1  # any will do
 DONE = object()
 
@@ -25,91 +25,98 @@ def latency_model(
     drafter: Pollable,
     prompt: int = 128,
     cancel_points: int = 0,
-    room: int = 512,
+    context: int = 512,
     shared_kv: bool = False,
 ) -> LatencyModel:
-    """Measures these servers' models; `room` is how long a text can be."""
-    if prompt < 1 or prompt + WIDE > room:
-        raise ValueError(f"room for {room} tokens: too little to measure with a prompt of {prompt}")
+    """Measure these servers' models after a prompt of so many tokens."""
+    if prompt < 1 or prompt + CONTENTION_WIDTH > context:
+        raise ValueError(f"room for {context} tokens: too little to measure with a prompt of {prompt}")
     counts = range(1, len(targets) + 1)
     return LatencyModel.measured(
-        by_width(targets[0], prompt, room),
-        guess_ms(drafter, [], prompt, room),
-        by_busy_targets=tuple((count, together(targets[:count], WIDE, prompt)) for count in counts),
-        drafter_by_busy_targets=tuple((count, guess_ms(drafter, targets[:count], prompt, room)) for count in counts),
+        forwards_ms(targets[0], prompt, context),
+        draft_token_ms(drafter, [], prompt, context),
+        by_busy_targets=tuple(
+            (count, concurrent_forward_ms(targets[:count], CONTENTION_WIDTH, prompt)) for count in counts
+        ),
+        drafter_by_busy_targets=tuple(
+            (count, draft_token_ms(drafter, targets[:count], prompt, context)) for count in counts
+        ),
         cancel_points=cancel_points,
-        drafter_cancel_points=1 if cancel_points else None,  # a guess that is on its way cannot be called back
+        drafter_cancel_points=1 if cancel_points else None,  # a draft token in flight cannot be cancelled
         shared_kv=shared_kv,
     )
 
 
-def in_order(models: Sequence[Pollable], prompt: int = 128) -> list[Any]:
-    """Those that slow one another down least come first: they are taken where fewer than all are needed.
+def order_by_contention(targets: Sequence[Pollable], prompt: int = 128) -> list[Any]:
+    """Put targets that slow one another down least first: they are used where fewer than all are needed.
 
-    Slices of a GPU share their ways to its memory, some of them more than others.
+    Slices of a GPU share its memory bandwidth, some of them more than others.
     """
-    found, left = list(models[:1]), list(models[1:])
-    while len(left) > 1 and len(found) < ORDERED:
-        best = min(left, key=lambda each: together([*found, each], WIDE, prompt, FEW_ROUNDS))
-        found.append(best)
-        left.remove(best)
-    return found + left
+    ordered, remaining = list(targets[:1]), list(targets[1:])
+    while len(remaining) > 1 and len(ordered) < MAX_ORDERED:
+        best = min(
+            remaining,
+            key=lambda target: concurrent_forward_ms([*ordered, target], CONTENTION_WIDTH, prompt, ORDERING_ROUNDS),
+        )
+        ordered.append(best)
+        remaining.remove(best)
+    return ordered + remaining
 
 
-def by_width(model: Pollable, prompt: int = 128, room: int = 512) -> dict[int, float]:
-    """A forward's time alone, by its new tokens."""
-    return {width: together([model], width, prompt) for width in WIDTHS if prompt + width <= room}
+def forwards_ms(model: Pollable, prompt: int = 128, context: int = 512) -> dict[int, float]:
+    """Time a model's forwards, alone, by their number of new tokens."""
+    return {width: concurrent_forward_ms([model], width, prompt) for width in WIDTHS if prompt + width <= context}
 
 
-def together(models: Sequence[Pollable], width: int, prompt: int, rounds: int = ROUNDS) -> float:
-    """The median of a forward over so many new tokens while all of these keep computing."""
+def concurrent_forward_ms(models: Sequence[Pollable], width: int, prompt: int, rounds: int = ROUNDS) -> float:
+    """The median time of a forward over `width` new tokens while all of these models keep computing."""
     text = [TOKEN] * prompt
     for model in models:
         model.answer(ForwardRequest(text, prompt))
-    crew = [Busy(model, text + [TOKEN] * width, width) for model in models]
-    while any(len(each.times) < rounds for each in crew):
-        for each in crew:
-            each.look()
-    finish(crew)
-    return 1000 * median(time for each in crew for time in each.times[:rounds])
+    busy = [BusyModel(model, text + [TOKEN] * width, width) for model in models]
+    while any(len(running.times) < rounds for running in busy):
+        for running in busy:
+            running.poll()
+    finish(busy)
+    return 1000 * median(time for running in busy for time in running.times[:rounds])
 
 
-class Busy:
-    """A model that computes the same forward over and over."""
+class BusyModel:
+    """Computes the same forward over and over."""
 
     def __init__(self, model: Pollable, text: list[int], width: int) -> None:
-        self._model, self._ask = model, ForwardRequest(text, len(text) + 1 - width)
+        self._model, self._request = model, ForwardRequest(text, len(text) + 1 - width)
         self.times: list[float] = []
         self._begin()
-        self._counts = False  # all begin at once, and may first have to fall into step
+        self._counts = False  # the first forwards, which all begin at once, are not representative
 
     def _begin(self) -> None:
         self._counts, self._began = True, perf_counter()
-        self.steps = self._model.poll_answer(self._ask)
+        self.steps = self._model.poll_answer(self._request)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if next(self.steps, DONE) is DONE:
             if self._counts:
                 self.times.append(perf_counter() - self._began)
             self._begin()
 
 
-def finish(crew: Iterable[Busy]) -> None:
-    """Each in turn: one may have to wait for another."""
-    flying = [each.steps for each in crew]
-    while flying:
-        flying = [steps for steps in flying if next(steps, DONE) is not DONE]
+def finish(models: Iterable[BusyModel]) -> None:
+    """Poll all models in turn to the end of their forwards: one may have to wait for another."""
+    in_flight = [model.steps for model in models]
+    while in_flight:
+        in_flight = [steps for steps in in_flight if next(steps, DONE) is not DONE]
 
 
-def guess_ms(drafter: Pollable, targets: Sequence[Pollable], prompt: int, room: int) -> float:
-    """The median of the time from one guess to the next while all of these keep computing."""
+def draft_token_ms(drafter: Pollable, targets: Sequence[Pollable], prompt: int, context: int) -> float:
+    """The median time between draft tokens while these targets keep computing."""
     text = [TOKEN] * prompt
-    crew = [Busy(target, text + [TOKEN] * WIDE, WIDE) for target in targets]
+    busy = [BusyModel(target, text + [TOKEN] * CONTENTION_WIDTH, CONTENTION_WIDTH) for target in targets]
     times = [perf_counter()]
-    for token in drafter.poll_draft(ForwardRequest(text, prompt), min(3 * ROUNDS, room - prompt)):
+    for token in drafter.poll_draft(ForwardRequest(text, prompt), min(3 * ROUNDS, context - prompt)):
         if token is not None:
             times.append(perf_counter())
-        for each in crew:
-            each.look()
-    finish(crew)
+        for model in busy:
+            model.poll()
+    finish(busy)
     return 1000 * median(after - before for before, after in pairwise(times))

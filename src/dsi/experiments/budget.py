@@ -295,7 +295,7 @@ def write(engine: Engine, who: Contender, prompt: str, options: Mapping[str, Any
 
 def forget(engine: Engine) -> None:
     """What one contender has read must not help the next: servers that keep one text read another."""
-    each = engine.loaded.sp
+    each = engine.deployment.sp
     engine.generate(OTHER, algorithm="dsi", lookahead=1, patience=0, max_new_tokens=2 * each + 1)
 
 

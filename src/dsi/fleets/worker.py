@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from dsi.core.messages import (
     GREEDY,
+    TARGET,
     Draft,
     Drafted,
     Event,
@@ -86,6 +87,14 @@ class Server:
     role: str
     model: Model
     prefixes: PrefixTable = field(default_factory=PrefixTable)
+
+
+def make_servers(targets: Iterable[Model], drafters: Mapping[str, Model], shared_kv: bool = False) -> list[Server]:
+    """Create target-1, target-2, ..., then the drafters by their names."""
+    servers = [
+        Server(f"{TARGET}-{i}", TARGET, model, PrefixTable(shared_kv=shared_kv)) for i, model in enumerate(targets, 1)
+    ]
+    return servers + [Server(name, name, model) for name, model in drafters.items()]
 
 
 def by_name(servers: Iterable[Server]) -> dict[str, Server]:

@@ -108,3 +108,27 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
+
+
+class TextOutput:
+    """The text of a growing sequence: detokenized without half characters, and ended before a stop string."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Iterable[str] = ()) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings(stops)
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.stopped
+
+    def push(self, tokens: Iterable[int]) -> tuple[str, str]:
+        """Return what these tokens add to the text, and what of it cannot belong to a stop string any more."""
+        added = self._detokenizer.push(tokens)
+        return added, self._stops.push(added)
+
+    def finish(self) -> str:
+        """Return the rest of a text that no stop string has ended."""
+        if self.stopped:
+            return ""
+        text = self._stops.push(self._detokenizer.finish())
+        return text if self.stopped else text + self._stops.finish()

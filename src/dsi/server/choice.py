@@ -8,7 +8,7 @@ from typing import Any
 
 from dsi.core.messages import TopLogprobs
 from dsi.core.sequence import Tokens
-from dsi.models.tokenizer import Detokenizer, StopStrings, Tokenizer
+from dsi.models.tokenizer import Detokenizer, TextOutput, Tokenizer
 from dsi.server.engine_thread import EngineOutput, GenerationJob, JobStats
 
 MIN_LOGPROB = -9999.0  # for a probability of 0, whose logarithm JSON has no number for
@@ -47,35 +47,30 @@ class ChoiceOutput:
     finish_reason: str | None = None
 
     def __post_init__(self) -> None:
-        self._detokenizer = Detokenizer(self.tokenizer, self.prompt)
-        self._stops = StopStrings(self.stops)
+        self._output = TextOutput(self.tokenizer, self.prompt, self.stops)
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the text."""
-        return self._stops.stopped
+        return self._output.stopped
 
     def add(self, output: EngineOutput) -> tuple[str, list[TokenText]]:
         """Append an output; returns the new characters and tokens, up to a stop string."""
         tokens, text = [], ""
         top_logprobs: Sequence[TopLogprobs | None] = output.top_logprobs or [None] * len(output.tokens)
         for token, origin, top in zip(output.tokens, output.origins, top_logprobs):
-            characters = self._detokenizer.push([token])
+            characters, shown = self._output.push([token])
             tokens.append(TokenText(token, characters, self.offset, top, origin, output.time))
             self.offset += len(characters)
-            text += self._stops.push(characters)
+            text += shown
             if self.stopped:
                 break
-        if output.finish_reason and not self.stopped:
-            text += self._flush()
+        if output.finish_reason:
+            text += self._output.finish()
         self.tokens += tokens
         self.text += text
         self.finish_reason = "stop" if self.stopped else output.finish_reason
         return text, tokens
-
-    def _flush(self) -> str:
-        text = self._stops.push(self._detokenizer.finish())
-        return text if self.stopped else text + self._stops.finish()
 
     def echo_prompt(self, top_logprobs: Sequence[TopLogprobs]) -> tuple[str, list[TokenText]]:
         """Append the prompt, with the target's log-probabilities of each token but the first."""

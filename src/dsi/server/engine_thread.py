@@ -144,7 +144,7 @@ class EngineThread:
     """Schedules jobs on the engine: some run, others wait in order, more are refused."""
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
-        self._engine, self._fleet, self._limits = engine, engine.loaded.fleet, limits
+        self._engine, self._fleet, self._limits = engine, engine.deployment.fleet, limits
         self._wake = self._fleet.wake  # the one method that any thread may call
         self._lock = Lock()
         self._commands: deque[Callable[[], object]] = deque()
@@ -265,12 +265,11 @@ class EngineThread:
         return status
 
     def _requests(self, job: GenerationJob) -> deque[Request | ScoreRequest]:
-        policy = self._engine.policy(job.spec.algorithm, job.spec.lookahead, job.spec.min_draft)
         requests: deque[Request | ScoreRequest] = deque()
         if job.prompt_logprobs is not None:
             requests.append(self._engine.score_request(job.prompt, job.prompt_logprobs))
         if job.max_new_tokens:
-            requests.append(self._engine.request(job.prompt, job.max_new_tokens, policy, job.sampling))
+            requests.append(self._engine.make_request(job.prompt, job.max_new_tokens, job.spec, job.sampling))
         return requests
 
     def _admit(self) -> None:
@@ -285,7 +284,7 @@ class EngineThread:
                 self._end(state, EngineOutput(finish_reason="cancelled", error=f"{type(error).__name__}: {error}"))
 
     def _begin(self, state: JobState) -> None:
-        state.run = run = self._engine.submit(state.requests.popleft())
+        state.run = run = self._engine.loop.submit(state.requests.popleft())
         self._running[run] = state
         self._by_prompt[run.generation.origin] = state
 
@@ -295,7 +294,7 @@ class EngineThread:
             self._by_prompt.pop(state.run.generation.origin, None)
 
     def _step(self) -> None:
-        self._engine.step()
+        self._engine.loop.step()
         self._assign_spans()
         shared = len(self._running) > 1
         for run, state in list(self._running.items()):
@@ -364,7 +363,7 @@ class EngineThread:
         if state.run is None:
             self._waiting.remove(state)
         elif not state.run.done:
-            self._engine.cancel(state.run)
+            self._engine.loop.cancel(state.run)
         self._end(state, EngineOutput(finish_reason="cancelled"))
 
     def _cancel_all(self) -> None:
@@ -376,7 +375,7 @@ class EngineThread:
         for state in list(self._running.values()):
             if state.run is not None and not state.run.done:
                 with suppress(Exception):
-                    self._engine.cancel(state.run)
+                    self._engine.loop.cancel(state.run)
             self._end(state, EngineOutput(finish_reason="cancelled", error=reason))
 
     def _end(self, state: JobState, output: EngineOutput) -> None:

@@ -55,17 +55,17 @@ class EngineInfo:
     @classmethod
     def of(cls, engine: Engine) -> Self:
         """Also makes the engine simulate now what requests could not wait for."""
-        loaded = engine.loaded
-        _ = loaded.outlook  # for `auto`
+        deployment = engine.deployment
+        _ = deployment.latency_table  # for `auto`
         return cls(
-            engine.text,
+            engine.tokenizer,
             engine.algorithm,
-            loaded.context,
-            loaded.sp,
-            {algorithm: loaded.lookahead(algorithm) for algorithm in ALGORITHMS},
-            engine.patience,
-            loaded.latency,
-            not loaded.choices,
+            deployment.context,
+            deployment.sp,
+            {algorithm: deployment.lookahead(algorithm) for algorithm in ALGORITHMS},
+            engine.min_draft,
+            deployment.latency,
+            not deployment.plans,
         )
 
     def lookahead(self, algorithm: str) -> int | None:

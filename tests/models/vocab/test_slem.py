@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsi.core.messages import GREEDY, Sampling
-from dsi.engine.build import tokenizer as loaded
+from dsi.engine.build import load_tokenizer
 from dsi.models.hf import load_model
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.names import model_path
@@ -116,7 +116,7 @@ def test_through_text_and_back_a_model_agrees_with_itself(sampling: Sampling) ->
     """With one tokenizer its noise is that of the same places: when last seen, 400 of 400 were right."""
     where = model_path("builtin", "target")
     model = load_model(where)
-    text = loaded(where, model)
+    text = load_tokenizer(where, model)
     own = Vocabulary(text, 4096)
     slem, target = SLEM(LlamaCpu(model), own, own, 512), SamplingModel(LlamaCpu(model))
     tokens, right = list(text.encode("Tom and his dog")), 0

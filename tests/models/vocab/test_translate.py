@@ -18,7 +18,8 @@ from dsi.core.generation import Policy
 from dsi.core.messages import GREEDY, Sampling
 from dsi.core.policies import autoregressive, distributed, speculative
 from dsi.core.request import Completion, Request
-from dsi.engine.build import load_pair
+from dsi.engine.build import build
+from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
@@ -135,15 +136,15 @@ def drafting(engine: Engine) -> Any:
 def test_processes_write_the_text_of_the_target_too(folders: dict[str, str], way: str) -> None:
     with Engine.load(folders["byte_level"], folders["characters"], vocab=way, sp=2, lookahead=2) as engine:
         assert isinstance(drafting(engine), SLEM) == (way == "slem")
-        assert engine.loaded.context == CONTEXT
-        assert engine.loaded.latency.drafter_ms > 0
+        assert engine.deployment.context == CONTEXT
+        assert engine.deployment.latency.drafter_ms > 0
         for text in PROMPTS[:3]:
             prompt = prompt_of("byte_level", text)
             for algorithm in ("si", "dsi"):
                 done = engine.generate(prompt, max_new_tokens=LENGTH, algorithm=algorithm)
                 assert done.tally.failed == 0
                 assert done.tokens == alone("byte_level", prompt)[: len(done.tokens)]
-                assert len(done.tokens) == LENGTH or done.tokens[-1] in engine.text.eos_token_ids
+                assert len(done.tokens) == LENGTH or done.tokens[-1] in engine.tokenizer.eos_token_ids
 
 
 def test_several_drafters_may_speak_differently(folders: dict[str, str]) -> None:
@@ -174,7 +175,7 @@ def test_one_vocabulary_needs_no_translation(folders: dict[str, str]) -> None:
 
 def test_what_cannot_be_loaded_is_one_sentence(folders: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"has another vocabulary \(49 tokens\) than the target"):
-        load_pair(folders["byte_level"], [folders["characters"]], 1, vocab="same")
+        build(EngineConfig(folders["byte_level"], (folders["characters"],), vocab="same"))
     with pytest.raises(ValueError, match="vocab 'slem': on devices the drafter must have the target's"):
         Engine.load(vocab="slem", target_devices="cpu,cpu")
     with pytest.raises(ValueError, match="has another vocabulary"):

@@ -1,0 +1,106 @@
+"""The models, fleet and latency model of one engine, and the speculation that suits them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from dsi.core.latency_table import LatencyTable
+from dsi.core.messages import DRAFTER, Sampling
+from dsi.core.sequence import Tokens
+from dsi.core.spec import SpecConfig, default_max_lead
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.ray_actors import RayFleet
+from dsi.models.tokenizer import Tokenizer
+from dsi.planning.choose import Choice
+from dsi.planning.equation_1 import suitable_lookahead
+from dsi.planning.forecast import expected_ms, outlook
+from dsi.planning.latency import LatencyModel
+from dsi.planning.simulation import SimulationConfig
+
+TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first estimate for any other
+SIMULATED_TOKENS = 96  # of the simulations by which a minimum draft is chosen
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """What `build` makes of an `EngineConfig`; nothing in it changes, so any thread may read it."""
+
+    fleet: ProcessFleet | CudaFleet | RayFleet
+    tokenizer: Tokenizer
+    context: int  # 0: unlimited
+    sp: int
+    latency: LatencyModel
+    drafters: tuple[str, ...] = (DRAFTER,)  # names of their servers, the first one first
+    plans: Mapping[str, Choice] = field(default_factory=dict)  # the fastest of each algorithm, on devices
+    warnings: tuple[str, ...] = ()
+    _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
+
+    def simulation(self, sp: int, tokens: int, **fields: Any) -> SimulationConfig:
+        """These servers in virtual time."""
+        return SimulationConfig(self.latency, TYPICAL_ACCEPTANCE, sp, tokens, eager=False, **fields)
+
+    def resolve(self, spec: SpecConfig) -> SpecConfig:
+        """Choose what a request left open: by plan, Eq. (1), or simulation with the measured latencies."""
+        lookahead = spec.lookahead or self.lookahead(spec.algorithm)
+        min_draft, max_lead = spec.min_draft, spec.max_lead
+        if min_draft is None:
+            min_draft = self.min_draft(lookahead) if spec.algorithm == "dsi" else 0
+        if max_lead is None:
+            max_lead = self.max_lead(lookahead)
+        return replace(spec, lookahead=lookahead, min_draft=min_draft, max_lead=max_lead, drafters=self.drafters)
+
+    def lookahead(self, algorithm: str) -> int:
+        if algorithm in self.plans:
+            return self.plans[algorithm].lookahead
+        target_ms, drafter_ms = self.latency.target_ms, self.latency.drafter_ms
+        return suitable_lookahead(algorithm, target_ms, drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
+
+    @property
+    def shared_lookahead(self) -> int:
+        """The lookahead of requests that share the targets.
+
+        As many draft tokens as the drafter generates in a target's share of a forward, at most SI's block.
+        """
+        per_target = self.latency.target_ms / (self.sp * self.latency.drafter_ms)
+        return max(1, min(self.lookahead("si"), int(per_target)))
+
+    def min_draft(self, lookahead: int) -> int:
+        """The minimum draft with the lowest expected latency under DSI; the smallest of equals."""
+        if plan := self._plan_with(lookahead):
+            return plan.patience
+        if lookahead not in self._min_drafts:
+            config = self.simulation(self.sp, SIMULATED_TOKENS, lookahead=lookahead, horizon=self.max_lead(lookahead))
+            self._min_drafts[lookahead] = min(
+                range(self.lookahead("si") + 1),
+                key=lambda count: expected_ms(replace(config, patience=count), "dsi"),
+            )
+        return self._min_drafts[lookahead]
+
+    def max_lead(self, lookahead: int) -> int:
+        plan = self._plan_with(lookahead)
+        return plan.horizon if plan else default_max_lead(self.sp, lookahead)
+
+    @cached_property
+    def latency_table(self) -> LatencyTable:
+        """Expected latencies of all configurations that `auto` chooses from."""
+        return outlook(self.simulation(self.sp, SIMULATED_TOKENS))
+
+    def check_request(self, prompt: Tokens, sampling: Sampling) -> None:
+        """Refuse a prompt that is too long, and sampling that these models do not support."""
+        if self.plans and (sampling.rule != "match" or sampling.logprobs is not None):
+            name = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
+            raise ValueError(f"{name}: on devices there are only match and no logprobs; leave them out")
+        if self.context and len(prompt) >= self.context:
+            raise ValueError(f"a prompt of {len(prompt)} tokens: the models' context is {self.context}")
+
+    def limit_new_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
+        """At most as many tokens as the context has room for."""
+        return min(max_new_tokens, self.context - len(prompt)) if self.context else max_new_tokens
+
+    def _plan_with(self, lookahead: int) -> Choice | None:
+        plan = self.plans.get("dsi")
+        return plan if plan and plan.lookahead == lookahead else None
