@@ -95,11 +95,10 @@ def plan_engine(config: EngineConfig) -> tuple[EngineConfig, SpecConfig, float, 
 
     Where the drafter computes beside the targets the engine adapts; where they take turns, the plan is kept.
     """
-    cores = len(available_cores())
+    cores, config = len(available_cores()), replace(config, plan=None)
     evidence = profile_host(config, cores)
     plans = best(evidence, cores)
     fastest, rate = plans[0], evidence.rates["match"]
-    config = replace(config, plan=None)
     if fastest.algorithm in ("nonsi", "si"):
         spec = SpecConfig(fastest.algorithm, fastest.lookahead or None)
         return replace(config, sp=1, threads=fastest.mp), spec, rate, plans
