@@ -1,4 +1,4 @@
-"""Real forwards with a cache that is cut back, on small models of several architectures."""
+"""Forwards with a truncated and forked KV cache, on small models of several architectures."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cancel_flags import CancelAfter
 from dsi.core.messages import Sampling
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
@@ -19,7 +20,7 @@ from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.worker import Server
 from dsi.models.hf import Transformer, common_prefix_length, load_model
-from dsi.models.protocol import Cancelled, ForwardRequest, Never, SamplingModel
+from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait
 
 SMALL = {"vocab_size": 97, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32}
@@ -50,7 +51,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 def generated(model: Any, count: int) -> tuple[int, ...]:
-    """What transformers' own greedy generation writes."""
+    """The text of transformers' own greedy generation."""
     prompt = torch.tensor([PROMPT])
     text = model.generate(
         prompt,
@@ -76,7 +77,7 @@ def noisy(model: Any, amount: float) -> Any:
 
 
 def fleet(target: Any, drafter: Any, sp: int) -> SimulatedFleet:
-    """Real forwards at virtual latencies: the order of answers is certain, the tokens are real."""
+    """Real forwards at virtual latencies: the order of events is deterministic, the tokens are real."""
     servers = [
         Server(f"target-{i}", "target", Wait(SamplingModel(Transformer(target)), Latency(7.0))) for i in range(sp)
     ]
@@ -85,7 +86,7 @@ def fleet(target: Any, drafter: Any, sp: int) -> SimulatedFleet:
 
 
 @pytest.mark.parametrize("sp", [1, 3])
-def test_every_algorithm_writes_what_transformers_writes(model: Any, sp: int) -> None:
+def test_transformer_text_is_that_of_generate_under_every_algorithm(model: Any, sp: int) -> None:
     expected = generated(model, 40)
     drafter = noisy(model, 0.1)
     for policy in (autoregressive(), speculative(4), pearl(4), distributed(2), distributed(3, min_draft=2)):
@@ -93,7 +94,7 @@ def test_every_algorithm_writes_what_transformers_writes(model: Any, sp: int) ->
         assert done.tokens == expected
 
 
-def test_a_seed_gives_one_text_at_any_temperature(model: Any) -> None:
+def test_transformer_seed_gives_one_text_under_every_algorithm(model: Any) -> None:
     drafter = noisy(model, 0.1)
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=4)
     texts = {
@@ -109,33 +110,33 @@ def llama() -> Any:
     return make("llama")
 
 
-asks = st.lists(
+requests = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 12)),
     min_size=1,
     max_size=8,
 )
 
 
-@given(asks, st.integers(1, 3), st.sampled_from([0, 2, 32]))
+@given(requests, st.integers(1, 3), st.sampled_from([0, 2, 32]))
 @settings(max_examples=60)
-def test_it_answers_as_if_it_had_no_memory(
-    llama: Any, asks: list[tuple[list[int], int]], slots: int, spared: int
+def test_transformer_logits_are_independent_of_the_cache(
+    llama: Any, requests: list[tuple[list[int], int]], max_sequences: int, max_overwrite: int
 ) -> None:
-    backend = Transformer(llama, slots)
-    backend.spared = spared
-    for tokens, back in asks:
+    backend = Transformer(llama, max_sequences)
+    backend.max_overwrite = max_overwrite
+    for tokens, back in requests:
         start = max(1, len(tokens) - back)
-        rows = backend.forward(tokens, start)
-        fresh = llama(torch.tensor([tokens])).logits[0, start - 1 :]
-        assert torch.allclose(rows, fresh, atol=1e-5)
+        logits = backend.forward(tokens, start)
+        expected = llama(torch.tensor([tokens])).logits[0, start - 1 :]
+        assert torch.allclose(logits, expected, atol=1e-5)
 
 
-def test_texts_that_begin_alike_keep_a_cache_each(llama: Any) -> None:
-    """Or each would read again what the other has cost it, turn by turn."""
+def test_transformer_forks_the_cache_of_a_shared_prefix(llama: Any) -> None:
+    """Else each would recompute what the other has overwritten, in turn."""
     counted: list[int] = []
     handle = llama.model.embed_tokens.register_forward_hook(lambda _, ids, __: counted.append(ids[0].shape[1]))
     backend = Transformer(llama)
-    backend.spared = 2
+    backend.max_overwrite = 2
     one, other = [*PROMPT, 1, 2, 3, 4], [*PROMPT, 5, 6, 7, 8]
     for text in (one, other, [*one, 9], [*other, 9], [*one, 9, 9]):
         backend.forward(text, len(text))
@@ -143,28 +144,28 @@ def test_texts_that_begin_alike_keep_a_cache_each(llama: Any) -> None:
     assert counted == [len(one), 4, 1, 1, 1]
 
 
-def test_a_text_that_is_not_used_any_longer_makes_room(llama: Any) -> None:
+def test_transformer_evicts_the_least_recently_used_sequence(llama: Any) -> None:
     backend = Transformer(llama, max_sequences=2)
     for first in range(5):
         backend.forward([first, 1, 1, 1], 4)
-    assert [slot.tokens[0] for slot in backend._slots] == [3, 4]
+    assert [sequence.tokens[0] for sequence in backend._sequences] == [3, 4]
 
 
-def test_a_speaker_notes_what_it_thinks_of_each_place(llama: Any) -> None:
+def test_sampling_model_returns_top_logprobs(llama: Any) -> None:
     text = list(PROMPT)
     guesses = (((4, None),), ())
-    found, notes = SamplingModel(Transformer(llama)).answer_with_logprobs(
+    tokens, logprobs = SamplingModel(Transformer(llama)).answer_with_logprobs(
         ForwardRequest(text, len(text) - 1, sampling=Sampling(logprobs=2), guesses=guesses)
     )
-    logs = llama(torch.tensor([text])).logits[0, -2:].detach().log_softmax(-1)
-    assert found == tuple(logs.argmax(-1).tolist())
-    for row, note, named in zip(logs, notes, ([4], [])):
+    expected = llama(torch.tensor([text])).logits[0, -2:].detach().log_softmax(-1)
+    assert tokens == tuple(expected.argmax(-1).tolist())
+    for row, position, required in zip(expected, logprobs, ([4], [])):
         best = row.topk(2).indices.tolist()
-        assert {token for token, _ in note} == {*best, *named}
-        assert dict(note) == pytest.approx({token: float(row[token]) for token, _ in note}, abs=1e-5)
+        assert {token for token, _ in position} == {*best, *required}
+        assert dict(position) == pytest.approx({token: float(row[token]) for token, _ in position}, abs=1e-5)
 
 
-def test_only_what_is_new_is_computed(llama: Any) -> None:
+def test_transformer_computes_only_new_tokens(llama: Any) -> None:
     counted: list[int] = []
     handle = llama.model.embed_tokens.register_forward_hook(lambda _, ids, __: counted.append(ids[0].shape[1]))
     backend = Transformer(llama)
@@ -177,38 +178,27 @@ def test_only_what_is_new_is_computed(llama: Any) -> None:
     ):
         backend.forward(tokens, start)
     handle.remove()
-    assert counted == [5, 1, 2, 1, 2]  # the last asks for a row whose token must be read again
+    assert counted == [5, 1, 2, 1, 2]  # the last requests logits whose token must be recomputed
 
 
-class After(Never):
-    """Wanted until it has been looked at so often."""
-
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    def is_set(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-
-@pytest.mark.parametrize("looks", [0, 1, 2])
-def test_a_cancelled_forward_stops_between_layers_and_leaves_no_trace(llama: Any, looks: int) -> None:
+@pytest.mark.parametrize("checks", [0, 1, 2])
+def test_transformer_cancels_between_layers_and_restores_the_cache(llama: Any, checks: int) -> None:
     backend = Transformer(llama)
     backend.forward(PROMPT, 5)
     with pytest.raises(Cancelled):
-        backend.forward((*PROMPT, 1, 2, 3), 6, After(looks))
-    rows = backend.forward((*PROMPT, 1, 2), 6)
-    assert torch.allclose(rows, llama(torch.tensor([[*PROMPT, 1, 2]])).logits[0, 5:], atol=1e-5)
+        backend.forward((*PROMPT, 1, 2, 3), 6, CancelAfter(checks))
+    logits = backend.forward((*PROMPT, 1, 2), 6)
+    assert torch.allclose(logits, llama(torch.tensor([[*PROMPT, 1, 2]])).logits[0, 5:], atol=1e-5)
 
 
-def test_reading_alone_gives_no_rows(llama: Any) -> None:
+def test_transformer_prefill_returns_no_logits(llama: Any) -> None:
     backend = Transformer(llama)
     assert backend.forward(PROMPT, 6).shape[0] == 0
     assert SamplingModel(backend).answer(ForwardRequest(PROMPT, 6)) == ()
     assert len(SamplingModel(backend).answer(ForwardRequest(PROMPT, 4))) == 2
 
 
-def test_what_it_cannot_do_is_one_sentence(llama: Any, tmp_path: Path) -> None:
+def test_transformer_refuses_in_one_sentence(llama: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="an empty text"):
         Transformer(llama).forward((), 0)
     with pytest.raises(ValueError, match="a text of 129 tokens: the model's context is 128"):
@@ -221,16 +211,16 @@ def test_what_it_cannot_do_is_one_sentence(llama: Any, tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-def test_a_recurrent_model_is_refused_by_name() -> None:
+def test_transformer_refuses_a_recurrent_model_by_name() -> None:
     config = hf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
     with pytest.raises(ValueError, match="mamba"):
         Transformer(hf.MambaForCausalLM(config)).forward(PROMPT, 5)
 
 
-def test_a_saved_model_comes_back(llama: Any, tmp_path: Path) -> None:
+def test_transformer_loads_a_saved_model(llama: Any, tmp_path: Path) -> None:
     llama.save_pretrained(tmp_path)
-    rows = Transformer(load_model(tmp_path)).forward(PROMPT, 1)
-    assert torch.equal(rows, Transformer(llama).forward(PROMPT, 1))
+    logits = Transformer(load_model(tmp_path)).forward(PROMPT, 1)
+    assert torch.equal(logits, Transformer(llama).forward(PROMPT, 1))
 
 
 @given(
@@ -238,8 +228,8 @@ def test_a_saved_model_comes_back(llama: Any, tmp_path: Path) -> None:
     st.lists(st.integers(0, 1), max_size=40),
     st.lists(st.integers(0, 1), max_size=40),
 )
-def test_common_beginnings(alike: int, a: list[int], b: list[int]) -> None:
-    """They may part near the end or far before it."""
+def test_common_prefix_length_of_two_texts(alike: int, a: list[int], b: list[int]) -> None:
+    """They may diverge near the end or far before it."""
     a, b = [2] * alike + a, [2] * alike + b
     n = common_prefix_length(a, b)
     assert a[:n] == b[:n]

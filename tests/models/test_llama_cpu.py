@@ -1,4 +1,4 @@
-"""The lean Llama answers as the transformers model it is made from."""
+"""LlamaCpu gives the logits of the transformers model it is made from."""
 
 from typing import Any
 
@@ -8,9 +8,10 @@ import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cancel_flags import CancelAfter
 from dsi.models.hf import Transformer
-from dsi.models.llama_cpu import LlamaCpu, joined
-from dsi.models.protocol import Cancelled, Never
+from dsi.models.llama_cpu import LlamaCpu, fuse_projections
+from dsi.models.protocol import Cancelled
 
 SHAPE = {
     "vocab_size": 97,
@@ -31,48 +32,39 @@ def model(request: pytest.FixtureRequest) -> Any:
     return llama(tie_word_embeddings=request.param)
 
 
-asks = st.lists(
+requests = st.lists(
     st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=12), st.integers(0, 12)),
     min_size=1,
     max_size=8,
 )
 
 
-@given(asks)
+@given(requests)
 @settings(max_examples=40)
-def test_rows_are_the_same_whatever_was_asked_before(model: Any, asks: list[tuple[list[int], int]]) -> None:
-    lean, full = LlamaCpu(model), Transformer(model)
-    for tokens, back in asks:
+def test_llama_cpu_logits_are_those_of_transformers(model: Any, requests: list[tuple[list[int], int]]) -> None:
+    fused, reference = LlamaCpu(model), Transformer(model)
+    for tokens, back in requests:
         start = max(1, len(tokens) - back)
-        assert torch.allclose(lean.forward(tokens, start), full.forward(tokens, start), atol=1e-5)
+        assert torch.allclose(fused.forward(tokens, start), reference.forward(tokens, start), atol=1e-5)
 
 
-class After(Never):
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    def is_set(self) -> bool:
-        self.looks -= 1
-        return self.looks < 0
-
-
-@pytest.mark.parametrize("looks", [0, 1, 2])
-def test_a_cancelled_forward_stops_between_layers_and_leaves_no_trace(looks: int) -> None:
-    lean, full = LlamaCpu(llama()), Transformer(llama())
-    lean.forward([1, 2, 3], 3)
+@pytest.mark.parametrize("checks", [0, 1, 2])
+def test_llama_cpu_cancels_between_layers_and_restores_the_cache(checks: int) -> None:
+    fused, reference = LlamaCpu(llama()), Transformer(llama())
+    fused.forward([1, 2, 3], 3)
     with pytest.raises(Cancelled):
-        lean.forward([1, 2, 3, 4, 5], 4, After(looks))
-    assert torch.allclose(lean.forward([1, 2, 3, 4, 9], 3), full.forward([1, 2, 3, 4, 9], 3), atol=1e-5)
+        fused.forward([1, 2, 3, 4, 5], 4, CancelAfter(checks))
+    assert torch.allclose(fused.forward([1, 2, 3, 4, 9], 3), reference.forward([1, 2, 3, 4, 9], 3), atol=1e-5)
 
 
-def test_the_context_and_empty_texts_are_checked() -> None:
+def test_llama_cpu_checks_context_and_empty_texts() -> None:
     with pytest.raises(ValueError, match="the model's context is 64"):
         LlamaCpu(llama()).forward([1] * 65, 65)
     with pytest.raises(ValueError, match="an empty text"):
         LlamaCpu(llama()).forward([], 0)
 
 
-def test_other_models_stay_as_they_are() -> None:
+def test_llama_cpu_supports_standard_llamas_only() -> None:
     assert LlamaCpu.supports(llama())
     assert not LlamaCpu.supports(llama(num_key_value_heads=2))
     assert not LlamaCpu.supports(llama(attention_bias=True))
@@ -80,7 +72,7 @@ def test_other_models_stay_as_they_are() -> None:
     assert not LlamaCpu.supports(hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=97)))
 
 
-def test_matrices_are_joined_where_they_lie() -> None:
+def test_fuse_projections_keeps_adjacent_weights() -> None:
     model = llama(num_key_value_heads=2)
     layer, ids = model.model.layers[0], torch.tensor([[1, 2, 3]])
     with torch.inference_mode():
@@ -89,7 +81,7 @@ def test_matrices_are_joined_where_they_lie() -> None:
             [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
         )
         rows = torch.cat([part.weight for part in parts])
-        first, again = joined(layer), joined(layer)
+        first, again = fuse_projections(layer), fuse_projections(layer)
         assert torch.equal(first.qkv, rows)
         assert torch.equal(again.qkv, rows)
         assert first.qkv.data_ptr() == again.qkv.data_ptr() == parts[0].weight.data_ptr()
@@ -97,17 +89,17 @@ def test_matrices_are_joined_where_they_lie() -> None:
         assert torch.equal(model(ids).logits, before)
 
 
-def test_a_model_whose_matrices_are_joined_can_still_be_trained() -> None:
+def test_fuse_projections_leaves_the_model_trainable() -> None:
     model = llama()
     with torch.inference_mode():
-        joined(model.model.layers[0])
+        fuse_projections(model.model.layers[0])
     model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert model.model.layers[0].self_attn.k_proj.weight.grad is not None
 
 
-def test_what_only_lies_as_if_it_were_one_is_copied() -> None:
+def test_fuse_projections_copies_transposed_weights() -> None:
     model = llama()
     attention, store = model.model.layers[0].self_attn, torch.rand(3, 32, 32)
     for part, weight in zip((attention.q_proj, attention.k_proj, attention.v_proj), store):
         part.weight.data = weight.T
-    assert torch.equal(joined(model.model.layers[0]).qkv, torch.cat([weight.T for weight in store]))
+    assert torch.equal(fuse_projections(model.model.layers[0]).qkv, torch.cat([weight.T for weight in store]))

@@ -11,8 +11,8 @@ from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
 
 
-class Parrot:
-    """A target that says the same seven words over and over."""
+class Repeating:
+    """A target that repeats the same seven tokens."""
 
     def answer(self, request: ForwardRequest) -> tuple[int, ...]:
         return tuple(10 + i % 7 for i in range(request.start, len(request.tokens) + 1))
@@ -26,12 +26,12 @@ class Parrot:
         ([5, 1, 2, 3, 0, 1, 2, 4, 5, 1, 2], 3),  # the longest
     ],
 )
-def test_it_says_what_followed_before(tokens: list[int], guess: int) -> None:
+def test_ngram_predicts_what_followed_the_longest_match(tokens: list[int], guess: int) -> None:
     assert NGram().answer(ForwardRequest(tokens, len(tokens))) == (guess,)
 
 
 @pytest.mark.parametrize("tokens", [[], [1], [1, 2], [1, 2, 3], [1, 1]])
-def test_without_a_precedent_it_has_no_guess(tokens: list[int]) -> None:
+def test_ngram_raises_without_a_match(tokens: list[int]) -> None:
     with pytest.raises(LookupError):
         NGram().answer(ForwardRequest(tokens, len(tokens)))
 
@@ -40,23 +40,23 @@ def servers(target: object, *drafters: Server) -> list[Server]:
     return [*(Server(f"t{i}", "target", Wait(target, Latency(10.0))) for i in range(3)), *drafters]  # type: ignore[arg-type]
 
 
-def test_alone_it_speeds_up_a_text_that_repeats_itself() -> None:
+def test_ngram_speeds_up_a_repetitive_text() -> None:
     times = []
     for policy in (autoregressive(), speculative(4), distributed(2)):
-        crew = servers(Parrot(), Server("drafter", "drafter", Wait(NGram(), Latency(0.1))))
-        [done] = EngineLoop(SimulatedFleet(crew)).run(Request((1,), 60, policy))
+        fleet_servers = servers(Repeating(), Server("drafter", "drafter", Wait(NGram(), Latency(0.1))))
+        [done] = EngineLoop(SimulatedFleet(fleet_servers)).run(Request((1,), 60, policy))
         assert done.tokens == tuple(10 + i % 7 for i in range(1, 61))
         times.append(done.elapsed)
     assert times[2] < times[1] < 0.6 * times[0]
 
 
-def test_beside_a_model_it_shares_one_tree_and_changes_no_text() -> None:
+def test_ngram_with_a_second_drafter_keeps_the_text() -> None:
     target = ToyTarget(4)
-    crew = servers(
+    fleet_servers = servers(
         target,
         Server("drafter", "drafter", Wait(ToyDrafter(target, 0.6), Latency(1.0))),
         Server("ngram", "ngram", Wait(NGram(), Latency(0.1))),
     )
-    [done] = EngineLoop(SimulatedFleet(crew)).run(Request((1, 2), 60, distributed(2, ("drafter", "ngram"))))
+    [done] = EngineLoop(SimulatedFleet(fleet_servers)).run(Request((1, 2), 60, distributed(2, ("drafter", "ngram"))))
     [alone] = EngineLoop(SimulatedFleet(servers(target))).run(Request((1, 2), 60, autoregressive()))
     assert done.tokens == alone.tokens

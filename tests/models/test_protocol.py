@@ -6,14 +6,14 @@ from dsi.models.toy import ToyTarget
 from dsi.sampling.acceptance_rules import match
 
 
-def test_a_speaker_chooses_from_the_rows_of_its_backend() -> None:
+def test_sampling_model_samples_the_logits_of_its_backend() -> None:
     sampling = Sampling(temperature=0.8, seed=5)
-    rows = ToyTarget(1).forward([4, 6, 8], 2, NEVER)
-    assert np.shape(rows) == (2, 64)
+    logits = ToyTarget(1).forward([4, 6, 8], 2, NEVER)
+    assert np.shape(logits) == (2, 64)
     assert SamplingModel(ToyTarget(1)).answer(ForwardRequest([4, 6, 8], 2, sampling=sampling)) == match(
-        rows, sampling, 2
+        logits, sampling, 2
     )
 
 
-def test_places_are_counted_from_start_to_the_end() -> None:
+def test_forward_request_counts_positions_from_start() -> None:
     assert [ForwardRequest([1, 2, 3], start).num_positions for start in (0, 3, 4)] == [4, 1, 0]

@@ -16,12 +16,12 @@ BILLIONS = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_shape_has_as_many_weights_as_its_name_says(name: str) -> None:
+def test_random_model_has_the_parameters_of_its_name(name: str) -> None:
     model = random_model(name, device="meta")
-    assert sum(each.numel() for each in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.03)
+    assert sum(weight.numel() for weight in model.parameters()) / 1e9 == pytest.approx(BILLIONS[name], rel=0.03)
     assert next(model.parameters()).dtype == torch.bfloat16
 
 
-def test_an_unknown_shape_is_refused() -> None:
+def test_config_refuses_an_unknown_shape() -> None:
     with pytest.raises(ValueError, match=r"shape 'gpt-9': must be one of vicuna-13b, .*"):
         config("gpt-9")

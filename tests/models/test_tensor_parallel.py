@@ -17,6 +17,7 @@ import torch
 import transformers as hf
 from typer.testing import CliRunner
 
+from cancel_flags import CancelAfter
 from dsi.cli.main import app
 from dsi.engine.build import cpu_model
 from dsi.engine.engine import Engine
@@ -31,15 +32,15 @@ SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "hi
 BIG = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0}
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "a lean llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**BIG | {"vocab_size": 96})),
-    "a llama whose vocabulary is odd": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**BIG)),
-    "biases and few keys": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**BIG, num_key_value_heads=2)),
-    "norms of heads": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**BIG, num_key_value_heads=2, head_dim=8)),
-    "parts that are gathered": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**BIG)),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**BIG | {"vocab_size": 96})),
+    "llama with an odd vocabulary": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**BIG)),
+    "biases and grouped queries": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**BIG, num_key_value_heads=2)),
+    "head norms": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**BIG, num_key_value_heads=2, head_dim=8)),
+    "gathered shards": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**BIG)),
 }
 
 
-def made(name: str) -> Any:
+def make(name: str) -> Any:
     """Random weights, and biases that are not zero."""
     torch.manual_seed(0)
     model = MAKERS[name]().float().eval()
@@ -52,7 +53,7 @@ def made(name: str) -> Any:
 
 @pytest.fixture
 def split() -> Iterator[Callable[..., TensorParallel]]:
-    """Makes backends with a thread for each rank, on any core."""
+    """Create backends with one thread per rank, on any core."""
     started: list[TensorParallel] = []
     threads = torch.get_num_threads()
 
@@ -61,26 +62,26 @@ def split() -> Iterator[Callable[..., TensorParallel]]:
         return started[-1]
 
     yield start
-    for each in started:
-        each.close()
+    for running in started:
+        running.close()
     torch.set_num_threads(threads)
 
 
-def asks(seed: int, count: int, vocabulary: int) -> Iterator[tuple[list[int], int]]:
-    """Texts that go on, are cut back, and begin again; some places, or none, are asked about."""
-    chance = random.Random(seed)
+def forwards(seed: int, count: int, vocabulary: int) -> Iterator[tuple[list[int], int]]:
+    """Texts that are extended, truncated and restarted, with requests for some positions or none."""
+    rng = random.Random(seed)
     tokens = [1]
     for _ in range(count):
-        kept = 0 if chance.random() < 0.1 else chance.randint(max(0, len(tokens) - 50), len(tokens))
-        fresh = [chance.randrange(vocabulary) for _ in range(chance.randint(1, 9))]
-        tokens = (tokens[:kept] + fresh)[-120:]
-        yield tokens, chance.randint(max(1, len(tokens) - 8), len(tokens) + 1)
+        num_shared = 0 if rng.random() < 0.1 else rng.randint(max(0, len(tokens) - 50), len(tokens))
+        new_tokens = [rng.randrange(vocabulary) for _ in range(rng.randint(1, 9))]
+        tokens = (tokens[:num_shared] + new_tokens)[-120:]
+        yield tokens, rng.randint(max(1, len(tokens) - 8), len(tokens) + 1)
 
 
-def same_rows(model: Any, one: Transformer, other: TensorParallel, count: int) -> bool:
-    for tokens, start in asks(3, count, min(96, model.config.vocab_size)):
-        expected, found = one.forward(tokens, start), other.forward(tokens, start)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+def same_logits(model: Any, one: Transformer, other: TensorParallel, count: int) -> bool:
+    for tokens, start in forwards(3, count, min(96, model.config.vocab_size)):
+        expected, actual = one.forward(tokens, start), other.forward(tokens, start)
+        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
     return True
 
 
@@ -88,59 +89,47 @@ def same_rows(model: Any, one: Transformer, other: TensorParallel, count: int) -
     ("name", "size"),
     [
         *((name, 2) for name in MAKERS),
-        ("a lean llama", 1),
-        ("a lean llama", 4),
-        ("parts that are gathered", 4),
+        ("llama", 1),
+        ("llama", 4),
+        ("gathered shards", 4),
     ],
 )
-def test_the_rows_are_those_of_the_whole_model(split: Callable[..., TensorParallel], name: str, size: int) -> None:
-    model = made(name)
-    assert same_rows(model, cpu_model(model), split(model, size), 40)
+def test_tensor_parallel_logits_are_those_of_the_whole_model(
+    split: Callable[..., TensorParallel], name: str, size: int
+) -> None:
+    model = make(name)
+    assert same_logits(model, cpu_model(model), split(model, size), 40)
 
 
-def test_the_rows_of_the_built_in_target_are_the_same(split: Callable[..., TensorParallel]) -> None:
+def test_tensor_parallel_logits_of_the_built_in_target(split: Callable[..., TensorParallel]) -> None:
     model = load_model(model_path("builtin", "target"))
-    assert same_rows(model, cpu_model(model), split(model), 25)
+    assert same_logits(model, cpu_model(model), split(model), 25)
 
 
-def test_a_part_takes_no_memory_of_its_own() -> None:
-    model = made("biases and few keys")
+def test_tensor_parallel_shards_are_views() -> None:
+    model = make("biases and grouped queries")
     whole = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
-    parts = TensorParallel(model, 2)._parts
+    parts = TensorParallel(model, 2)._shards
     assert all(w.untyped_storage().data_ptr() in whole for part in parts for w in part.model.parameters())
     widths = {part.model.model.layers[0].mlp.down_proj.weight.shape for part in parts}
     assert widths == {torch.Size([32, 32])}
 
 
-class Later:
-    """A flag that is set when it has been looked at so many times."""
-
-    def __init__(self, looks: int) -> None:
-        self.left = looks
-
-    def is_set(self) -> bool:
-        self.left -= 1
-        return self.left < 0
-
-    def wait(self, timeout: float) -> bool:  # noqa: ARG002
-        return self.is_set()
-
-
-@pytest.mark.parametrize("name", ["a lean llama", "biases and few keys"])
-def test_every_rank_stops_at_the_same_place(split: Callable[..., TensorParallel], name: str) -> None:
-    model = made(name)
+@pytest.mark.parametrize("name", ["llama", "biases and grouped queries"])
+def test_tensor_parallel_cancels_all_ranks_at_the_same_point(split: Callable[..., TensorParallel], name: str) -> None:
+    model = make(name)
     one, other = cpu_model(model), split(model)
     other.forward([5, 17, 3], 3)
-    for looks in range(5):  # before the forward, and at each of its four sums
+    for checks in range(5):  # before the forward, and at each of its four reductions
         with pytest.raises(Cancelled):
-            other.forward([5, 17, 3, 88, 41], 4, Later(looks))
+            other.forward([5, 17, 3, 88, 41], 4, CancelAfter(checks))
         torch.testing.assert_close(
-            other.forward([5, 17, 9, looks], 3), one.forward([5, 17, 9, looks], 3), atol=1e-4, rtol=1e-4
+            other.forward([5, 17, 9, checks], 3), one.forward([5, 17, 9, checks], 3), atol=1e-4, rtol=1e-4
         )
 
 
-def test_what_is_refused_leaves_all_ranks_as_they_were(split: Callable[..., TensorParallel]) -> None:
-    model = made("a lean llama")
+def test_tensor_parallel_recovers_from_refused_requests(split: Callable[..., TensorParallel]) -> None:
+    model = make("llama")
     one, other = cpu_model(model), split(model)
     for tokens, start, error in (
         ([], 0, ValueError),
@@ -152,57 +141,57 @@ def test_what_is_refused_leaves_all_ranks_as_they_were(split: Callable[..., Tens
         torch.testing.assert_close(other.forward([5, 17], 1), one.forward([5, 17], 1), atol=1e-4, rtol=1e-4)
 
 
-def test_a_rank_that_is_gone_is_noticed(split: Callable[..., TensorParallel]) -> None:
-    other = split(made("a lean llama"))
+def test_tensor_parallel_detects_a_dead_rank(split: Callable[..., TensorParallel]) -> None:
+    other = split(make("llama"))
     other.forward([5, 17], 2)
-    os.kill(other.helpers[0].process, signal.SIGKILL)
+    os.kill(other.helpers[0].pid, signal.SIGKILL)
     with pytest.raises(RankLost):
         other.forward([5, 17, 3], 3)
     assert other.helpers == []
 
 
 class Interrupted(BaseException):
-    """A Ctrl-C, say."""
+    """As raised by Ctrl-C."""
 
 
-class Interrupting(Later):
+class Interrupting(CancelAfter):
     def is_set(self) -> bool:
         if super().is_set():
             raise Interrupted
         return False
 
 
-def test_after_an_interruption_nothing_of_the_old_sums_is_left(split: Callable[..., TensorParallel]) -> None:
-    model = made("a lean llama")
+def test_tensor_parallel_restarts_ranks_after_an_interruption(split: Callable[..., TensorParallel]) -> None:
+    model = make("llama")
     one, other = cpu_model(model), split(model)
     with pytest.raises(Interrupted):
         other.forward([5, 17, 3], 3, Interrupting(2))
     torch.testing.assert_close(other.forward([9, 8, 7], 1), one.forward([9, 8, 7], 1), atol=1e-4, rtol=1e-4)
 
 
-def test_a_rank_that_hangs_is_not_waited_for_for_ever(
+def test_tensor_parallel_times_out_on_a_hanging_rank(
     split: Callable[..., TensorParallel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parallel, "PATIENCE", timedelta(seconds=1))
-    other = split(made("a lean llama"))
+    monkeypatch.setattr(parallel, "TIMEOUT", timedelta(seconds=1))
+    other = split(make("llama"))
     other.forward([5, 17], 2)
-    os.kill(other.helpers[0].process, signal.SIGSTOP)
+    os.kill(other.helpers[0].pid, signal.SIGSTOP)
     with pytest.raises(RankLost):
         other.forward([5, 17, 3], 3)
 
 
-def test_each_rank_has_its_share_of_the_cores() -> None:
+def test_tensor_parallel_divides_the_cores_between_ranks() -> None:
     threads, cores = torch.get_num_threads(), sorted(os.sched_getaffinity(0))
-    other = TensorParallel(made("a lean llama"), 2)
+    other = TensorParallel(make("llama"), 2)
     try:
         other.forward([5, 17], 2)
-        found = [os.sched_getaffinity(0), os.sched_getaffinity(other.helpers[0].process)]
+        affinities = [os.sched_getaffinity(0), os.sched_getaffinity(other.helpers[0].pid)]
     finally:
         other.close()
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(threads)
-    assert found[0] | found[1] == set(cores)
-    assert len(cores) == 1 or not found[0] & found[1]
+    assert affinities[0] | affinities[1] == set(cores)
+    assert len(cores) == 1 or not affinities[0] & affinities[1]
 
 
 def gpt2() -> Any:
@@ -220,15 +209,15 @@ def narrow() -> Any:
 @pytest.mark.parametrize(
     ("maker", "size", "sentence"),
     [
-        (MAKERS["a lean llama"], 0, "target mp 0: must be at least 1"),
-        (MAKERS["a lean llama"], 3, "target mp 3: does not divide the model's 4 heads"),
-        (MAKERS["biases and few keys"], 4, "target mp 4: does not divide the model's 2 key and value heads"),
+        (MAKERS["llama"], 0, "target mp 0: must be at least 1"),
+        (MAKERS["llama"], 3, "target mp 3: does not divide the model's 4 heads"),
+        (MAKERS["biases and grouped queries"], 4, "target mp 4: does not divide the model's 2 key and value heads"),
         (narrow, 4, "target mp 4: does not divide the model's width of 66"),
         (gpt2, 2, "target mp 2: a gpt2 model has no plan by which it could be split"),
         (experts, 2, "target mp 2: a mixtral model is split by .*, which is not known here"),
     ],
 )
-def test_what_cannot_be_split_is_refused_in_one_sentence(maker: Callable[[], Any], size: int, sentence: str) -> None:
+def test_check_tensor_parallel_refuses_in_one_sentence(maker: Callable[[], Any], size: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         check_tensor_parallel(maker(), size)
 
@@ -241,13 +230,13 @@ def test_what_cannot_be_split_is_refused_in_one_sentence(maker: Callable[[], Any
         ({"target_mp": 2, "target_devices": "cpu,cpu"}, "target mp 2: on devices a target is spread"),
     ],
 )
-def test_an_engine_is_refused_before_anything_starts(options: dict[str, Any], sentence: str) -> None:
+def test_engine_refuses_target_mp_before_anything_starts(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Engine.load(**options)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "compare", "serve"])
-def test_the_commands_split_their_target(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_take_target_mp(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **options: Any) -> None:
         raise ValueError(f"asked for {options['target_mp']}")
 
@@ -258,7 +247,7 @@ def test_the_commands_split_their_target(command: str, monkeypatch: pytest.Monke
     assert str(done.exception) == "asked for 2"
 
 
-def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_reports_ranks_that_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere")
     with pytest.raises(ValueError, match="target mp 2: the processes do not work together"):
         Engine.load(target_mp=2)
@@ -266,7 +255,7 @@ def test_processes_that_do_not_meet_are_one_sentence(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    with Engine.load(target_mp=2, threads=1) as loaded:  # on any core: fast where others work as well
+    with Engine.load(target_mp=2, threads=1) as loaded:  # on any core, which is fast on a busy machine
         yield loaded
 
 
@@ -277,24 +266,24 @@ def expected() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("algorithm", ["nonsi", "si", "dsi"])
-def test_the_text_is_that_of_the_whole_target(engine: Engine, expected: dict[str, str], algorithm: str) -> None:
-    found = {prompt: engine.generate(prompt, max_new_tokens=30, algorithm=algorithm).text for prompt in PROMPTS}
-    assert found == expected
+def test_engine_text_is_that_of_the_whole_target(engine: Engine, expected: dict[str, str], algorithm: str) -> None:
+    texts = {prompt: engine.generate(prompt, max_new_tokens=30, algorithm=algorithm).text for prompt in PROMPTS}
+    assert texts == expected
 
 
-def test_a_seed_gives_one_text_under_every_algorithm(engine: Engine) -> None:
+def test_engine_seed_gives_one_text_under_every_algorithm(engine: Engine) -> None:
     options: dict[str, Any] = {"max_new_tokens": 30, "temperature": 1.0, "seed": 7}
     texts = {engine.generate(PROMPTS[0], algorithm=name, **options).text for name in ("nonsi", "si", "dsi")}
     assert len(texts) == 1
 
 
 def helpers(engine: Engine, target: str) -> list[int]:
-    """The processes that a target has started."""
+    """The ids of the rank processes that a target has started."""
     process = engine.fleet._workers[target].process.pid  # type: ignore[attr-defined]
-    return [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-def test_a_killed_helper_costs_no_token(engine: Engine, expected: dict[str, str]) -> None:
+def test_engine_loses_no_token_to_a_killed_rank(engine: Engine, expected: dict[str, str]) -> None:
     writing = engine.stream(PROMPTS[0], max_new_tokens=30)
     pieces = []
     for piece in writing:
@@ -310,22 +299,24 @@ def test_a_killed_helper_costs_no_token(engine: Engine, expected: dict[str, str]
     assert engine.fleet.deaths == {"target-1": 1}  # type: ignore[attr-defined]
 
 
-def lives(process: int) -> bool:
-    """One that is dead and not yet asked after does not."""
+def is_alive(pid: int) -> bool:
+    """A zombie is not."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
 
 
-def test_nobody_is_left_behind(expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_leaves_no_rank_process_behind(
+    expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with Engine.load(target_mp=2, sp=2) as engine:
         assert engine.generate(PROMPTS[1], max_new_tokens=30).text == expected[PROMPTS[1]]
-        found = [helper for i in (1, 2) for helper in helpers(engine, f"target-{i}")]
-    assert found
+        ranks = [helper for i in (1, 2) for helper in helpers(engine, f"target-{i}")]
+    assert ranks
     end = time.monotonic() + 5
-    while any(lives(helper) for helper in found) and time.monotonic() < end:
+    while any(is_alive(helper) for helper in ranks) and time.monotonic() < end:
         time.sleep(0.02)
-    assert not any(lives(helper) for helper in found)
+    assert not any(is_alive(helper) for helper in ranks)
     assert list(tmp_path.iterdir()) == []

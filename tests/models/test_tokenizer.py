@@ -1,4 +1,4 @@
-"""Characters are shown whole, and a text ends before its stop string."""
+"""The tokenizer, incremental detokenization and stop strings."""
 
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,15 @@ WORDS = st.text(st.sampled_from("ab é雪🙂\n.") | st.characters(codec="utf-8"
 
 
 @given(WORDS, st.sampled_from([BYTES, PAIR]), st.integers(1, 5))
-def test_pieces_add_up_and_never_show_half_a_character(words: str, text: Tokenizer, size: int) -> None:
-    tokens = text.tokenizer(words, add_special_tokens=False)["input_ids"]
-    detokenizer = Detokenizer(text)
-    pieces = [detokenizer.push(tokens[i : i + size]) for i in range(0, len(tokens), size)]
-    assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(pieces) + detokenizer.finish() == words
+def test_detokenizer_shows_whole_characters(words: str, tokenizer: Tokenizer, size: int) -> None:
+    tokens = tokenizer.tokenizer(words, add_special_tokens=False)["input_ids"]
+    detokenizer = Detokenizer(tokenizer)
+    parts = [detokenizer.push(tokens[i : i + size]) for i in range(0, len(tokens), size)]
+    assert all("\ufffd" not in part for part in parts)
+    assert "".join(parts) + detokenizer.finish() == words
 
 
-def test_half_a_character_at_the_very_end_is_shown_as_what_it_is() -> None:
+def test_detokenizer_finish_shows_an_incomplete_character() -> None:
     tokens = BYTES.encode("a雪")[:-1]
     detokenizer = Detokenizer(BYTES)
     assert detokenizer.push(tokens) == ""
@@ -49,50 +49,50 @@ def test_half_a_character_at_the_very_end_is_shown_as_what_it_is() -> None:
     st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3),
     st.integers(1, 4),
 )
-def test_a_text_ends_before_its_first_stop_wherever_the_borders_are(words: str, stops: list[str], size: int) -> None:
+def test_stop_strings_end_a_text_at_any_token_boundary(words: str, stops: list[str], size: int) -> None:
     expected = min((words.find(stop) for stop in stops if stop in words), default=len(words))
-    guard, shown = StopStrings(stops), ""
+    stop_strings, shown = StopStrings(stops), ""
     for i in range(0, len(words), size):
-        shown += guard.push(words[i : i + size])
-        if guard.stopped:
+        shown += stop_strings.push(words[i : i + size])
+        if stop_strings.stopped:
             break
-    shown += "" if guard.stopped else guard.finish()
+    shown += "" if stop_strings.stopped else stop_strings.finish()
     first = min((words.find(stop) + len(stop) for stop in stops if stop in words), default=None)
-    # A stop that ends earlier can hide one that begins earlier: then the text is cut where it was noticed.
+    # A stop string that ends earlier can hide one that begins earlier: then the text is cut at the former.
     assert shown == words[:expected] or (first is not None and words.startswith(shown))
-    assert guard.stopped == any(stop in words for stop in stops)
+    assert stop_strings.stopped == any(stop in words for stop in stops)
 
 
-def test_a_conversation_without_a_template_is_one_running_text() -> None:
+def test_tokenizer_joins_messages_without_a_chat_template() -> None:
     assert not PAIR.has_chat_template
-    talk = [{"role": "user", "content": "Once upon"}, {"role": "user", "content": "a time"}]
-    assert PAIR.apply_chat_template(talk) == PAIR.encode("Once upon a time")
+    messages = [{"role": "user", "content": "Once upon"}, {"role": "user", "content": "a time"}]
+    assert PAIR.apply_chat_template(messages) == PAIR.encode("Once upon a time")
 
 
-def test_a_chat_template_is_used_where_there_is_one() -> None:
+def test_tokenizer_applies_a_chat_template() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
     text = Tokenizer(tokenizer)
     assert text.decode(text.apply_chat_template([{"role": "user", "content": "hi"}])) == "<user>hi<assistant>"
 
 
-def test_an_empty_prompt_begins_with_the_start_token() -> None:
+def test_tokenizer_encodes_an_empty_prompt_as_bos() -> None:
     assert PAIR.encode("") == (1,)
     with pytest.raises(ValueError, match="an empty prompt"):
         BYTES.encode("")
 
 
-def test_special_tokens_end_a_text_and_are_not_shown() -> None:
+def test_tokenizer_hides_special_tokens() -> None:
     assert PAIR.eos_token_ids == {0}
     assert PAIR.decode([*PAIR.encode("Hello"), 0]) == "Hello"
 
 
-def test_vocabularies_are_compared() -> None:
+def test_tokenizer_compares_vocabularies() -> None:
     assert PAIR.same_vocabulary(Tokenizer(PreTrainedTokenizerFast.from_pretrained(model_path("builtin", "drafter"))))
     assert not PAIR.same_vocabulary(BYTES)
 
 
-def test_the_pair_is_in_the_package() -> None:
+def test_builtin_pair_is_small() -> None:
     sizes = [file.stat().st_size for file in Path(model_path("builtin", "target")).parent.rglob("*") if file.is_file()]
     assert sum(sizes) < 40e6
     assert max(sizes) < 16e6

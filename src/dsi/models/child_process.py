@@ -1,4 +1,4 @@
-"""What a forked process does first: it goes when its parent goes, and holds nothing of its parent's open."""
+"""What a forked process does first: tie its life to its parent's, and close inherited file descriptors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ STDERR = 2
 
 
 def die_with_parent() -> None:
-    """PR_SET_PDEATHSIG: even a parent that is killed leaves no process behind."""
+    """PR_SET_PDEATHSIG: the kernel kills this process when its parent dies, however it dies."""
     if hasattr(signal, "SIGKILL"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def close_other_fds(wire: int) -> None:
-    """Close what the parent had open: a connection of its own would stay open until this process ends."""
-    for first, after in ((STDERR + 1, wire), (wire + 1, os.sysconf("SC_OPEN_MAX"))):
-        os.closerange(first, after)
+def close_other_fds(keep: int) -> None:
+    """Close inherited descriptors, but the standard ones: they would keep the parent's connections open."""
+    for first, last in ((STDERR + 1, keep), (keep + 1, os.sysconf("SC_OPEN_MAX"))):
+        os.closerange(first, last)

@@ -1,7 +1,7 @@
-"""One model over several devices: each holds a stretch of its layers, and what is read passes through them.
+"""Split one model's layers over several devices (pipeline split): activations move from one to the next.
 
-What is around the layers is on the first device, where texts come in and rows come out. So to whoever asks
-it is a model on that device.
+Embeddings, final norm and LM head are on the first device, where token ids come in and logits come out, so
+to its caller it is a model on that device.
 """
 
 from __future__ import annotations
@@ -17,54 +17,55 @@ from dsi.models.hf import decoder_layers
 
 
 def split_layers(model: Any, devices: Sequence[str]) -> Any:
-    """Never more on a device than its part: together they may hold what none of them could."""
-    home, deep = devices[0], decoder_layers(model)
+    """Move each layer to its device directly: together the devices may hold what none of them could."""
+    home, layers = devices[0], decoder_layers(model)
     if len(devices) == 1:
         return model.to(home)
-    if len(deep) < len(devices):
+    if len(layers) < len(devices):
         raise ValueError(
-            f"{'+'.join(devices)}: are {len(devices)} devices, and the model has {len(deep)} layers to share"
+            f"{'+'.join(devices)}: are {len(devices)} devices, and the model has {len(layers)} layers to share"
         )
-    sizes = [weight_of(layer) for layer in deep]
-    around = weight_of(model) - sum(sizes)
-    for layer, place in zip(deep, stretches(sizes, around, len(devices))):
-        layer.to(devices[place]).register_forward_pre_hook(partial(bring, devices[place]), with_kwargs=True)
-    deep[-1].register_forward_hook(lambda *found: moved(found[-1], home))
-    inside = {id(each) for each in held(deep)}
-    for each in held(model):
-        if id(each) not in inside:
-            each.data = each.data.to(home)  # in its place: the embedding may be the last matrix as well
+    sizes = [num_bytes(layer) for layer in layers]
+    outside = num_bytes(model) - sum(sizes)
+    for layer, device in zip(layers, assign_layers(sizes, outside, len(devices))):
+        hook = partial(_inputs_to_device, devices[device])
+        layer.to(devices[device]).register_forward_pre_hook(hook, with_kwargs=True)
+    layers[-1].register_forward_hook(lambda *arguments: to_device(arguments[-1], home))
+    inside = {id(tensor) for tensor in _tensors(layers)}
+    for tensor in _tensors(model):
+        if id(tensor) not in inside:
+            tensor.data = tensor.data.to(home)  # in place: the embedding may be tied to the LM head
     return model
 
 
-def stretches(sizes: Sequence[int], around: int, count: int) -> list[int]:
-    """Which of so many devices each layer is on, so that all hold about the same: the first has what is
-    around the layers as well.
+def assign_layers(sizes: Sequence[int], outside: int, count: int) -> list[int]:
+    """Return each layer's device index, so that all devices hold about as many bytes.
+
+    The first device also holds the `outside` bytes of what is not in a layer.
     """
-    share = (around + sum(sizes)) / count
-    ends = accumulate(sizes, initial=around)
-    return [min(count - 1, int((end + size / 2) / share)) for end, size in zip(ends, sizes)]
+    share = (outside + sum(sizes)) / count
+    starts = accumulate(sizes, initial=outside)
+    return [min(count - 1, int((start + size / 2) / share)) for start, size in zip(starts, sizes)]
 
 
-def bring(device: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return moved(args, device), moved(kwargs, device)
+def _inputs_to_device(device: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return to_device(args, device), to_device(kwargs, device)
 
 
-def moved(what: Any, device: str) -> Any:
-    """All tensors of it; a cache stays where it is, each layer's part beside the layer."""
-    if isinstance(what, Tensor):
-        return what.to(device)
-    if isinstance(what, tuple | list):
-        return type(what)(moved(each, device) for each in what)
-    if type(what) is dict:
-        return {name: moved(each, device) for name, each in what.items()}
-    return what
+def to_device(value: Any, device: str) -> Any:
+    """Move all tensors of a nested value; a KV cache stays, each layer's part on the layer's device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple | list):
+        return type(value)(to_device(item, device) for item in value)
+    if type(value) is dict:
+        return {name: to_device(item, device) for name, item in value.items()}
+    return value
 
 
-def held(module: nn.Module) -> list[Tensor]:
+def _tensors(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-def weight_of(module: nn.Module) -> int:
-    """In bytes."""
-    return sum(each.nbytes for each in held(module))
+def num_bytes(module: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in _tensors(module))

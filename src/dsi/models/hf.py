@@ -1,7 +1,7 @@
-"""Any causal language model of transformers as a backend, with a cache that can be cut back.
+"""Any causal language model of transformers as a backend, with a prefix-sharing KV cache.
 
-A verification keeps what the text has in common with what the cache holds, and computes the rest. A
-forward looks at its flag before every layer, so that one that nobody wants any longer stops there.
+A forward keeps the cached prefix that the text shares with an earlier one, and computes the rest. It checks
+its cancel flag before every layer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 from dsi.models.names import check_exists
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
-SPARED = 32  # tokens that one text may cost another in a cache: reading so many again is nothing
-SPARE = 64  # tokens of room beyond what is asked for, so that growing is rare
-NEAR = 16  # tokens before the end within which two texts of one request usually part
+MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
+GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely grow
+NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
 
 
 class KVLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values in a buffer with room to spare: cutting it back is a number."""
+    """One layer's keys and values in an over-allocated buffer: truncation only changes the length."""
 
     keys: Tensor
     values: Tensor
@@ -37,22 +37,22 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[-2]
         if not self.is_initialized or end > self.keys.shape[-2]:
-            self._grow(key_states, value_states, end + SPARE)
+            self._grow(key_states, value_states, end + GROWTH)
         self.keys[..., self.length : end, :] = key_states
         self.values[..., self.length : end, :] = value_states
         self.length = end
         return self.keys[..., :end, :], self.values[..., :end, :]
 
-    def _grow(self, key_states: Tensor, value_states: Tensor, room: int) -> None:
-        held = (self.keys, self.values) if self.is_initialized else None
+    def _grow(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
+        previous = (self.keys, self.values) if self.is_initialized else None
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = (
-            new.new_empty((*new.shape[:-2], max(room, 2 * self.length), new.shape[-1]))
-            for new in (key_states, value_states)
+            states.new_empty((*states.shape[:-2], max(capacity, 2 * self.length), states.shape[-1]))
+            for states in (key_states, value_states)
         )
-        if held is not None:
-            self.keys[..., : self.length, :] = held[0][..., : self.length, :]
-            self.values[..., : self.length, :] = held[1][..., : self.length, :]
+        if previous is not None:
+            self.keys[..., : self.length, :] = previous[0][..., : self.length, :]
+            self.values[..., : self.length, :] = previous[1][..., : self.length, :]
 
     def copy(self, length: int) -> KVLayer:
         other = KVLayer()
@@ -65,120 +65,121 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
 
 @dataclass
 class KVSequence:
-    """The cache of one text."""
+    """The KV cache of one text, and its tokens."""
 
     cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=KVLayer))
     tokens: list[int] = field(default_factory=list)
 
-    def branch(self, length: int) -> KVSequence:
-        """A cache of its own for a text that begins as this one does."""
-        shelves = [shelf.copy(length) for shelf in self.cache.layers] if length else []
-        branch = KVSequence(tokens=self.tokens[:length])
-        branch.cache.layers[:] = shelves
-        return branch
+    def fork(self, length: int) -> KVSequence:
+        """Copy the first `length` tokens' keys and values into a new sequence."""
+        forked = KVSequence(tokens=self.tokens[:length])
+        forked.cache.layers[:] = [layer.copy(length) for layer in self.cache.layers] if length else []
+        return forked
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         del self.tokens[length:]
-        for shelf in self.cache.layers:
-            shelf.length = min(shelf.length, length)
+        for layer in self.cache.layers:
+            layer.length = min(layer.length, length)
 
 
 class Transformer:
-    """A transformers model on one device. `slots` is how many texts it keeps caches of."""
+    """A transformers model on one device, with KV caches for up to `max_sequences` texts."""
 
     def __init__(self, model: Any, max_sequences: int = 4) -> None:
         self.model = model.eval()
         self.context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
-        self._slots: list[KVSequence] = []
-        self._capacity = max_sequences
-        self.spared = SPARED
-        self._flag: CancelFlag = NEVER
-        self._hooks = [layer.register_forward_pre_hook(self._look) for layer in decoder_layers(model)]
+        self._sequences: list[KVSequence] = []  # the most recently used last
+        self._max_sequences = max_sequences
+        self.max_overwrite = MAX_OVERWRITE
+        self._cancelled: CancelFlag = NEVER
+        self._hooks = [layer.register_forward_pre_hook(self._check_cancelled) for layer in decoder_layers(model)]
 
     def release(self) -> None:
-        """Leave the model as it was found."""
+        """Remove the hooks from the model, and free the KV caches."""
         for hook in self._hooks:
             hook.remove()
         self.clear_cache()
 
     def clear_cache(self) -> None:
-        """The next text is read from its beginning."""
-        self._slots = []
+        self._sequences = []
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
         if start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
         if self.context and len(tokens) > self.context:
             raise ValueError(f"a text of {len(tokens)} tokens: the model's context is {self.context}")
-        self._flag = cancelled
-        slot, kept = self._slot(tokens, start)
-        slot.cut(kept)
-        fresh = list(tokens[kept:])
-        if not fresh:
+        self._cancelled = cancelled
+        sequence, num_cached = self._sequence(tokens, start)
+        sequence.truncate(num_cached)
+        new_tokens = list(tokens[num_cached:])
+        if not new_tokens:
             return torch.empty((0, 0))
-        logits = self._compute(slot, fresh, len(tokens) + 1 - start)
-        slot.tokens += fresh
+        logits = self._compute(sequence, new_tokens, len(tokens) + 1 - start)
+        sequence.tokens += new_tokens
         return logits
 
-    def _compute(self, slot: KVSequence, fresh: list[int], places: int) -> Any:
-        """One forward over the new tokens; if it is cancelled, what some layers have added is cut off."""
-        length = len(slot.tokens)
-        ids = torch.tensor([fresh], device=self.model.device)
+    def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
+        """Run one forward over the new tokens; if it is cancelled, undo what some layers have cached."""
+        length = len(sequence.tokens)
+        ids = torch.tensor([new_tokens], device=self.model.device)
         try:
             with torch.inference_mode():
                 logits = self.model(
-                    input_ids=ids, past_key_values=slot.cache, use_cache=True, logits_to_keep=max(places, 1)
+                    input_ids=ids,
+                    past_key_values=sequence.cache,
+                    use_cache=True,
+                    logits_to_keep=max(num_positions, 1),
                 ).logits[0]
         except BaseException:
-            slot.cut(length)
+            sequence.truncate(length)
             raise
-        if {shelf.length for shelf in slot.cache.layers} != {length + len(fresh)}:
+        if {layer.length for layer in sequence.cache.layers} != {length + len(new_tokens)}:
             kind = self.model.config.model_type
             raise ValueError(f"a {kind} model keeps a state that cannot be cut back to an earlier token")
-        return logits[logits.shape[0] - places :].float()
+        return logits[logits.shape[0] - num_positions :].float()
 
-    def _slot(self, tokens: Sequence[int], start: int) -> tuple[KVSequence, int]:
-        """The cache with most of this text, and how much of it helps: a place asked about is read anew.
+    def _sequence(self, tokens: Sequence[int], start: int) -> tuple[KVSequence, int]:
+        """Return the KV sequence to use, and how many of its tokens: those before `start` - 1 at most.
 
-        A text that would cost another one much of what is held of it branches off into a cache of its own.
+        A text that would overwrite much of what is cached of another one forks off its own sequence.
         """
-        best, slot = self._nearest(tokens)
-        if len(slot.tokens) - best > self.spared:
-            slot = slot.branch(best)
-        self._slots = [each for each in self._slots if each is not slot][-(self._capacity - 1) :]
-        self._slots = [*self._slots, slot] if self._capacity > 1 else [slot]
-        return slot, min(best, start - 1)
+        shared, sequence = self._longest_prefix(tokens)
+        if len(sequence.tokens) - shared > self.max_overwrite:
+            sequence = sequence.fork(shared)
+        others = [other for other in self._sequences if other is not sequence][-(self._max_sequences - 1) :]
+        self._sequences = [*others, sequence] if self._max_sequences > 1 else [sequence]
+        return sequence, min(shared, start - 1)
 
-    def _nearest(self, tokens: Sequence[int]) -> tuple[int, KVSequence]:
-        """Mostly the last one, which this text goes on from: then the others are not looked at."""
-        best, found = 0, KVSequence()
-        for slot in reversed(self._slots):
-            shared = common_prefix_length(slot.tokens, tokens)
-            if shared and shared == len(slot.tokens) and slot is self._slots[-1]:
-                return shared, slot
-            if shared > best or (shared and shared == best and len(slot.tokens) < len(found.tokens)):
-                best, found = shared, slot
-        return best, found
+    def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int, KVSequence]:
+        """Return the sequence that shares the longest prefix; if the last one is extended, skip the others."""
+        longest, best = 0, KVSequence()
+        for sequence in reversed(self._sequences):
+            shared = common_prefix_length(sequence.tokens, tokens)
+            if shared and shared == len(sequence.tokens) and sequence is self._sequences[-1]:
+                return shared, sequence
+            if shared > longest or (shared and shared == longest and len(sequence.tokens) < len(best.tokens)):
+                longest, best = shared, sequence
+        return longest, best
 
-    def _look(self, *_: Any) -> None:
-        if self._flag.is_set():
+    def _check_cancelled(self, *_: Any) -> None:
+        if self._cancelled.is_set():
             raise Cancelled
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike: those of one request part near the end, if at all."""
+    """Return the length of the longest common prefix; two texts of one request diverge near the end, if at all."""
     length = min(len(a), len(b))
-    near = max(0, length - NEAR)
+    near = max(0, length - NEAR_END)
     if list(a[:near]) != list(b[:near]):
-        return _halved(a, b, near)
+        return _bisect_prefix(a, b, near)
     for i in range(near, length):
         if a[i] != b[i]:
             return i
     return length
 
 
-def _halved(a: Sequence[int], b: Sequence[int], high: int) -> int:
-    """The same for texts that part before `high`, by halving: comparing slices is fast."""
+def _bisect_prefix(a: Sequence[int], b: Sequence[int], high: int) -> int:
+    """The same for texts that diverge before `high`, by bisection: comparing slices is fast."""
     low = 0
     while low < high:
         middle = (low + high + 1) // 2
@@ -190,16 +191,16 @@ def _halved(a: Sequence[int], b: Sequence[int], high: int) -> int:
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """The decoder's layers: the one list of modules that is as long as the model is deep."""
-    deep = model.config.num_hidden_layers
+    """Return the decoder layers: the module list with as many entries as the configuration has layers."""
+    num_layers = model.config.num_hidden_layers
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == deep:
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
     return nn.ModuleList()
 
 
 def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    """The model of a local folder or of the hub."""
+    """Load a model from a local folder or the Hugging Face hub."""
     check_exists(folder)
     try:
         config = AutoConfig.from_pretrained(folder)

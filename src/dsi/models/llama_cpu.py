@@ -1,6 +1,7 @@
-"""A Llama with little around its matrices: for small models, whose forward is mostly the calls between them.
+"""A Llama forward with few operator calls, for small models on a CPU, where call overhead dominates.
 
-The same weights, cache and answers as the transformers model it is made from, in a third of the calls.
+It uses the same weights and KV cache and gives the same logits as the transformers model, in a third of the
+calls: query, key and value projections are one matrix, gate and up projections another.
 """
 
 from __future__ import annotations
@@ -14,149 +15,150 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from dsi.models.hf import KVLayer, KVSequence, Transformer
-from dsi.models.protocol import Cancelled
 
-PLAIN = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "model_type": "llama"}
+STANDARD = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "model_type": "llama"}
 
 
 @dataclass(frozen=True)
 class LlamaLayer:
-    """One layer's weights; query, key and value in one matrix, gate and up in another."""
+    """One layer's weights, with fused projections."""
 
-    before: Tensor
+    input_norm: Tensor
     qkv: Tensor
     out: Tensor
-    after: Tensor
+    post_attention_norm: Tensor
     gate_up: Tensor
     down: Tensor
 
 
 class LlamaCpu(Transformer):
-    """`Lean.fits` says which models can be read this way; the others stay as they are."""
+    """`LlamaCpu.supports` says which models can run this way; the others run in transformers."""
 
     @staticmethod
     def supports(model: Any) -> bool:
         config = model.config
-        if not is_plain(model):
+        if not is_standard_llama(model):
             return False
-        whole = config.num_key_value_heads == config.num_attention_heads == config.hidden_size // config.head_dim
-        return bool(rotation(config) == "default" and whole and model.device.type == "cpu")
+        full_heads = config.num_key_value_heads == config.num_attention_heads == config.hidden_size // config.head_dim
+        return bool(rope_type(config) == "default" and full_heads and model.device.type == "cpu")
 
     def __init__(self, model: Any, max_sequences: int = 4) -> None:
         super().__init__(model, max_sequences)
         self._epsilon = model.config.rms_norm_eps
-        self._layers = [joined(layer) for layer in model.model.layers]
+        self._layers = [fuse_projections(layer) for layer in model.model.layers]
         self._heads = len(self._layers[0].qkv) // (3 * model.config.head_dim)
         self._embedding, self._norm = model.model.embed_tokens.weight.data, model.model.norm.weight.data
-        self._words = model.lm_head.weight.data
+        self._lm_head = model.lm_head.weight.data
         with torch.inference_mode():
-            places = torch.arange(self.context)[None]
-            cos, sin = model.model.rotary_emb(self._embedding[:1], places)
+            positions = torch.arange(self.context)[None]
+            cos, sin = model.model.rotary_emb(self._embedding[:1], positions)
         self._cos, self._sin = cos[0].clone(), sin[0].clone()
 
-    def _compute(self, slot: KVSequence, fresh: list[int], places: int) -> Any:
-        length, layers = len(slot.tokens), slot.cache.layers
-        while len(layers) < len(self._layers):
-            layers.append(KVLayer())
+    def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
+        length, kv_layers = len(sequence.tokens), sequence.cache.layers
+        while len(kv_layers) < len(self._layers):
+            kv_layers.append(KVLayer())
         try:
             with torch.inference_mode():
-                return self._forward(torch.tensor(fresh), length, layers, places)
+                return self._forward(torch.tensor(new_tokens), length, kv_layers, num_positions)
         except BaseException:
-            slot.cut(length)
+            sequence.truncate(length)
             raise
 
-    def _forward(self, ids: Tensor, length: int, shelves: list[KVLayer], places: int) -> Tensor:
+    def _forward(self, ids: Tensor, length: int, kv_layers: list[KVLayer], num_positions: int) -> Tensor:
         end = length + len(ids)
         cos, sin = self._cos[length:end, None], self._sin[length:end, None]
-        seen = None if len(ids) == 1 else _seen(len(ids), end)
+        mask = None if len(ids) == 1 else _causal_mask(len(ids), end)
         x = functional.embedding(ids, self._embedding)
-        for layer, shelf in zip(self._layers, shelves):
-            if self._flag.is_set():
-                raise Cancelled
-            x = x + self._total(self._attend(self._normed(x, layer.before), layer, shelf, cos, sin, seen))
-            gate, up = functional.linear(self._normed(x, layer.after), layer.gate_up).chunk(2, -1)
-            x = x + self._total(functional.linear(functional.silu(gate) * up, layer.down))
-        last = self._normed(x[len(ids) - places :], self._norm)
-        return self._every_word(functional.linear(last, self._words)).float()
+        for layer, kv_layer in zip(self._layers, kv_layers):
+            self._check_cancelled()
+            normed = self._rms_norm(x, layer.input_norm)
+            x = x + self._all_reduce(self._attend(normed, layer, kv_layer, cos, sin, mask))
+            normed = self._rms_norm(x, layer.post_attention_norm)
+            gate, up = functional.linear(normed, layer.gate_up).chunk(2, -1)
+            x = x + self._all_reduce(functional.linear(functional.silu(gate) * up, layer.down))
+        last = self._rms_norm(x[len(ids) - num_positions :], self._norm)
+        return self._all_gather(functional.linear(last, self._lm_head)).float()
 
-    def _total(self, part: Tensor) -> Tensor:
-        """What all that hold a part of this model have found; this one holds it all."""
-        return part
+    def _all_reduce(self, partial: Tensor) -> Tensor:
+        """Sum the partial results of all tensor-parallel ranks; here there is only one."""
+        return partial
 
-    def _every_word(self, scores: Tensor) -> Tensor:
-        return scores
+    def _all_gather(self, logits: Tensor) -> Tensor:
+        """Concatenate the logits of all tensor-parallel ranks; here there is only one."""
+        return logits
 
     def _attend(
-        self, x: Tensor, layer: LlamaLayer, shelf: KVLayer, cos: Tensor, sin: Tensor, seen: Tensor | None
+        self, x: Tensor, layer: LlamaLayer, kv_layer: KVLayer, cos: Tensor, sin: Tensor, mask: Tensor | None
     ) -> Tensor:
         qkv = functional.linear(x, layer.qkv).view(len(x), 3 * self._heads, -1)
-        turned = _rotated(qkv[:, : 2 * self._heads], cos, sin).transpose(0, 1)[None]
+        queries_keys = _apply_rotary(qkv[:, : 2 * self._heads], cos, sin).transpose(0, 1)[None]
         values = qkv[:, 2 * self._heads :].transpose(0, 1)[None]
-        held = shelf.update(turned[:, self._heads :], values)
-        found = functional.scaled_dot_product_attention(turned[:, : self._heads], *held, attn_mask=seen)
-        return functional.linear(found[0].transpose(0, 1).reshape(len(x), -1), layer.out)
+        cached = kv_layer.update(queries_keys[:, self._heads :], values)
+        queries = queries_keys[:, : self._heads]
+        attention = functional.scaled_dot_product_attention(queries, *cached, attn_mask=mask)
+        return functional.linear(attention[0].transpose(0, 1).reshape(len(x), -1), layer.out)
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._epsilon)
 
 
-def is_plain(model: Any) -> bool:
-    """A Llama as it was published, whatever its sizes: its matrices are all there is, with no adapters."""
+def is_standard_llama(model: Any) -> bool:
+    """Whether this is an unmodified Llama of any size: plain linear layers, without adapters."""
     if type(model) is not LlamaForCausalLM:
         return False
-    if any(getattr(model.config, name, None) != value for name, value in PLAIN.items()):
+    if any(getattr(model.config, name, None) != value for name, value in STANDARD.items()):
         return False
-    halves = [half for layer in model.model.layers for half in (layer.self_attn, layer.mlp)]
-    matrices = [part for half in halves for part in half.children() if hasattr(part, "weight")]
-    return all(type(part) is nn.Linear and "forward" not in vars(part) for part in matrices)
+    blocks = [block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)]
+    matrices = [module for block in blocks for module in block.children() if hasattr(module, "weight")]
+    return all(type(module) is nn.Linear and "forward" not in vars(module) for module in matrices)
 
 
-def rotation(config: Any) -> str:
-    """The kind by which queries and keys are turned with their places."""
-    found: str = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    return found
+def rope_type(config: Any) -> str:
+    """The kind of rotary position embedding."""
+    kind: str = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return kind
 
 
-def joined(layer: Any) -> LlamaLayer:
-    """A layer's weights; what it had in several matrices are now parts of one, and take no more room."""
+def fuse_projections(layer: Any) -> LlamaLayer:
+    """Fuse a layer's projections; the original parameters become views, so that no memory is added."""
     attention, mlp = layer.self_attn, layer.mlp
     return LlamaLayer(
-        before=layer.input_layernorm.weight.data,
-        qkv=_one(attention.q_proj, attention.k_proj, attention.v_proj),
+        input_norm=layer.input_layernorm.weight.data,
+        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
         out=attention.o_proj.weight.data,
-        after=layer.post_attention_layernorm.weight.data,
-        gate_up=_one(mlp.gate_proj, mlp.up_proj),
+        post_attention_norm=layer.post_attention_layernorm.weight.data,
+        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
         down=mlp.down_proj.weight.data,
     )
 
 
-def _one(*parts: Any) -> Tensor:
-    """The matrices of these, one below the other; those that lie so already stay."""
-    weights: list[Tensor] = [part.weight.data for part in parts]
+def _fuse(*linears: Any) -> Tensor:
+    """Concatenate weight matrices along their output dimension; those that are adjacent already stay."""
+    weights: list[Tensor] = [linear.weight.data for linear in linears]
     heights = [len(weight) for weight in weights]
-    if not _adjoin(weights):
-        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():  # it can be trained as before
-            whole = torch.cat(weights)
-            for part, weight in zip(parts, torch.split(whole, heights)):
-                part.weight.data = weight
-        return whole
-    wide = weights[0].shape[1]
-    return torch.as_strided(weights[0], (sum(heights), wide), (wide, 1))
+    if not _are_adjacent(weights):
+        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():  # the model can still be trained
+            fused = torch.cat(weights)
+            for linear, weight in zip(linears, torch.split(fused, heights)):
+                linear.weight.data = weight
+        return fused
+    width = weights[0].shape[1]
+    return torch.as_strided(weights[0], (sum(heights), width), (width, 1))
 
 
-def _adjoin(weights: list[Tensor]) -> bool:
+def _are_adjacent(weights: list[Tensor]) -> bool:
     if not all(weight.is_contiguous() and weight.dtype == weights[0].dtype for weight in weights):
         return False
     ends = [weight.data_ptr() + weight.nbytes for weight in weights[:-1]]
-    one = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
-    return one and ends == [weight.data_ptr() for weight in weights[1:]]
+    one_storage = len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+    return one_storage and ends == [weight.data_ptr() for weight in weights[1:]]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = x.chunk(2, -1)
-    return x * cos + torch.cat((-b, a), -1) * sin
+def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat((-second, first), -1) * sin
 
 
-def _seen(new: int, end: int) -> Tensor:
-    """Each new token sees what came before it, and itself."""
+def _causal_mask(new: int, end: int) -> Tensor:
     return torch.ones(new, end, dtype=torch.bool).tril(end - new)

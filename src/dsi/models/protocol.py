@@ -1,7 +1,6 @@
-"""What a server asks of a model, and the models that answer with rows of scores.
+"""The protocol between servers and models, and the model that samples from a backend's logits.
 
-A model is asked about a whole text and answers as if it had no memory; what it remembers to be fast is
-its own affair.
+A request carries the whole text, and a model answers as if it were stateless; KV caches are its own concern.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
 
 
 class Cancelled(Exception):
-    """The answer is no longer wanted, and the model stopped working on it."""
+    """The request was cancelled, and the model stopped computing it."""
 
 
 class CancelFlag(Protocol):
-    """Says whether an answer is still wanted. `threading.Event` is one."""
+    """Whether a request was cancelled. `threading.Event` is one."""
 
     def is_set(self) -> bool: ...
     def wait(self, timeout: float) -> bool: ...
 
 
 class Never:
-    """The flag of an answer that is always wanted."""
+    """The flag of a request that is never cancelled."""
 
     def is_set(self) -> bool:
         return False
@@ -43,17 +42,17 @@ NEVER = Never()
 
 @dataclass(slots=True)
 class ForwardRequest:
-    """Which token follows tokens[:i], for each i from `start` to the end of them?
+    """A request for the token after tokens[:i], for each i from `start` to len(tokens).
 
-    A `start` beyond the end asks nothing but to have read the text.
+    A `start` beyond the end only prefills the KV cache.
     """
 
     tokens: Sequence[int]
     start: int
-    num_cached: int | None = None  # how many of these the server has read before; None: the request is new to it
+    num_cached: int | None = None  # tokens that the server has processed before; None: a new prompt
     sampling: Sampling = GREEDY
     cancelled: CancelFlag = NEVER
-    guesses: tuple[tuple[DraftToken, ...], ...] = ()  # about each place, where the rule needs them
+    guesses: tuple[tuple[DraftToken, ...], ...] = ()  # draft tokens for each position, where the rule needs them
 
     @property
     def num_positions(self) -> int:
@@ -62,92 +61,97 @@ class ForwardRequest:
 
 class Model(Protocol):
     def answer(self, request: ForwardRequest) -> Tokens:
-        """One token for each place asked about, or `Cancelled`."""
+        """Return one token for each position requested, or raise `Cancelled`."""
         ...
 
 
 @runtime_checkable
 class SupportsDraw(Model, Protocol):
-    """A model that can say how it drew its guesses."""
+    """A model that can return the distribution its draft tokens are drawn from."""
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
-        """Guesses about the place after this text, which lies in a block of guesses that began at `start`."""
+        """Draw the draft tokens after this text, in a block of draft tokens that began at `start`."""
         ...
 
 
 def draw_or_answer(model: Model, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
-    """Of a model that knows no odds, the guess counts as the only one it could have made."""
+    """Without `draw`, treat the model's answer as deterministic."""
     return model.draw(request, start) if isinstance(model, SupportsDraw) else (model.answer(request), None)
 
 
 @runtime_checkable
 class SupportsTopK(Model, Protocol):
-    """A model that can name runners-up."""
+    """A model that can return runners-up."""
 
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
-        """What `answer` says about the place after this text, then up to `count - 1` that came close."""
+        """Return the answer for the position after this text, then up to `count - 1` runners-up."""
         ...
 
 
 def top_k_or_answer(model: Model, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
-    """A model that knows no runners-up has its guess alone."""
+    """Without `top_k`, return the answer alone."""
     return model.top_k(request, count, min_ratio) if isinstance(model, SupportsTopK) else model.answer(request)
 
 
 @runtime_checkable
 class SupportsLogprobs(Model, Protocol):
-    """A model that can say what it thinks of each place."""
+    """A model that can return log-probabilities."""
 
     def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-        """What `answer` says, and a note on each: the likeliest tokens, the answer and the guesses."""
+        """Return the answer, and for each position the log-probabilities of the top tokens, answer and guesses."""
         ...
 
 
 def logprobs_or_answer(model: Model, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-    """A model that has no scores leaves no notes."""
+    """Without `answer_with_logprobs`, return no log-probabilities."""
     return model.answer_with_logprobs(request) if isinstance(model, SupportsLogprobs) else (model.answer(request), ())
 
 
 @runtime_checkable
 class Pollable(Model, Protocol):
-    """A model that computes elsewhere, on a GPU say, and is looked at now and then."""
+    """A model that computes asynchronously, for example on a GPU, and is polled."""
 
     def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
-        """As `answer`, but it yields while the answer is being computed."""
+        """As `answer`, but yield while the answer is being computed."""
         ...
 
     def poll_draft(self, request: ForwardRequest, count: int) -> Iterator[int | None]:
-        """The token after this text, the one after that, and so on, and None while one is being computed."""
+        """Generate `count` tokens autoregressively, yielding each, and None while one is being computed."""
         ...
 
 
 class Backend(Protocol):
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
-        """A row of scores after tokens[:i] for each i from `start` to the end of them."""
+        """Return one row of logits after tokens[:i] for each i from `start` to len(tokens)."""
         ...
 
 
 @dataclass(frozen=True)
 class SamplingModel:
-    """A backend that has learnt to choose: its rows, judged by the rule that is asked for."""
+    """A model that computes logits with a backend and applies the request's sampling and acceptance rule."""
 
     backend: Backend
 
     def answer(self, request: ForwardRequest) -> Tokens:
-        rows = self.backend.forward(request.tokens, request.start, request.cancelled)
-        return verify_block(rows, request.sampling, request.start, request.guesses)
+        return self._verify(request, self._logits(request))
 
     def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-        rows = self.backend.forward(request.tokens, request.start, request.cancelled)
-        found = verify_block(rows, request.sampling, request.start, request.guesses)
-        about = request.guesses or ((),) * len(found)
-        named = [(token, *(guess for guess, _ in each)) for token, each in zip(found, about)]
-        return found, top_logprobs(rows, request.sampling.logprobs or 0, named)
+        logits = self._logits(request)
+        tokens = self._verify(request, logits)
+        guesses = request.guesses or ((),) * len(tokens)
+        required = [(token, *(guess for guess, _ in position)) for token, position in zip(tokens, guesses)]
+        return tokens, top_logprobs(logits, request.sampling.logprobs or 0, required)
 
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
-        [row] = self.backend.forward(request.tokens, request.start, request.cancelled)
+        [row] = self._logits(request)
         return top_k_tokens(row, request.sampling, request.start, count, min_ratio)
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
-        [row] = self.backend.forward(request.tokens, request.start, request.cancelled)
+        [row] = self._logits(request)
         return draw_guesses(row, request.sampling, request.start, start)
+
+    def _logits(self, request: ForwardRequest) -> Array:
+        return self.backend.forward(request.tokens, request.start, request.cancelled)
+
+    def _verify(self, request: ForwardRequest, logits: Array) -> Tokens:
+        return verify_block(logits, request.sampling, request.start, request.guesses)

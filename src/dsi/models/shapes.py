@@ -1,4 +1,4 @@
-"""Models of the paper's shapes with random weights: a forward takes as long as with any others."""
+"""Models of the paper's architectures with random weights, whose forwards take as long as trained ones."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "heads": 32,
     },
 }
-VOCABULARIES = {"llama": 32000, "gpt_bigcode": 49152, "phi3": 32064}
-NAMES = {
+VOCAB_SIZES = {"llama": 32000, "gpt_bigcode": 49152, "phi3": 32064}
+CONFIG_NAMES = {
     "gpt_bigcode": {"layers": "n_layer", "heads": "n_head", "max_positions": "n_positions"},
     "llama": {
         "layers": "num_hidden_layers",
@@ -79,20 +79,20 @@ NAMES = {
 
 
 def config(name: str, max_positions: int = 2048) -> Any:
-    """The configuration of a shape; `places` is the length of the longest text."""
+    """Return the transformers configuration of a shape with the given context length."""
     if name not in SHAPES:
         raise ValueError(f"shape {name!r}: must be one of {', '.join(SHAPES)}")
     shape = dict(SHAPES[name])
     kind = shape.pop("model_type")
-    names = NAMES.get(kind, NAMES["llama"])
-    found = {names.get(key, key): value for key, value in (shape | {"max_positions": max_positions}).items()}
+    names = CONFIG_NAMES.get(kind, CONFIG_NAMES["llama"])
+    fields = {names.get(key, key): value for key, value in (shape | {"max_positions": max_positions}).items()}
     if kind == "phi3":
-        found |= {"pad_token_id": 0, "original_max_position_embeddings": max_positions}
-    return AutoConfig.for_model(kind, vocab_size=VOCABULARIES[kind], **found)
+        fields |= {"pad_token_id": 0, "original_max_position_embeddings": max_positions}
+    return AutoConfig.for_model(kind, vocab_size=VOCAB_SIZES[kind], **fields)
 
 
 def random_model(name: str, dtype: str = "bfloat16", device: str = "cpu", max_positions: int = 2048) -> Any:
-    """Made where it will run; small numbers, so that nothing overflows."""
+    """Create the model on the device itself, with transformers' default initialisation."""
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config(name, max_positions), dtype=getattr(torch, dtype))
     return model.eval()

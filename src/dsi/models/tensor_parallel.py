@@ -1,9 +1,9 @@
-"""One model over several processes, as one backend: each holds a part of every matrix (tensor parallel).
+"""One model split over several processes (tensor parallelism), as one backend.
 
-The model's own plan says which matrices are cut and how. Every process, or rank, reads the same text into a
-cache of its own heads; where their parts belong together they are summed, through gloo. The first rank is
-the process that asks. It forks the others when it is first asked, so that all see one copy of the weights,
-and tells them what to read by a pipe each: a collective call would not wait for ever. They go when it goes.
+The model's own `_tp_plan` says which matrices are split and how. Every process, or rank, computes the same
+text with a KV cache of its own heads; partial results are combined by gloo collectives. Rank 0 is the calling
+process. It forks the others at its first forward, so that all share one copy of the weights, and sends them
+their requests by pipes, since a collective would time out while idle. They end when it ends.
 """
 
 from __future__ import annotations
@@ -29,91 +29,90 @@ from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
 COLUMNS, ROWS = "colwise", "rowwise"
-GATHERED = ("colwise_gather_output", "colwise_rep")  # by the newer and the older name, here and below
+GATHERED = ("colwise_gather_output", "colwise_rep")  # the newer and the older name, here and below
 SCATTERED = ("rowwise_split_input", "rowwise_rep")
-WHOLE = ("replicated", "replicated_with_grad_allreduce", "embedding_rowwise")  # as good, held by every rank
-STYLES = (COLUMNS, ROWS, *GATHERED, *SCATTERED, *WHOLE)
-HEADED = ("q_proj", "k_proj", "qkv_proj", "query_key_value")  # whose parts must be whole heads
-PATIENCE = timedelta(seconds=60)  # with a rank that does not come to a sum: the others are never far behind
-ALIKE = (Cancelled, ValueError, IndexError)  # what every rank raises at the same place, and goes on
+REPLICATED = ("replicated", "replicated_with_grad_allreduce", "embedding_rowwise")  # held whole by every rank
+STYLES = (COLUMNS, ROWS, *GATHERED, *SCATTERED, *REPLICATED)
+HEAD_PROJECTIONS = ("q_proj", "k_proj", "qkv_proj", "query_key_value")  # split between heads only
+TIMEOUT = timedelta(seconds=60)  # for a rank to join a collective: ranks are never far apart
+RAISED_ON_ALL_RANKS = (Cancelled, ValueError, IndexError)  # every rank raises these at the same point
 
 
 class RankLost(SystemExit):
-    """Another rank is gone. A server's process ends with it, and the fleet starts them all again."""
+    """Another rank has died. The server's process ends with it, and the fleet restarts them all."""
 
 
 @dataclass
 class Group:
-    """The ranks of one model, as one of them sees them."""
+    """One rank's view of the process group."""
 
     rank: int
     size: int
-    flag: CancelFlag = NEVER
+    cancelled: CancelFlag = NEVER
     _gloo: Any = None
 
     @property
-    def met(self) -> bool:
+    def initialized(self) -> bool:
         return self._gloo is not None
 
-    def meet(self, folder: str) -> None:
-        """When this is done all are there, and the folder is needed no longer."""
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it would listen where the host's name leads
+    def init_group(self, folder: str) -> None:
+        """Wait until all ranks have joined; afterwards the folder is no longer needed."""
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the host name resolves to
         store = distributed.FileStore(str(Path(folder) / "ranks"), self.size)  # type: ignore[attr-defined]
-        self._gloo = distributed.ProcessGroupGloo(store, self.rank, self.size, PATIENCE)
+        self._gloo = distributed.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
         self._gloo.barrier().wait()
 
-    def part(self) -> None:
+    def destroy_group(self) -> None:
         self._gloo = None
 
-    def total(self, part: Tensor) -> Tensor:
-        """The sum of all parts, with one number more: if the answer is not wanted any longer, all ranks
-        learn it here, and stop at the same place.
-        """
-        unwanted = part.new_full((1,), float(self.flag.is_set()))
-        summed = torch.cat((part.flatten(), unwanted))
-        self._gloo.allreduce([summed]).wait()
-        if summed[-1] > 0:
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Sum the partial results, and the cancel flags with them: all ranks stop at the same point."""
+        flag = partial.new_full((1,), float(self.cancelled.is_set()))
+        total = torch.cat((partial.flatten(), flag))
+        self._gloo.allreduce([total]).wait()
+        if total[-1] > 0:
             raise Cancelled
-        return summed[:-1].view(part.shape)
+        return total[:-1].view(partial.shape)
 
-    def beside(self, part: Tensor) -> Tensor:
-        """All parts, one beside the other."""
-        parts = [torch.empty_like(part) for _ in range(self.size)]
-        self._gloo.allgather([parts], [part.contiguous()]).wait()
-        return torch.cat(parts, -1)
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """Concatenate all ranks' shards along the last dimension."""
+        shards = [torch.empty_like(shard) for _ in range(self.size)]
+        self._gloo.allgather([shards], [shard.contiguous()]).wait()
+        return torch.cat(shards, -1)
 
-    def own(self, whole: Tensor, dim: int = -1) -> Tensor:
-        """This rank's part: a view."""
+    def shard(self, whole: Tensor, dim: int = -1) -> Tensor:
+        """This rank's shard, as a view."""
         return whole.chunk(self.size, dim)[self.rank]
 
 
 class LlamaCpuRank(LlamaCpu):
-    """What one rank holds of a lean Llama."""
+    """One rank's shard of a Llama on the CPU."""
 
     def __init__(self, model: Any, max_sequences: int, group: Group) -> None:
         super().__init__(model, max_sequences)
-        self._group, self._cut = group, len(self._words) < model.config.vocab_size
+        self._group, self._splits_vocab = group, len(self._lm_head) < model.config.vocab_size
 
-    def _total(self, part: Tensor) -> Tensor:
-        return self._group.total(part)
+    def _all_reduce(self, partial: Tensor) -> Tensor:
+        return self._group.all_reduce(partial)
 
-    def _every_word(self, scores: Tensor) -> Tensor:
-        return self._group.beside(scores) if self._cut else scores
+    def _all_gather(self, logits: Tensor) -> Tensor:
+        return self._group.all_gather(logits) if self._splits_vocab else logits
 
 
 @dataclass
 class RankProcess:
-    """Another rank's process, and the pipe that tells it what to read."""
+    """Another rank's process, and the pipe that carries its requests."""
 
-    process: int
-    orders: BinaryIO
-    tokens: Sequence[int] = ()  # what it was told last: only the difference is sent
+    pid: int
+    requests: BinaryIO
+    tokens: Sequence[int] = ()  # of the last request: only the difference is sent
 
 
 @dataclass
 class TensorParallel:
-    """A transformers model that is split over `size` processes. `threads` are those of each; without them,
-    the cores of this process are divided between the ranks.
+    """A transformers model split over `size` processes, with `threads` each.
+
+    Without `threads`, the cores of this process are divided between the ranks.
     """
 
     model: Any
@@ -125,176 +124,179 @@ class TensorParallel:
     def __post_init__(self) -> None:
         check_tensor_parallel(self.model, self.size)
         self.groups = [Group(rank, self.size) for rank in range(self.size)]
-        self._parts = [part(self.model, group, self.max_sequences) for group in self.groups]
-        self.context = self._parts[0].context
+        self._shards = [shard_model(self.model, group, self.max_sequences) for group in self.groups]
+        self.context = self._shards[0].context
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
         if cancelled.is_set():
             raise Cancelled
         try:
             self._start()
-            self.groups[0].flag = cancelled
+            self.groups[0].cancelled = cancelled
             for helper in self.helpers:
-                _tell(helper, tokens, start)
-            return self._parts[0].forward(tokens, start)
-        except ALIKE:
+                _send(helper, tokens, start)
+            return self._shards[0].forward(tokens, start)
+        except RAISED_ON_ALL_RANKS:
             raise
-        except Exception as error:  # gloo's, a pipe's: nothing else is different from rank to rank
+        except Exception as error:  # from gloo or a pipe: nothing else differs between ranks
             self.close()
             raise RankLost(1) from error
-        except BaseException:  # it stopped where the others do not
+        except BaseException:  # this rank stopped where the others do not
             self.close()
             raise
 
     def close(self) -> None:
-        """No helper is left."""
+        """Kill the other ranks."""
         for helper in self.helpers:
             with suppress(OSError):
-                helper.orders.close()
-            os.kill(helper.process, signal.SIGKILL)
-            os.waitpid(helper.process, 0)
+                helper.requests.close()
+            os.kill(helper.pid, signal.SIGKILL)
+            os.waitpid(helper.pid, 0)
         self.helpers.clear()
-        self.groups[0].part()
+        self.groups[0].destroy_group()
 
     def _start(self) -> None:
-        if self.groups[0].met:
+        if self.groups[0].initialized:
             return
-        self._parts[0].clear_cache()
+        self._shards[0].clear_cache()
         cores = sorted(os.sched_getaffinity(0))
         with TemporaryDirectory(prefix="dsi-") as folder:
             self.helpers += [self._fork(rank, folder, cores) for rank in range(1, self.size)]
-            self._settle(0, cores)
-            self.groups[0].meet(folder)
+            self._pin(0, cores)
+            self.groups[0].init_group(folder)
 
     def _fork(self, rank: int, folder: str, cores: Sequence[int]) -> RankProcess:
         parent = os.getpid()
-        theirs, ours = os.pipe()
-        if process := os.fork():
-            os.close(theirs)
-            return RankProcess(process, open(ours, "wb"))
+        reader, writer = os.pipe()
+        if pid := os.fork():
+            os.close(reader)
+            return RankProcess(pid, open(writer, "wb"))
         try:
             die_with_parent()
             if os.getppid() == parent:
-                self._follow(rank, folder, theirs, cores)
+                self._run_rank(rank, folder, reader, cores)
         finally:
             os._exit(1)
 
-    def _follow(self, rank: int, folder: str, orders: int, cores: Sequence[int]) -> NoReturn:
-        """The life of a helper: it reads what it is told to, until nobody is there to tell."""
-        close_other_fds(orders)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the one who started all this
-        self._settle(rank, cores)
-        self.groups[rank].meet(folder)
+    def _run_rank(self, rank: int, folder: str, reader: int, cores: Sequence[int]) -> NoReturn:
+        """Compute the forwards that rank 0 requests, until its end of the pipe is closed."""
+        close_other_fds(reader)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by rank 0
+        self._pin(rank, cores)
+        self.groups[rank].init_group(folder)
         tokens: list[int] = []
-        with open(orders, "rb") as told:
+        with open(reader, "rb") as requests:
             while True:
-                kept, fresh, start = pickle.load(told)
-                tokens[kept:] = fresh
-                with suppress(*ALIKE):
-                    self._parts[rank].forward(tokens, start)
+                num_shared, new_tokens, start = pickle.load(requests)
+                tokens[num_shared:] = new_tokens
+                with suppress(*RAISED_ON_ALL_RANKS):
+                    self._shards[rank].forward(tokens, start)
 
-    def _settle(self, rank: int, cores: Sequence[int]) -> None:
-        """On cores of its own, if there are enough."""
+    def _pin(self, rank: int, cores: Sequence[int]) -> None:
+        """Give each rank its own cores, if there are enough."""
         if self.threads is None:
             own = cores[rank :: self.size] or [cores[rank % len(cores)]]
             os.sched_setaffinity(0, own)
         torch.set_num_threads(self.threads or len(own))
 
 
-def _tell(helper: RankProcess, tokens: Sequence[int], start: int) -> None:
-    kept = common_prefix_length(helper.tokens, tokens)
-    pickle.dump((kept, list(tokens[kept:]), start), helper.orders)
-    helper.orders.flush()
+def _send(helper: RankProcess, tokens: Sequence[int], start: int) -> None:
+    num_shared = common_prefix_length(helper.tokens, tokens)
+    pickle.dump((num_shared, list(tokens[num_shared:]), start), helper.requests)
+    helper.requests.flush()
     helper.tokens = list(tokens)
 
 
-def part(model: Any, group: Group, max_sequences: int) -> Transformer:
-    """What one rank holds, in the leanest way to run it. The weights are views of the model's."""
-    split = copy.deepcopy(model, {id(each): each for each in (*model.parameters(), *model.buffers())})
-    for module, style in planned(split):
-        if style not in WHOLE:
-            _cut(module, style, group)
-    return LlamaCpuRank(split, max_sequences, group) if LlamaCpu.supports(model) else Transformer(split, max_sequences)
+def shard_model(model: Any, group: Group, max_sequences: int) -> Transformer:
+    """Return one rank's backend. Its weights are views of the model's."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    split = copy.deepcopy(model, shared)
+    for module, style in planned_modules(split):
+        if style not in REPLICATED:
+            _split(module, style, group)
+    if LlamaCpu.supports(model):
+        return LlamaCpuRank(split, max_sequences, group)
+    return Transformer(split, max_sequences)
 
 
-def planned(model: Any) -> list[tuple[Any, str]]:
-    """The modules that the model's plan names, and how each is cut."""
+def planned_modules(model: Any) -> list[tuple[Any, str]]:
+    """Return the modules in the model's plan, each with the style by which it is split."""
     plan = getattr(model, "_tp_plan", None) or {}
     named = ((module, plan.get(_pattern(name))) for name, module in model.named_modules())
     return [(module, style) for module, style in named if style is not None]
 
 
 def _pattern(name: str) -> str:
-    """A plan has a star for the number of a layer."""
+    """Replace layer numbers by the star that a plan has for them."""
     return ".".join("*" if word.isdigit() else word for word in name.split("."))
 
 
-def _cut(linear: nn.Linear, style: str, group: Group) -> None:
-    """Columns and rows are those of the transposed weight, by which the plans are named."""
+def _split(linear: nn.Linear, style: str, group: Group) -> None:
+    """Columns and rows are those of the transposed weight, after which the plans' styles are named."""
     if style == COLUMNS or style in GATHERED:
-        _cut_columns(linear, style in GATHERED, group)
+        _split_columns(linear, style in GATHERED, group)
     else:
-        _cut_rows(linear, style in SCATTERED, group)
+        _split_rows(linear, style in SCATTERED, group)
 
 
-def _cut_columns(linear: nn.Linear, gathered: bool, group: Group) -> None:
-    if linear.weight.shape[0] % group.size:  # a vocabulary, say: every rank computes it all
+def _split_columns(linear: nn.Linear, gathered: bool, group: Group) -> None:
+    if linear.weight.shape[0] % group.size:  # for example a vocabulary: every rank computes all of it
         return
-    linear.weight = _still(group.own(linear.weight, 0))
+    linear.weight = _frozen(group.shard(linear.weight, 0))
     if linear.bias is not None:
-        linear.bias = _still(group.own(linear.bias, 0))
+        linear.bias = _frozen(group.shard(linear.bias, 0))
     if gathered:
-        linear.register_forward_hook(lambda *found: group.beside(found[-1]))
+        linear.register_forward_hook(lambda *arguments: group.all_gather(arguments[-1]))
 
 
-def _cut_rows(linear: nn.Linear, scattered: bool, group: Group) -> None:
-    """A bias is added to the sum, once."""
+def _split_rows(linear: nn.Linear, scattered: bool, group: Group) -> None:
+    """Add the bias once, to the sum."""
     bias = linear.bias
     linear.register_parameter("bias", None)
-    linear.weight = _still(group.own(linear.weight, 1))
+    linear.weight = _frozen(group.shard(linear.weight, 1))
     if scattered:
-        linear.register_forward_pre_hook(lambda _, given: (group.own(given[0]),))
-    add: Callable[[Tensor], Tensor] = (lambda x: x) if bias is None else (lambda x: x + bias)
-    linear.register_forward_hook(lambda *found: add(group.total(found[-1])))
+        linear.register_forward_pre_hook(lambda _, inputs: (group.shard(inputs[0]),))
+    add_bias: Callable[[Tensor], Tensor] = (lambda x: x) if bias is None else (lambda x: x + bias)
+    linear.register_forward_hook(lambda *arguments: add_bias(group.all_reduce(arguments[-1])))
 
 
-def _still(weight: Tensor) -> nn.Parameter:
+def _frozen(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight.detach(), requires_grad=False)
 
 
 def check_tensor_parallel(model: Any, size: int) -> None:
-    """A model that cannot be split so is refused before anything is started."""
-    says, kind = f"target mp {size}:", model.config.model_type
+    """Refuse a model that cannot be split into `size` shards, before any process is started."""
+    subject, kind = f"target mp {size}:", model.config.model_type
     if size < 1:
-        raise ValueError(f"{says} must be at least 1")
+        raise ValueError(f"{subject} must be at least 1")
     if not getattr(model.config, "base_model_tp_plan", None):
-        raise ValueError(f"{says} a {kind} model has no plan by which it could be split")
-    found = planned(model)
-    if strange := sorted({style for _, style in found if style not in STYLES}):
-        raise ValueError(f"{says} a {kind} model is split by {', '.join(strange)}, which is not known here")
-    if any(style == COLUMNS for style in _headed(model)):
-        _check_heads(model.config, says, size)
-    for module, style in found:
-        wide = _width(module, style)
-        if wide % size:
-            raise ValueError(f"{says} does not divide the model's width of {wide}")
+        raise ValueError(f"{subject} a {kind} model has no plan by which it could be split")
+    modules = planned_modules(model)
+    if unknown := sorted({style for _, style in modules if style not in STYLES}):
+        raise ValueError(f"{subject} a {kind} model is split by {', '.join(unknown)}, which is not known here")
+    if any(style == COLUMNS for style in _head_styles(model)):
+        _check_heads(model.config, subject, size)
+    for module, style in modules:
+        width = _split_width(module, style)
+        if width % size:
+            raise ValueError(f"{subject} does not divide the model's width of {width}")
 
 
-def _headed(model: Any) -> list[str]:
+def _head_styles(model: Any) -> list[str]:
     plan = model._tp_plan or {}
-    return [style for name, style in plan.items() if name.rsplit(".", 1)[-1] in HEADED]
+    return [style for name, style in plan.items() if name.rsplit(".", 1)[-1] in HEAD_PROJECTIONS]
 
 
-def _check_heads(config: Any, says: str, size: int) -> None:
+def _check_heads(config: Any, subject: str, size: int) -> None:
     heads = config.num_attention_heads
-    pairs = getattr(config, "num_key_value_heads", None) or heads
-    for count, of in ((heads, "heads"), (pairs, "key and value heads")):
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    for count, kind in ((heads, "heads"), (kv_heads, "key and value heads")):
         if count % size:
-            raise ValueError(f"{says} does not divide the model's {count} {of}")
+            raise ValueError(f"{subject} does not divide the model's {count} {kind}")
 
 
-def _width(module: Any, style: str) -> int:
-    """What must be cut into equal parts; a matrix whose parts are gathered can also be held whole."""
+def _split_width(module: Any, style: str) -> int:
+    """The dimension that must divide evenly; a matrix whose outputs are gathered can also be replicated."""
     if style == COLUMNS:
         return int(module.weight.shape[0])
     return int(module.weight.shape[1]) if style in (ROWS, *SCATTERED) else 0

@@ -1,4 +1,4 @@
-"""Between characters and tokens: a tokenizer, text that grows by whole characters, stop strings."""
+"""Between text and tokens: the tokenizer, incremental detokenization, stop strings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from dsi.core.sequence import Tokens
 
-HALF = "\ufffd"  # what a decoder writes for a character that is not complete
+REPLACEMENT = "\ufffd"  # what a decoder writes for an incomplete character
 
 
 class Tokenizer:
-    """A tokenizer of transformers, as much of it as we need."""
+    """A transformers tokenizer, reduced to what the engine needs."""
 
-    def __init__(self, tokenizer: Any, ends: Iterable[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
         own = tokenizer.eos_token_id
-        self.eos_token_ids = frozenset(ends) | (frozenset() if own is None else {own})
+        self.eos_token_ids = frozenset(eos_token_ids) | (frozenset() if own is None else {own})
 
     @property
     def size(self) -> int:
-        """How many tokens it knows."""
+        """The number of tokens in the vocabulary."""
         return len(self.tokenizer)
 
     def encode(self, text: str) -> Tokens:
@@ -40,70 +40,70 @@ class Tokenizer:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
-        """A conversation as the model was taught to read one; without a template, as one running text."""
+        """Encode a conversation with the chat template; without one, as the messages joined by spaces."""
         if not self.has_chat_template:
             return self.encode(" ".join(message["content"] for message in messages))
-        found = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
-        return tuple(found["input_ids"] if isinstance(found, Mapping) else found)
+        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+        return tuple(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
 
 class Detokenizer:
-    """Text as tokens arrive, never half a character.
+    """Convert tokens to text as they arrive, in whole characters.
 
-    A token's spelling can depend on the one before it, so each piece is decoded together with the last.
+    A token's text can depend on the one before it, so new tokens are decoded together with the last ones.
     """
 
-    def __init__(self, text: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._text = text
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
         self._tokens = list(prompt[-4:])
-        self._from, self._shown = 0, len(self._tokens)
+        self._prefix_start, self._shown = 0, len(self._tokens)
 
     def push(self, tokens: Iterable[int]) -> str:
         self._tokens += tokens
-        return self._piece(final=False)
+        return self._new_text(final=False)
 
     def finish(self) -> str:
-        """What is left, complete or not."""
-        return self._piece(final=True)
+        """Return the rest, complete or not."""
+        return self._new_text(final=True)
 
-    def _piece(self, final: bool) -> str:
-        before = self._text.decode(self._tokens[self._from : self._shown])
-        now = self._text.decode(self._tokens[self._from :])
-        if not final and now.endswith(HALF):
+    def _new_text(self, final: bool) -> str:
+        prefix = self._tokenizer.decode(self._tokens[self._prefix_start : self._shown])
+        text = self._tokenizer.decode(self._tokens[self._prefix_start :])
+        if not final and text.endswith(REPLACEMENT):
             return ""
-        self._from, self._shown = self._shown, len(self._tokens)
-        return now[len(before) :]
+        self._prefix_start, self._shown = self._shown, len(self._tokens)
+        return text[len(prefix) :]
 
 
 class StopStrings:
-    """Ends a text before any of these strings, wherever the borders between tokens are."""
+    """End a text before any of these strings, independently of token boundaries."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._held_back = ""
         self.stopped = False
 
-    def push(self, piece: str) -> str:
-        """What can be shown: up to the first stop, or to where one may be beginning."""
-        text = self._held + piece
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
+    def push(self, new_text: str) -> str:
+        """Return what can be shown: up to the first stop string, or to where one may be beginning."""
+        text = self._held_back + new_text
+        matches = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            self.stopped, self._held_back = True, ""
+            return text[: min(matches)]
+        overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held_back = text[len(text) - overlap :]
+        return text[: len(text) - overlap]
 
     def finish(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        rest, self._held_back = self._held_back, ""
+        return rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How much of the end of `text` is a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,8 +1,8 @@
-"""Exact little models, whose drafter agrees with the target at a chosen rate.
+"""Hash-based toy models, whose drafter agrees with the target at an exact rate.
 
-The true token after a text is a hash of its length and last two tokens, and always even. A drafter that
-errs names the odd token beside it, which is never true; so it agrees at exactly its rate, independently
-at every place, greedy or with any temperature. So does its second guess, where the first is wrong.
+The target's token after a text is a hash of its length and last two tokens, and always even. A drafter that
+errs gives the odd token after it, which the target never outputs; so it agrees at exactly its acceptance
+rate, independently at every position, greedy or at any temperature. So does its runner-up.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from dsi.models.protocol import CancelFlag, ForwardRequest
 from dsi.sampling.acceptance_rules import match
 from dsi.sampling.noise import UINT64_MAX, Array, splitmix64
 
-VOCABULARY = 64
-HALF = VOCABULARY // 2
-TRUTH, ERROR, SECOND, SURE = range(4)  # what a hash is about
+VOCAB_SIZE = 64
+HALF = VOCAB_SIZE // 2
+TARGET_TOKEN, ERROR, RUNNER_UP, NO_RUNNER_UP = range(4)  # what a hash decides
 
 
-def place(about: int, seed: int, tokens: Sequence[int], i: int) -> int:
-    """64 bits for what comes after tokens[:i]. Python's hash of small numbers is equal on every machine."""
-    last = tokens[i - 1] if i > 0 else VOCABULARY
-    before = tokens[i - 2] if i > 1 else VOCABULARY
-    return splitmix64(hash((about, seed < 0, abs(seed), i, last, before)) & UINT64_MAX)
+def position_hash(purpose: int, seed: int, tokens: Sequence[int], i: int) -> int:
+    """Return 64 bits for the position after tokens[:i]. Python's hash of integers is equal on every machine."""
+    last = tokens[i - 1] if i > 0 else VOCAB_SIZE
+    before = tokens[i - 2] if i > 1 else VOCAB_SIZE
+    return splitmix64(hash((purpose, seed < 0, abs(seed), i, last, before)) & UINT64_MAX)
 
 
 @dataclass(frozen=True)
@@ -34,23 +34,22 @@ class ToyTarget:
     seed: int = 0
 
     def answer(self, request: ForwardRequest) -> Tokens:
-        """Greedy answers come straight from the hash: the same as the largest score, and much faster."""
+        """Take greedy tokens straight from the hash: equal to the argmax of the logits, and much faster."""
         if request.sampling.temperature:
-            return match(
-                self.forward(request.tokens, request.start, request.cancelled), request.sampling, request.start
-            )
-        return tuple(self.truth(request.tokens, i) for i in range(request.start, len(request.tokens) + 1))
+            logits = self.forward(request.tokens, request.start, request.cancelled)
+            return match(logits, request.sampling, request.start)
+        return tuple(self.target_token(request.tokens, i) for i in range(request.start, len(request.tokens) + 1))
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:  # noqa: ARG002
-        return np.stack([self.scores(tokens, i) for i in range(start, len(tokens) + 1)])
+        return np.stack([self.logits(tokens, i) for i in range(start, len(tokens) + 1)])
 
-    def truth(self, tokens: Sequence[int], i: int) -> int:
-        return (place(TRUTH, self.seed, tokens, i) >> 40) % HALF * 2
+    def target_token(self, tokens: Sequence[int], i: int) -> int:
+        return (position_hash(TARGET_TOKEN, self.seed, tokens, i) >> 40) % HALF * 2
 
-    def scores(self, tokens: Sequence[int], i: int) -> Array:
-        """Even tokens by distance from the true one; odd tokens are impossible."""
-        row = np.full(VOCABULARY, -np.inf, dtype=np.float32)
-        row[::2] = -((np.arange(HALF) - self.truth(tokens, i) // 2) % HALF)
+    def logits(self, tokens: Sequence[int], i: int) -> Array:
+        """Even tokens by their distance from the target token; odd tokens are impossible."""
+        row = np.full(VOCAB_SIZE, -np.inf, dtype=np.float32)
+        row[::2] = -((np.arange(HALF) - self.target_token(tokens, i) // 2) % HALF)
         return row
 
 
@@ -59,10 +58,10 @@ class ToyDrafter:
     target: ToyTarget
     acceptance: float
     seed: int = 1
-    runner_up_acceptance: float = 0.0  # where the first guess is wrong: how often the second is right
-    no_runner_up_rate: float = 0.0  # where the first guess is right: how often there is no second
-    acceptance_from: tuple[int, float] | None = None  # from this place of a text on, another acceptance
-    wrong_positions: frozenset[int] = frozenset()  # places of a text at which it errs whatever its luck
+    runner_up_acceptance: float = 0.0  # where the first guess is wrong: how often the runner-up is right
+    no_runner_up_rate: float = 0.0  # where the first guess is right: how often there is no runner-up
+    acceptance_from: tuple[int, float] | None = None  # from this position of a text on, another acceptance
+    wrong_positions: frozenset[int] = frozenset()  # positions at which it errs whatever its acceptance
 
     def __post_init__(self) -> None:
         for name in ("acceptance", "runner_up_acceptance", "no_runner_up_rate"):
@@ -70,31 +69,32 @@ class ToyDrafter:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 1")
 
     def answer(self, request: ForwardRequest) -> Tokens:
-        truths = self.target.answer(request)
-        errs = (self.errs(request.tokens, i) for i in range(request.start, len(request.tokens) + 1))
-        return tuple(truth + err for truth, err in zip(truths, errs))
+        target_tokens = self.target.answer(request)
+        errors = (self.errs(request.tokens, i) for i in range(request.start, len(request.tokens) + 1))
+        return tuple(token + error for token, error in zip(target_tokens, errors))
 
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:  # noqa: ARG002
-        """A second guess beside the first; further ones are never right, and left out."""
-        [truth], [guess] = self.target.answer(request), self.answer(request)
-        if count < 2 or (guess == truth and self.luck(SURE, request.tokens, request.start) < self.no_runner_up_rate):
+        """Return the guess and a runner-up; further ones would never be right, and are left out."""
+        [target_token], [guess] = self.target.answer(request), self.answer(request)
+        correct = guess == target_token
+        if count < 2 or (correct and self._uniform(NO_RUNNER_UP, request) < self.no_runner_up_rate):
             return (guess,)
-        if guess == truth:
-            return guess, truth + 1
-        right = self.luck(SECOND, request.tokens, request.start) < self.runner_up_acceptance
-        return guess, truth if right else (truth + 3) % VOCABULARY
+        if correct:
+            return guess, target_token + 1
+        recovers = self._uniform(RUNNER_UP, request) < self.runner_up_acceptance
+        return guess, target_token if recovers else (target_token + 3) % VOCAB_SIZE
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
-        rows = self.target.forward(tokens, start, cancelled)
-        return np.stack([np.roll(row, self.errs(tokens, start + i)) for i, row in enumerate(rows)])
+        logits = self.target.forward(tokens, start, cancelled)
+        return np.stack([np.roll(row, self.errs(tokens, start + i)) for i, row in enumerate(logits)])
 
     def errs(self, tokens: Sequence[int], i: int) -> bool:
         if i in self.wrong_positions:
             return True
         changed = self.acceptance_from is not None and i >= self.acceptance_from[0]
         acceptance = self.acceptance_from[1] if changed and self.acceptance_from else self.acceptance
-        return (place(ERROR, self.seed, tokens, i) >> 11) * 2.0**-53 >= acceptance
+        return (position_hash(ERROR, self.seed, tokens, i) >> 11) * 2.0**-53 >= acceptance
 
-    def luck(self, about: int, tokens: Sequence[int], i: int) -> float:
-        """A number between 0 and 1, of its own for each place."""
-        return (place(about, self.seed, tokens, i) >> 11) * 2.0**-53
+    def _uniform(self, purpose: int, request: ForwardRequest) -> float:
+        """A number in [0, 1) for this purpose at the position after the text."""
+        return (position_hash(purpose, self.seed, request.tokens, request.start) >> 11) * 2.0**-53

@@ -1,4 +1,4 @@
-"""The paper's `wait`: any model at a given latency, waiting instead of computing."""
+"""The paper's `wait` command: a model that waits for a given latency instead of computing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from dsi.sampling.verify import DraftProbs
 
 @dataclass(frozen=True)
 class Latency:
-    """How long one forward takes, by what the server has read before.
+    """The latency of one forward, given how much of the text the server has in its KV cache.
 
-    `ttft` is a forward over a prompt that is new to the server; only reading it, without being asked
-    about it, takes the ttft - tpot by which it exceeds a forward. `per_token` is what each new token
-    after the first adds to a forward: what other servers verified meanwhile is new to this one.
-    `steps` says instead what forwards of up to so many new tokens take, where forwards are padded.
-    `jitter` spreads a forward evenly by that share to either side.
+    `ttft` is the latency of a forward over a new prompt; prefilling it without sampling takes ttft - tpot.
+    `per_token` is added for each new token after the first, which includes tokens that other servers
+    verified meanwhile. Where forwards are padded, `by_width` gives the latency by the number of new tokens
+    instead. `jitter` varies each forward uniformly by that fraction in either direction.
     """
 
     tpot: Time
@@ -40,27 +39,27 @@ class Latency:
             )
 
     def forward(self, request: ForwardRequest) -> Time:
-        places = request.num_positions
-        answer = self.tpot if places else 0
-        if request.num_cached is None:
+        positions = request.num_positions
+        answer = self.tpot if positions else 0
+        if request.num_cached is None:  # prefill
             return answer + (0 if self.ttft is None else self.ttft - self.tpot)
-        new = max(len(request.tokens) - request.num_cached, places)
+        new = max(len(request.tokens) - request.num_cached, positions)
         if self.by_width:
             return next((time for width, time in self.by_width if new <= width), self.by_width[-1][1]) if new else 0
-        return answer + self.per_token * (new - bool(places))
+        return answer + self.per_token * (new - bool(positions))
 
 
 @dataclass
 class Wait:
-    """A model that answers as `model` does, after `latency`. In virtual time nobody really waits."""
+    """Answer as `model` does, after `latency`. In virtual time the wait only advances the clock."""
 
     model: Model
     latency: Latency
     seed: int = 0
-    dice: Random = field(init=False, repr=False)
+    rng: Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.dice = Random(self.seed)
+        self.rng = Random(self.seed)
 
     def answer(self, request: ForwardRequest) -> Tokens:
         self._wait(request)
@@ -77,6 +76,6 @@ class Wait:
     def _wait(self, request: ForwardRequest) -> None:
         seconds = self.latency.forward(request)
         if self.latency.jitter:
-            seconds *= 1 + self.latency.jitter * self.dice.uniform(-1, 1)
+            seconds *= 1 + self.latency.jitter * self.rng.uniform(-1, 1)
         if request.cancelled.wait(seconds):
             raise Cancelled

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsi.models.cuda.fused_ops import normed, swapped
-from dsi.models.llama_cpu import is_plain, joined, rotation
+from dsi.models.llama_cpu import fuse_projections, is_standard_llama, rope_type
 
 SIZES = (32, 64, 128, 256)  # of a head
 STEADY = ("default", "linear", "llama3", "yarn")  # rotations that do not depend on the length of the text
@@ -31,9 +31,9 @@ _turns: WeakKeyDictionary[Any, dict[int, Turns]] = WeakKeyDictionary()
 
 def fits(model: Any) -> bool:
     """Whether a model can be recorded so."""
-    if not is_plain(model) or model.config.head_dim not in SIZES:
+    if not is_standard_llama(model) or model.config.head_dim not in SIZES:
         return False
-    return rotation(model.config) in STEADY and find_spec("triton") is not None
+    return rope_type(model.config) in STEADY and find_spec("triton") is not None
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def _no_mask(**_: Any) -> None:
 def _forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
     from dsi.models.cuda.triton_kernels import attend, gated
 
-    own = joined(layer)
+    own = fuse_projections(layer)
 
     def forward(hidden_states: Tensor, *, position_embeddings: Turns, past_key_values: Any, **_: Any) -> Tensor:
         x, held = hidden_states[0], past_key_values.layers[number]
