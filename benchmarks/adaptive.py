@@ -21,8 +21,9 @@ from typing import Any
 
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import CLASSES
-from dsi.planning.forecast import adaptive, best_way, block, guide, outlook
+from dsi.planning.auto import adaptive, best_config, latency_table
 from dsi.planning.latency import LatencyModel
+from dsi.planning.search import si_block
 from dsi.planning.simulation import SimulationConfig
 
 TOKENS = 200
@@ -48,8 +49,8 @@ def random_setting(number: int, waited: bool = False) -> SimulationConfig:
         acceptance,
         sp,
         TOKENS,
-        eager=False,
-        later=later,
+        thread_pool=False,
+        acceptance_change=later,
     )
 
 
@@ -74,14 +75,18 @@ class Row:
 
 
 def rates(setting: SimulationConfig) -> list[float]:
-    return [setting.acceptance] if setting.later is None else [setting.acceptance, setting.later[1]]
+    return (
+        [setting.acceptance]
+        if setting.acceptance_change is None
+        else [setting.acceptance, setting.acceptance_change[1]]
+    )
 
 
 def si_blocks(setting: SimulationConfig) -> list[int]:
     """Those that may be SI's best, knowing the acceptance rates."""
     known = rates(setting)
     return sorted(
-        {max(1, round(block(setting, rate) * share)) for rate in [*known, fmean(known)] for share in (0.6, 1, 1.4)}
+        {max(1, round(si_block(setting, rate) * share)) for rate in [*known, fmean(known)] for share in (0.6, 1, 1.4)}
     )
 
 
@@ -91,27 +96,27 @@ def simulated(number: int) -> Row:
     def mean(algorithm: Any, each: SimulationConfig = setting) -> float:
         return fmean(each.run(algorithm, seed).ms for seed in SEEDS)
 
-    si = min(mean("si", replace(setting, lookahead=length)) for length in si_blocks(setting))
-    return Row(number, setting, mean("nonsi"), si, mean(adaptive(outlook(setting), setting)))
+    si = min(mean("si", setting.with_spec(lookahead=length)) for length in si_blocks(setting))
+    return Row(number, setting, mean("nonsi"), si, mean(adaptive(latency_table(setting), setting)))
 
 
 def waited(number: int) -> Row:
     """Interleaved; SI has the block that is its best in virtual time. All ways are tried in virtual time."""
-    setting = replace(random_setting(number, waited=True), later=None, tokens=100)
-    known = outlook(setting)
+    setting = replace(random_setting(number, waited=True), acceptance_change=None, tokens=100)
+    known = latency_table(setting)
     length = min(
         si_blocks(setting),
-        key=lambda size: sum(replace(setting, lookahead=size).run("si", seed).ms for seed in SEEDS),
+        key=lambda size: sum(setting.with_spec(lookahead=size).run("si", seed).ms for seed in SEEDS),
     )
-    si = replace(setting, lookahead=length)
-    way, predicted = best_way(known, setting.acceptance)
+    si = setting.with_spec(lookahead=length)
+    way, predicted = best_config(known, setting.acceptance)
     ms: dict[str, list[float]] = {"nonsi": [], "si": [], "auto": [], "planned": []}
     for seed in range(3):
         ms["nonsi"].append(setting.run("nonsi", seed, True).ms)
         ms["si"].append(si.run("si", seed, True).ms)
         ms["auto"].append(setting.run(adaptive(known, setting), seed, True).ms)
-        ms["planned"].append(setting.run(guide(way, setting), seed, True).ms)
-    tried = {each: fmean(setting.run(guide(each, setting), seed).ms for seed in SEEDS) for each in known.configs}
+        ms["planned"].append(setting.run(way, seed, True).ms)
+    tried = {each: fmean(setting.run(each, seed).ms for seed in SEEDS) for each in known.configs}
     return Row(
         number,
         setting,
@@ -119,7 +124,7 @@ def waited(number: int) -> Row:
         fmean(ms["si"]),
         fmean(ms["auto"]),
         predicted=predicted * setting.tokens,
-        rehearsed=fmean(setting.run(guide(way, setting), seed).ms for seed in range(3)),
+        rehearsed=fmean(setting.run(way, seed).ms for seed in range(3)),
         planned=fmean(ms["planned"]),
         best=tried[way] / min(tried.values()) - 1,
     )
@@ -137,7 +142,7 @@ def virtual(count: int) -> dict[str, Any]:
         rows = list(told(pool.imap(simulated, range(count)), count))
     over = sorted(row.over for row in rows)
     slow = [row for row in rows if row.setting.latency.drafter_ms > row.setting.latency.target_ms]
-    changed = [row for row in rows if row.setting.later]
+    changed = [row for row in rows if row.setting.acceptance_change]
     found = {
         "label": "simulated",
         "settings": count,
@@ -224,9 +229,15 @@ def seconds() -> dict[str, Any]:
     found: dict[str, Any] = {"label": "simulated"}
     for rate in (0.4, 0.63, 0.8):
         setting = SimulationConfig(
-            LatencyModel(20.0, 2.0, cancel_points=8), rate, 8, TOKENS, second_hit=0.5, sure=0.5, eager=False
+            LatencyModel(20.0, 2.0, cancel_points=8),
+            rate,
+            8,
+            TOKENS,
+            runner_up_acceptance=0.5,
+            no_runner_up_rate=0.5,
+            thread_pool=False,
         )
-        known, without = outlook(setting), outlook(setting)
+        known, without = latency_table(setting), latency_table(setting)
         without.best_with_spares.clear()
         times = [fmean(setting.run(adaptive(each, setting), seed).ms for seed in SEEDS) for each in (known, without)]
         found[str(rate)] = times[0] / times[1]

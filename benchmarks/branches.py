@@ -15,7 +15,7 @@ from statistics import fmean
 import harness
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
-from dsi.core.spec import MIN_RATIO
+from dsi.core.spec import MIN_RATIO, SpecConfig
 from dsi.engine.build_processes import ModelPair, load_model_pair
 from dsi.engine.config import EngineConfig
 from dsi.engine.prompts import sample_prompts
@@ -23,7 +23,7 @@ from dsi.experiments import datasets
 from dsi.experiments.acceptance import interval
 from dsi.models.protocol import NEVER, ForwardRequest
 from dsi.paper.claims import bound
-from dsi.planning.equation_1 import exact, servers_needed
+from dsi.planning.equation_1 import servers_needed, to_fraction
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 from dsi.sampling.logits import top_k_tokens
@@ -49,11 +49,9 @@ def mean_ms(acceptance: float, hit: float, spare: int, options: argparse.Namespa
         acceptance,
         servers_needed(TARGET_MS, DRAFTER_MS, options.lookahead) + 1 + spare,
         TOKENS,
-        options.lookahead,
-        branches=2,
-        second_hit=hit,
-        sure=options.sure,
-        spare=spare,
+        runner_up_acceptance=hit,
+        no_runner_up_rate=options.sure,
+        spec=SpecConfig(lookahead=options.lookahead, branches=2, spare_targets=spare),
     )
     return fmean(setting.run("dsi", seed).ms for seed in range(options.repeats))
 
@@ -61,7 +59,7 @@ def mean_ms(acceptance: float, hit: float, spare: int, options: argparse.Namespa
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
     for acceptance in ACCEPTANCES:
         chain = mean_ms(acceptance, 0.0, 0, options)
-        most = TARGET_MS * float(bound(exact(DRAFTER_MS) / exact(TARGET_MS), TOKENS, acceptance))
+        most = TARGET_MS * float(bound(to_fraction(DRAFTER_MS) / to_fraction(TARGET_MS), TOKENS, acceptance))
         for hit in HITS:
             for spare in SPARES:
                 ms = chain if spare == 0 else mean_ms(acceptance, hit, spare, options)

@@ -20,7 +20,7 @@ from dsi.experiments import budget
 from dsi.experiments.budget import Table
 from dsi.experiments.compare import CLASSES
 from dsi.planning import theory
-from dsi.planning.equation_1 import shared_out
+from dsi.planning.equation_1 import amdahl
 from dsi.planning.latency import LatencyModel
 
 TOKENS = 200
@@ -43,7 +43,7 @@ def row(target: float, drafter: float, acceptance: float, gpus: int, scales: lis
     dsi = min(float(theory.dsi(TOKENS, latencies, acceptance, k, gpus - 1)) for k in range(1, 41))
     ms = {"dsi": dsi / TOKENS}
     for share in scales:
-        faster = LatencyModel(round(target * shared_out(share, gpus), 3), round(drafter, 3))
+        faster = LatencyModel(round(target * amdahl(share, gpus), 3), round(drafter, 3))
         si = min(float(theory.si(TOKENS, faster, acceptance, k)) for k in range(1, 41))
         ms |= {f"si {share:g}": si / TOKENS, f"nonsi {share:g}": theory.nonsi(TOKENS, faster) / TOKENS}
     return {"gpus": gpus, "acceptance": acceptance, "ms_per_token": ms}

@@ -57,7 +57,7 @@ def pairs() -> dict[str, SimulationConfig]:
         for target in json.loads(path.read_text())["targets"]:
             if target["shape"] in COLOURS and "whole_gpu" in target:
                 found[target["shape"]] = measured(target["whole_gpu"]["costs"])
-    basis = SimulationConfig(LatencyModel(37.7, 2.5, cancel_points=8), 0.8, sp=7, tokens=TOKENS, eager=False)
+    basis = SimulationConfig(LatencyModel(37.7, 2.5, cancel_points=8), 0.8, sp=7, tokens=TOKENS, thread_pool=False)
     return {**{name: found[name] for name in COLOURS if name in found}, PAPER: basis}
 
 
@@ -65,7 +65,7 @@ def measured(costs: Row) -> SimulationConfig:
     steps = tuple((int(width), round(ms, 2)) for width, ms in costs["by_width"].items())
     drafter = round(costs["drafter_ms"], 3)
     return SimulationConfig(
-        LatencyModel(steps[0][1], drafter, cancel_points=8, by_width=steps), 0.8, sp=7, tokens=TOKENS, eager=False
+        LatencyModel(steps[0][1], drafter, cancel_points=8, by_width=steps), 0.8, sp=7, tokens=TOKENS, thread_pool=False
     )
 
 
@@ -78,7 +78,7 @@ def alone(setting: SimulationConfig, algorithm: str) -> float:
     """Milliseconds a token of SI at its best block, or of non-SI: on one GPU, without a network."""
     here = replace(setting, sp=1, nodes=None).with_latency(network_ms=0)
     blocks = SI_BLOCKS if algorithm == "si" else (None,)
-    return min(ms_per_token(replace(here, lookahead=block), algorithm) for block in blocks)
+    return min(ms_per_token(here.with_spec(lookahead=block), algorithm) for block in blocks)
 
 
 @cache
@@ -87,7 +87,7 @@ def rehearsed(setting: SimulationConfig) -> SimulationConfig:
     away = setting.latency.target_ms + 2 * setting.latency.network_ms
     block = minimal_lookahead(away, setting.latency.drafter_ms, setting.sp)
     tried = [
-        replace(setting, lookahead=k, patience=wait, horizon=(setting.sp + 1) * k)
+        setting.with_spec(lookahead=k, min_draft=wait, max_lead=(setting.sp + 1) * k)
         for k, wait in product(sorted({block, block + 1, 2 * block, 7}), (0, 3))
     ]
     return min(tried, key=lambda choice: ms_per_token(choice, "dsi", range(TRIES)))
@@ -213,8 +213,8 @@ def by_failures() -> list[Row]:
     """One long text of the paper's pair on eight processors, by failures per hour of each."""
     pair = rehearsed(pairs()[PAPER])
     return [
-        failures_row(replace(pair, lookahead=None), "nonsi"),
-        failures_row(replace(pair, lookahead=None), "si"),
+        failures_row(pair.with_spec(lookahead=None), "nonsi"),
+        failures_row(pair.with_spec(lookahead=None), "si"),
         failures_row(pair, "dsi"),
         failures_row(replace(pair, drafter_copies=2), "dsi"),
     ]
@@ -269,7 +269,7 @@ class OneFailure(SimulationConfig):
 
     def outages(self, name: str, seed: int) -> Iterator[Outage]:  # noqa: ARG002
         down = self.at_ms
-        return iter([Outage(down, down + 1000 * REPAIR_S, self.notice_ms)] if name == self.victim else [])
+        return iter([Outage(down, down + 1000 * REPAIR_S, self.detection_ms)] if name == self.victim else [])
 
 
 def by_notice() -> list[Row]:
@@ -286,7 +286,7 @@ def one_failure(pair: SimulationConfig, notice: float) -> float:
     costs = []
     for seed, target in product(range(TRIES), range(1, plan.sp + 1)):
         sound = plan.run("dsi", seed).ms
-        failing = {"failures_per_hour": 1, "notice_ms": notice, "victim": f"target-{target}"}
+        failing = {"failures_per_hour": 1, "detection_ms": notice, "victim": f"target-{target}"}
         costs.append(OneFailure(**vars(plan) | failing, at_ms=sound / 2).run("dsi", seed).ms - sound)
     return fmean(costs)
 

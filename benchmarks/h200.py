@@ -42,8 +42,8 @@ from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.shapes import random_model
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.paper.table2 import PAIRS
-from dsi.planning.choose import Choice, as_chosen, as_measured, choose
 from dsi.planning.latency import LatencyModel
+from dsi.planning.search import DeploymentPlan, PairProfile, search_devices
 from oracle import Oracle
 
 TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
@@ -104,9 +104,9 @@ def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None)
     return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True))
 
 
-def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> Completion:
+def write(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: int, seed: int) -> Completion:
     fleet = bench.fleet(choice.sp, acceptance, seed)
-    policy = policy_for(SpecConfig(choice.algorithm, choice.lookahead, choice.patience, choice.horizon))
+    policy = policy_for(choice.spec)
     try:
         [done] = EngineLoop(fleet).run(Request((1,) * PROMPT, tokens, policy))
         return done
@@ -117,18 +117,18 @@ def write(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: in
 def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str, Any]:
     """One target and acceptance rate: non-SI, SI at blocks near its best, DSI as chosen, interleaved."""
     most = len(bench.targets)
-    found = {choice.algorithm: choice for choice in choose(bench.latency, acceptance, most, map=pool().map)}
+    found = {choice.algorithm: choice for choice in search_devices(bench.latency, acceptance, most, map=pool().map)}
     first = min(found.values(), key=lambda choice: choice.ms)
     rows = {"nonsi": found["nonsi"], **({"dsi": found["dsi"]} if most > 1 else {})}
     si = found["si"]
-    for block in sorted({max(1, round(si.lookahead * share)) for share in SHARES}):
-        rows[f"si {block}"] = Choice("si", 1, block, 0, si.ms)
+    for block in sorted({max(1, round((si.spec.lookahead or 1) * share)) for share in SHARES}):
+        rows[f"si {block}"] = DeploymentPlan(SpecConfig("si", block), ms=si.ms)
     times = measured(bench, rows, acceptance, tokens, repeats)
     best = min((name for name in rows if name.startswith("si")), key=lambda name: sum(times[name]))
     result = {
         "acceptance": acceptance,
         "chosen": first.json(),
-        "si_lookahead": rows[best].lookahead,
+        "si_lookahead": rows[best].spec.lookahead,
         "ms": times,
         "ms_per_token": {name: median(each) / tokens for name, each in times.items()},
     }
@@ -139,7 +139,7 @@ def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str
 
 
 def measured(
-    bench: Bench, rows: dict[str, Choice], acceptance: float, tokens: int, repeats: int
+    bench: Bench, rows: dict[str, DeploymentPlan], acceptance: float, tokens: int, repeats: int
 ) -> dict[str, list[float]]:
     """Milliseconds of each row, by seed."""
     times: dict[str, list[float]] = {name: [] for name in rows}
@@ -160,7 +160,7 @@ def measured(
 
 
 def compared(
-    bench: Bench, dsi: Choice, times: dict[str, list[float]], best: str, acceptance: float, tokens: int
+    bench: Bench, dsi: DeploymentPlan, times: dict[str, list[float]], best: str, acceptance: float, tokens: int
 ) -> dict[str, Any]:
     over_si = [a / b for a, b in zip(times[best], times["dsi"])]
     virtual = [virtual_ms(bench, dsi, acceptance, tokens, seed) for seed in range(1, len(times["dsi"]) + 1)]
@@ -174,9 +174,9 @@ def compared(
     }
 
 
-def virtual_ms(bench: Bench, choice: Choice, acceptance: float, tokens: int, seed: int) -> float:
+def virtual_ms(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: int, seed: int) -> float:
     """The same text with the same luck, in virtual time with the measured latencies."""
-    setting = as_chosen(as_measured(bench.latency, acceptance, tokens, choice.sp), choice)
+    setting = choice.simulation(PairProfile({1: bench.latency}, {"match": acceptance}), tokens)
     policy = setting.policy(choice.algorithm)
     [done] = EngineLoop(setting.simulated(seed)).run(Request((1,) * PROMPT, tokens, policy))
     return float(done.elapsed)

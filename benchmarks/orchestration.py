@@ -17,14 +17,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import harness
 from dsi.core.messages import DRAFTER
 from dsi.core.request import Request
+from dsi.core.spec import SpecConfig
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.worker import make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.protocol import CancelFlag
 from dsi.models.toy import ToyDrafter, ToyTarget
-from dsi.planning.choose import Choice, as_chosen, as_measured
 from dsi.planning.latency import LatencyModel
+from dsi.planning.search import DeploymentPlan, PairProfile, device_spec
 from oracle import Oracle
 
 ROOM, PROMPT, PIECES = 512, 128, 11
@@ -37,7 +38,7 @@ LATENCY = LatencyModel.measured(
     drafter_cancel_points=1,
     shared_kv=True,
 )
-ROWS = {"si": Choice("si", 1, 12, 0, 0), "dsi": Choice("dsi", 3, 4, 3, 0)}
+ROWS = {"si": DeploymentPlan(SpecConfig("si", 12)), "dsi": DeploymentPlan(device_spec(3, 4, 3), 3)}
 
 
 class Clock:
@@ -101,7 +102,7 @@ def waited_and_virtual(name: str, tokens: int, acceptance: float, seed: int) -> 
     teacher = ToyTarget(seed)
     pool = [Oracle(model, teacher) for model in targets]
     draft = ToyDrafter(teacher, acceptance, seed * 1013)
-    setting = as_chosen(as_measured(LATENCY, acceptance, tokens, choice.sp), choice)
+    setting = choice.simulation(PairProfile({1: LATENCY}, {"match": acceptance}), tokens)
     request = Request((1,) * PROMPT, tokens, setting.policy(name))
     fleet = CudaFleet(make_servers(pool, {DRAFTER: Oracle(drafter, draft)}, shared_kv=True))
     for model in (*targets, drafter):

@@ -37,7 +37,7 @@ Cell = tuple[float, int, tuple[int, bool], bool]  # acceptance, SP, how forwards
 def dsi_ms(cell: Cell) -> float:
     acceptance, sp, (cancel_points, thread_pool), with_min_draft = cell
     latency = LatencyModel(27.0, 1.0, cancel_points=cancel_points)
-    setting = SimulationConfig(latency, acceptance, sp, tokens=100, eager=thread_pool)
+    setting = SimulationConfig(latency, acceptance, sp, tokens=100, thread_pool=thread_pool)
     return best(setting, "dsi", LOOKAHEADS, MIN_DRAFTS[with_min_draft], repeats=REPEATS).mean_ms
 
 

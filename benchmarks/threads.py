@@ -20,7 +20,7 @@ ALGORITHMS = ("nonsi", "si", "dsi")
 
 def wall_over_virtual(target_ms: float, drafter_ms: float, algorithm: str, acceptance: float, seed: int) -> float:
     setting = SimulationConfig(LatencyModel(target_ms, drafter_ms), acceptance, sp=7, tokens=50)
-    virtual, waited = (setting.run(algorithm, seed, waited=kind).ms for kind in (False, True))
+    virtual, waited = (setting.run(algorithm, seed, real_time=kind).ms for kind in (False, True))
     return waited / virtual
 
 

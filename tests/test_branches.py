@@ -10,6 +10,7 @@ from dsi.core.generation import Generation
 from dsi.core.messages import DRAFTER, Draft, Drafted, Failed, Job, Sampling, Verified, Verify
 from dsi.core.policies import distributed
 from dsi.core.scheduler import Scheduler
+from dsi.core.spec import SpecConfig
 from dsi.paper.claims import bound
 from dsi.planning.equation_1 import servers_needed
 from dsi.planning.latency import LatencyModel
@@ -114,10 +115,8 @@ def setting(
         acceptance,
         needed + spare_targets,
         TOKENS,
-        lookahead,
-        branches=branches,
-        spare=spare_targets,
-        second_hit=second_hit,
+        runner_up_acceptance=second_hit,
+        spec=SpecConfig(lookahead=lookahead, branches=branches, spare_targets=spare_targets),
     )
 
 
@@ -152,8 +151,10 @@ def test_one_chain_is_bound_by_proposition_1_and_second_guesses_are_not() -> Non
 
 def test_looks_aside_never_delay_a_watch_that_waits_for_a_target() -> None:
     """Blocks queue for two targets all the time: what is to be looked at aside comes after them."""
-    scarce = SimulationConfig(LatencyModel(TARGET_MS, DRAFTER_MS), 1.0, 2, TOKENS, 1, branches=2, spare=1)
-    assert times(scarce, 3) == times(replace(scarce, branches=1), 3)
+    scarce = SimulationConfig(
+        LatencyModel(TARGET_MS, DRAFTER_MS), 1.0, 2, TOKENS, spec=SpecConfig(lookahead=1, branches=2, spare_targets=1)
+    )
+    assert times(scarce, 3) == times(scarce.with_spec(branches=1), 3)
 
 
 @pytest.mark.parametrize("rule", ["reject", "block", "specinfer"])
@@ -168,10 +169,15 @@ def test_impossible_numbers_are_refused() -> None:
     for branches, spare_targets in ((0, 1), (2, -1)):
         with pytest.raises(ValueError, match="must be at least"):
             distributed(1, branches=branches, spare=spare_targets)
-    possible = SimulationConfig(LatencyModel(10, 1), 0.5, 3, 9, branches=2, spare=2, second_hit=0.5)
-    for wrong in ({"spare": 3}, {"second_hit": 1.5}, {"sure": -0.1}, {"branches": 0}):
+    possible = SimulationConfig(
+        LatencyModel(10, 1), 0.5, 3, 9, runner_up_acceptance=0.5, spec=SpecConfig(branches=2, spare_targets=2)
+    )
+    for spec in ({"spare_targets": 3}, {"branches": 0}):
         with pytest.raises(ValueError, match="must be"):
-            replace(possible, **wrong)
+            possible.with_spec(**spec)
+    for rates in ({"runner_up_acceptance": 1.5}, {"no_runner_up_rate": -0.1}):
+        with pytest.raises(ValueError, match="must be"):
+            replace(possible, **rates)  # type: ignore[arg-type]
 
 
 def test_drafter_is_asked_for_second_guesses_only_if_they_are_wanted() -> None:

@@ -25,10 +25,6 @@ PACKAGES = (
     "cli",
 )
 # Imports of a later package that are still to be removed.
-EXCEPTIONS: set[tuple[str, str]] = {
-    ("planning/choose.py", "dsi.engine.profile_cuda"),
-    ("planning/curves.py", "dsi.experiments.profile"),
-}
 CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing", "socket")
 # Third-party and system modules that only some packages may import.
 ALLOWED_IN = {
@@ -63,7 +59,7 @@ def test_packages_import_only_earlier_packages() -> None:
         for part, file, name in imports()
         if name.startswith("dsi.") and part in PACKAGES and PACKAGES.index(name.split(".")[1]) > PACKAGES.index(part)
     }
-    assert strays == EXCEPTIONS
+    assert strays == set()
 
 
 def test_packages_keep_third_party_imports_to_themselves() -> None:

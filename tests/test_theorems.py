@@ -15,6 +15,7 @@ from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER, Time
 from dsi.core.policies import autoregressive, distributed, speculative
 from dsi.core.request import Request
+from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.spans import Span
 from dsi.planning.latency import LatencyModel
@@ -133,8 +134,12 @@ def test_eq_1_says_how_many_targets_are_ever_busy(
 
 
 def test_two_drafters_in_one_tree_are_faster_than_one() -> None:
-    one = SimulationConfig(LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, lookahead=1)
-    two = SimulationConfig(LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, lookahead=1, drafters=2)
+    one = SimulationConfig(
+        LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, spec=SpecConfig(lookahead=1)
+    )
+    two = SimulationConfig(
+        LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, drafters=2, spec=SpecConfig(lookahead=1)
+    )
     alone, together = (fmean(float(setting.run("dsi", seed).ms) for seed in range(60)) for setting in (one, two))
     assert together < 0.85 * alone
 

@@ -13,15 +13,15 @@ from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
-from dsi.planning.forecast import outlook
+from dsi.planning.auto import latency_table
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 STEPS = ((1, 20.0), (64, 30.0))
 SETTING = SimulationConfig(
-    LatencyModel(20.0, 2.0, contention=0.2, cancel_points=8, by_width=STEPS), 0.8, 3, 200, eager=False
+    LatencyModel(20.0, 2.0, contention=0.2, cancel_points=8, by_width=STEPS), 0.8, 3, 200, thread_pool=False
 )
-TABLE = outlook(SETTING)
+TABLE = latency_table(SETTING)
 
 
 def written(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None = None) -> Completion:
@@ -46,7 +46,7 @@ def test_guesses_that_are_never_right_end_speculation() -> None:
 
 
 def test_guesses_that_are_right_again_bring_it_back() -> None:
-    done = written(replace(SETTING, acceptance=0.0, later=(100, 1.0)))
+    done = written(replace(SETTING, acceptance=0.0, acceptance_change=(100, 1.0)))
     kinds = [way.speculates for way in ways(done)]
     assert kinds[0]
     assert kinds[-1]
@@ -62,14 +62,14 @@ def test_guesses_that_are_right_are_relied_on() -> None:
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
 def test_the_text_is_the_targets_own(acceptance: float) -> None:
-    setting = replace(SETTING, acceptance=acceptance, later=(90, 1 - acceptance))
+    setting = replace(SETTING, acceptance=acceptance, acceptance_change=(90, 1 - acceptance))
     [plain] = EngineLoop(setting.simulated(5)).run(Request((1, 2, 3), 200, autoregressive()))
     assert written(setting, 5).tokens == plain.tokens
 
 
 def test_a_rule_that_needs_the_guess_gives_one_text_whatever_was_learned() -> None:
     rule = Sampling(1.0, rule="reject", seed=3)
-    setting = replace(SETTING, acceptance=0.3, tokens=60, rule="reject")
+    setting = replace(SETTING, acceptance=0.3, tokens=60).with_spec(rule="reject")
     fleet = setting.simulated(0)
     loop = EngineLoop(fleet)
     controller = AdaptiveController(TABLE, setting.drafter_names, 0.7)
@@ -111,8 +111,10 @@ def test_no_more_targets_work_than_a_way_has() -> None:
 @pytest.mark.parametrize(("second", "most"), [(0.9, 0.97), (0.0, 1.02)])
 def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -> None:
     """They save time where these are right, and next to nothing is lost where they are wrong."""
-    setting = replace(SETTING, sp=6, acceptance=0.4, second_hit=second).with_latency(contention=0.0, drafter_ms=6.0)
-    known = outlook(setting)
+    setting = replace(SETTING, sp=6, acceptance=0.4, runner_up_acceptance=second).with_latency(
+        contention=0.0, drafter_ms=6.0
+    )
+    known = latency_table(setting)
     without = replace(known)
     without.best_with_spares.clear()
     times = []

@@ -8,6 +8,7 @@ from dsi.core.generation import Policy, Tally
 from dsi.core.messages import Sampling, Time
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request, ScoreRequest
+from dsi.core.spec import SpecConfig
 from dsi.core.stats import Overlap, RejectionCost, ServerTime, ServerUsage, overlap
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.spans import Span
@@ -16,7 +17,7 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 # Every guess is right but those of tokens 5 and 9; there are more targets than DSI can use.
-SETTING = SimulationConfig(LatencyModel(20, 2), 1.0, 12, 20, wrong=frozenset({5, 9}))
+SETTING = SimulationConfig(LatencyModel(20, 2), 1.0, 12, 20, rejected_positions=frozenset({5, 9}))
 
 
 def done(policy: Policy, setting: SimulationConfig = SETTING) -> Overlap:
@@ -73,7 +74,7 @@ def test_pearl_is_in_between() -> None:
 
 def test_the_lead_is_how_far_guesses_stand_beyond_the_sure_text() -> None:
     """All right, and a target ten times as slow: at 20 there are 10 guesses, of which one is sure now."""
-    setting = replace(SETTING, wrong=frozenset(), tokens=12)
+    setting = replace(SETTING, rejected_positions=frozenset(), tokens=12)
     assert done(distributed(1), setting).lead == (9 + sum(range(10))) / 11  # 9, 9, 8, ... 0
     assert done(distributed(1, max_lead=4), setting).lead < 4
 
@@ -105,7 +106,7 @@ def test_what_a_server_still_does_for_the_last_request_is_not_counted_twice() ->
 
 def test_reading_a_prompt_counts_as_a_forward_only_with_an_answer() -> None:
     """The first target answers at 50; the second reads the prompt meanwhile, and is never asked."""
-    setting = SimulationConfig(LatencyModel(20, 2, target_ttft_ms=50), 1.0, 2, 4, lookahead=5)
+    setting = SimulationConfig(LatencyModel(20, 2, target_ttft_ms=50), 1.0, 2, 4, spec=SpecConfig(lookahead=5))
     [text] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), 4, distributed(5)))
     assert text.overlap is not None
     assert busy(text.overlap)["target-2"] == 30 + 20

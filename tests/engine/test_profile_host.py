@@ -28,10 +28,10 @@ def test_concurrent_forwards_are_timed_in_their_own_processes() -> None:
 def test_profile_host_measures_two_drafters_alone_and_in_one_tree() -> None:
     small = str(files("dsi") / "assets" / "builtin_pair" / "drafter")
     profile = profile_host(EngineConfig(drafter=("builtin", small)), 1)
-    assert [drafter.name for drafter in profile.all] == ["builtin", small, f"builtin+{small}"]
-    rates = [drafter.rates["match"] for drafter in profile.all]
+    assert [drafter.drafter for drafter in profile.all] == ["builtin", small, f"builtin+{small}"]
+    rates = [drafter.acceptance["match"] for drafter in profile.all]
     assert rates[0] == rates[1] == rates[2]  # the same model twice is accepted no more often
-    assert profile.others[-1].drafters == 2
+    assert profile.alternatives[-1].drafters == 2
 
 
 def test_profile_host_refuses_more_cores_than_there_are() -> None:

@@ -229,7 +229,7 @@ SETTING = SimulationConfig(
     0.8,
     1,
     40,
-    eager=False,
+    thread_pool=False,
 )
 
 
@@ -237,7 +237,7 @@ def test_a_share_of_a_forward_is_divided_among_its_processors() -> None:
     turns = arranged(SETTING, Contender("si", Layout(4), 5), 0.8)
     assert (turns.latency.target_ms, turns.latency.target_ttft_ms) == pytest.approx((8, 16))
     assert [ms for _, ms in turns.latency.by_width] == pytest.approx([8, 9.6])
-    assert (turns.sp, turns.lookahead, turns.latency.drafter_ms) == (1, 5, 2.0)
+    assert (turns.sp, turns.spec.lookahead, turns.latency.drafter_ms) == (1, 5, 2.0)
     own = arranged(SETTING, Contender("dsi", Layout(4, 3)), 0.8)
     assert (own.sp, own.latency.target_ms, own.latency.by_width) == (3, 20, SETTING.latency.by_width)
 

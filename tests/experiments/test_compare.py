@@ -17,7 +17,7 @@ from dsi.planning.simulation import SimulationConfig
 def texts(policy: Policy) -> list[Completion]:
     """The second has two rejections, the first has none."""
     rights = frozenset[int](), frozenset({5, 9})
-    settings = [SimulationConfig(LatencyModel(20, 2), 1.0, 12, 20, wrong=wrong) for wrong in rights]
+    settings = [SimulationConfig(LatencyModel(20, 2), 1.0, 12, 20, rejected_positions=wrong) for wrong in rights]
     return [EngineLoop(each.simulated(0)).run(Request((1, 2, 3), 20, policy))[0] for each in settings]
 
 

@@ -82,3 +82,27 @@ def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
         FULL.with_part("latency", {"per_token_ms": float("nan")}).save(path)
     assert Profile.load(path) == FULL
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+
+
+CURVE = {
+    "target": {"tpot_ms": {"mean": 8.0}},
+    "curve": [{"new_tokens": 1, "ms": 8.0}, {"new_tokens": 4, "ms": 9.5}],
+}
+
+
+def test_profile_gives_forwards_by_width() -> None:
+    assert Profile("a", "b", "c", {"latency": CURVE}).by_width() == ((1, 8.0), (4, 9.5))
+    assert Profile("a", "b", "c", {"latency": {**CURVE, "curve": []}}).by_width() == ((1, 8.0),)
+    with pytest.raises(ValueError, match=r"file: latency\.curve must be"):
+        Profile("a", "b", "c", {"latency": {**CURVE, "curve": [{"ms": 1}]}}).by_width("file")
+
+
+def test_profile_gives_acceptance_by_rule_where_it_was_measured() -> None:
+    results = [
+        {"rule": "match", "temperature": 0.0, "places": {"mean": 0.9}},
+        {"rule": "match", "temperature": 1.0, "places": {"mean": 0.6}},
+        {"rule": "reject", "temperature": 1.0, "places": {"mean": 0.7}},
+        {"rule": "block", "temperature": 1.0, "places": None},
+    ]
+    assert Profile("a", "b", "c", {"rules": {"results": results}}).acceptance_by_rule() == {"match": 0.6, "reject": 0.7}
+    assert Profile("a", "b", "c", {"acceptance": {"rate": 0.8}}).acceptance_by_rule() == {"match": 0.8}

@@ -13,7 +13,7 @@ SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.7, sp=4, tokens=30)
 @pytest.mark.parametrize("algorithm", ["nonsi", "si", "pearl", "dsi"])
 @pytest.mark.parametrize("waited", [False, True])
 def test_record_outcomes_add_up_to_the_tally(algorithm: str, waited: bool) -> None:
-    drawn = record(SETTING, algorithm, seed=3, waited=waited)
+    drawn = record(SETTING, algorithm, seed=3, real_time=waited)
     counts = Counter(block.outcome for block in drawn.blocks)
     if not waited:  # on threads a cancelled forward may end either way
         tally = SETTING.run(algorithm, seed=3).completion.tally
@@ -25,7 +25,7 @@ def test_record_outcomes_add_up_to_the_tally(algorithm: str, waited: bool) -> No
 
 
 def test_record_places_each_forward() -> None:
-    drawn = record(replace(SETTING, acceptance=1.0, lookahead=4), "si", seed=3)
+    drawn = record(replace(SETTING, acceptance=1.0).with_spec(lookahead=4), "si", seed=3)
     verifications = [(b.place, b.width) for b in drawn.blocks if b.kind == "verify"]
     assert verifications == [(place, 5) for place in range(0, 30, 5)]
     drafts = [b.place for b in drawn.blocks if b.kind == "draft"]

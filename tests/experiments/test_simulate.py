@@ -26,13 +26,13 @@ def test_non_si_is_the_targets_latency_times_the_tokens() -> None:
 
 
 def test_si_with_a_perfect_drafter_is_blocks_in_a_row() -> None:
-    result = simulate(replace(SETTING, acceptance=1.0, lookahead=4), "si", repeats=2)
+    result = simulate(replace(SETTING, acceptance=1.0).with_spec(lookahead=4), "si", repeats=2)
     assert result.mean_ms == 8 * (4 * 2 + 20)  # five tokens at a time
     assert (result.drafted, result.wasted_drafts, result.hidden) == (32, 0, 0)
 
 
 def test_dsi_with_a_perfect_drafter_hides_all_but_the_last_forward() -> None:
-    result = simulate(replace(SETTING, acceptance=1.0, sp=11, lookahead=1), "dsi", repeats=2)
+    result = simulate(replace(SETTING, acceptance=1.0, sp=11).with_spec(lookahead=1), "dsi", repeats=2)
     assert result.mean_ms == 39 * 2 + 20
     # The first forward and the last are waited for in part: 98 ms of 40 forwards of 20 ms.
     assert result.hidden == pytest.approx(1 - 98 / 800)
@@ -40,7 +40,7 @@ def test_dsi_with_a_perfect_drafter_hides_all_but_the_last_forward() -> None:
 
 
 def test_nothing_is_hidden_where_one_target_does_it_all() -> None:
-    setting = replace(SETTING, acceptance=0.5, sp=1, lookahead=1)
+    setting = replace(SETTING, acceptance=0.5, sp=1).with_spec(lookahead=1)
     for algorithm in ("dsi", "pearl"):
         result = simulate(setting, algorithm, repeats=3)
         assert result.hidden == pytest.approx(0)
@@ -56,7 +56,7 @@ def test_every_algorithm_meets_the_same_luck() -> None:
 
 
 def test_the_best_of_several_lookaheads_is_taken() -> None:
-    tried = {k: simulate(replace(SETTING, lookahead=k), "si", 10).mean_ms for k in (1, 5, 12)}
+    tried = {k: simulate(SETTING.with_spec(lookahead=k), "si", 10).mean_ms for k in (1, 5, 12)}
     chosen = best(SETTING, "si", (1, 5, 12), (0,), repeats=10)
     assert (chosen.mean_ms, chosen.lookahead) == min((ms, k) for k, ms in tried.items())
 
@@ -72,7 +72,7 @@ def test_patience_is_only_for_dsi() -> None:
 
 def test_waited_runs_are_labelled_and_agree_with_virtual_time() -> None:
     setting = replace(SETTING, tokens=20)
-    waited, virtual = (simulate(setting, "dsi", repeats=2, waited=kind) for kind in (True, False))
+    waited, virtual = (simulate(setting, "dsi", repeats=2, real_time=kind) for kind in (True, False))
     assert (waited.label, virtual.label) == ("waited", "simulated")
     assert 0.97 < waited.mean_ms / virtual.mean_ms < 1.5
 
@@ -80,7 +80,7 @@ def test_waited_runs_are_labelled_and_agree_with_virtual_time() -> None:
 @pytest.mark.parametrize(("algorithm", "expected"), [("nonsi", None), ("si", 6), ("pearl", 10), ("dsi", 3)])
 def test_a_lookahead_that_suits_the_algorithm(algorithm: str, expected: int | None) -> None:
     assert SETTING.lookahead_for(algorithm) == expected
-    assert replace(SETTING, lookahead=7).lookahead_for(algorithm) == (None if algorithm == "nonsi" else 7)
+    assert SETTING.with_spec(lookahead=7).lookahead_for(algorithm) == (None if algorithm == "nonsi" else 7)
 
 
 def test_decision_7_a_stale_forward_costs_and_patience_gives_back() -> None:
@@ -104,7 +104,7 @@ def test_of_many_requests_the_time_is_of_one_and_the_speed_of_all() -> None:
 
 
 def test_what_is_hidden_is_told_of_each_request() -> None:
-    plenty = replace(SETTING, acceptance=1.0, sp=50, drafter_copies=4, requests=4, lookahead=1)
+    plenty = replace(SETTING, acceptance=1.0, sp=50, drafter_copies=4, requests=4).with_spec(lookahead=1)
     one = simulate(replace(plenty, requests=1), "dsi", repeats=1)
     many = simulate(plenty, "dsi", repeats=1)
     assert many.hidden == pytest.approx(one.hidden, abs=0.05)

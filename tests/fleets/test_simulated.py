@@ -10,6 +10,7 @@ from dsi.core.messages import Draft, Failed, Job, Time, Verified, Verify
 from dsi.core.policies import autoregressive, distributed, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
+from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import Outage, SimulatedFleet
 from dsi.fleets.worker import Server
@@ -105,7 +106,7 @@ def test_a_stream_goes_on_until_it_hears_that_nobody_wants_it() -> None:
 def test_catching_up_is_not_fooled_by_work_that_was_given_up() -> None:
     """Every guess is wrong and reading costs: the root's watch must go to a server that has read it."""
     setting = SimulationConfig(
-        LatencyModel(20.0, 2.0, per_token_ms=1.0), 0.0, sp=5, tokens=20, lookahead=2, eager=False
+        LatencyModel(20.0, 2.0, per_token_ms=1.0), 0.0, sp=5, tokens=20, thread_pool=False, spec=SpecConfig(lookahead=2)
     )
     assert setting.run("dsi", seed=0).ms <= setting.run("nonsi", seed=0).ms
 

@@ -16,7 +16,7 @@ from dsi.planning.simulation import SimulationConfig
 def test_closing_leaves_no_thread_behind() -> None:
     setting = SimulationConfig(LatencyModel(5.0, 1.0), 0.8, sp=3, tokens=10)
     before = set(threading.enumerate())
-    fleet = setting.waited(seed=0)
+    fleet = setting.real_time(seed=0)
     assert len(set(threading.enumerate()) - before) == 4
     EngineLoop(fleet).run(Request((1,), 10, distributed(2)))
     fleet.close()
@@ -24,7 +24,7 @@ def test_closing_leaves_no_thread_behind() -> None:
 
 
 def test_closing_does_not_wait_for_long_forwards() -> None:
-    fleet = SimulationConfig(LatencyModel(60_000.0, 60_000.0), 0.8, sp=2, tokens=10).waited(seed=0)
+    fleet = SimulationConfig(LatencyModel(60_000.0, 60_000.0), 0.8, sp=2, tokens=10).real_time(seed=0)
     EngineLoop(fleet).submit(Request((1,), 10, distributed(1)))
     began = time.perf_counter()
     fleet.close()
@@ -51,7 +51,7 @@ def test_the_timer_is_asked_for_a_little_less_than_is_meant() -> None:
 def test_a_waited_run_takes_at_least_its_virtual_time() -> None:
     setting = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=20)
     virtual = setting.run("dsi", seed=1)
-    waited = setting.run("dsi", seed=1, waited=True)
+    waited = setting.run("dsi", seed=1, real_time=True)
     assert waited.completion.tokens == virtual.completion.tokens
     assert waited.ms > 0.97 * virtual.ms
 

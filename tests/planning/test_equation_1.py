@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsi.planning.equation_1 import best_si_lookahead, exact, minimal_lookahead, plan, servers_needed
+from dsi.planning.equation_1 import best_si_lookahead, minimal_lookahead, plan, servers_needed, to_fraction
 
 
 def test_a_drafter_of_five_percent_with_four_targets_needs_lookahead_five() -> None:
@@ -31,7 +31,7 @@ def test_the_boundary_is_exact_where_floats_round_up() -> None:
     assert ceil(2.1 / (3 * 0.7)) == 2  # what floating point says
     assert servers_needed(2.1, 0.7, 3) == 1
     assert minimal_lookahead(2.1, 0.7, 3) == 1
-    assert (exact(0.05), exact(Fraction(1, 3))) == (Fraction(1, 20), Fraction(1, 3))
+    assert (to_fraction(0.05), to_fraction(Fraction(1, 3))) == (Fraction(1, 20), Fraction(1, 3))
 
 
 def test_more_targets_than_could_be_busy_are_left_out() -> None:

@@ -18,18 +18,15 @@ SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=40)
         ({"acceptance": 1.2}, r"acceptance 1\.2: must be between 0 and 1"),
         ({"acceptance": float("nan")}, "acceptance nan"),
         ({"sp": 0}, "SP degree 0: must be between 1 and 1000"),
-        ({"lookahead": 0}, "lookahead 0: must be at least 1"),
         ({"tokens": 0}, "tokens 0"),
         ({"drafters": 0}, "drafters 0"),
-        ({"patience": -1}, "patience -1"),
-        ({"horizon": 0}, "horizon 0"),
         ({"nodes": 0}, r"nodes \(machines, each with a server\) 0: must be between 1 and 5"),
         ({"nodes": 6}, r"nodes \(machines, each with a server\) 6: must be between 1 and 5"),
         ({"requests": 0}, "requests 0"),
         ({"drafter_copies": 0}, "drafter copies 0"),
         ({"failures_per_hour": -1}, "failures per hour -1"),
         ({"repair_s": float("nan")}, "repair in s nan"),
-        ({"notice_ms": -1}, "notice in ms -1"),
+        ({"detection_ms": -1}, "detection in ms -1"),
     ],
 )
 def test_impossible_settings_are_refused_with_their_numbers(changes: dict[str, float], sentence: str) -> None:
@@ -57,6 +54,20 @@ def test_latency_model_refuses_numbers_out_of_range(changes: dict[str, float], s
         SETTING.with_latency(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"lookahead": 0}, "lookahead 0: must be at least 1"),
+        ({"min_draft": -1}, "min draft -1"),
+        ({"max_lead": 0}, "max lead 0"),
+        ({"branches": 2, "spare_targets": 4}, "spare targets 4: must be between 0 and 3"),
+    ],
+)
+def test_simulation_config_refuses_impossible_speculation(changes: dict[str, int], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        SETTING.with_spec(**changes)
+
+
 def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="algorithm 'medusa': must be one of nonsi, si, pearl, dsi"):
         check_algorithm("medusa")
@@ -69,9 +80,9 @@ def test_servers_are_targets_then_drafters() -> None:
 
 def test_what_threads_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="only virtual time has them"):
-        SETTING.with_latency(network_ms=3).waited(seed=0)
+        SETTING.with_latency(network_ms=3).real_time(seed=0)
     with pytest.raises(ValueError, match="5 failures per hour: only virtual time has them"):
-        replace(SETTING, failures_per_hour=5).waited(seed=0)
+        replace(SETTING, failures_per_hour=5).real_time(seed=0)
 
 
 def where(**changes: int) -> dict[str, int]:
@@ -105,7 +116,7 @@ def test_on_one_machine_there_is_no_network(algorithm: str) -> None:
 def test_with_a_machine_for_each_server_only_the_drafter_is_near() -> None:
     setting = SimulationConfig(LatencyModel(20, 2, network_ms=Fraction(1, 3)), 0.0, sp=4, tokens=40, nodes=5)
     assert setting.run("nonsi", seed=0).completion.elapsed == 40 * (20 + Fraction(2, 3))
-    si = replace(setting, acceptance=1.0, lookahead=3).run("si", seed=0)
+    si = replace(setting, acceptance=1.0).with_spec(lookahead=3).run("si", seed=0)
     assert si.completion.elapsed == 10 * (3 * 2 + 20 + Fraction(2, 3))
 
 
@@ -131,14 +142,14 @@ def test_many_requests_take_turns_on_the_targets() -> None:
 def test_a_block_among_many_is_what_the_drafters_can_give_each_target() -> None:
     found = [replace(SETTING, requests=9, drafter_copies=n).lookahead_for("dsi") for n in (1, 2, 9)]
     assert found == [2, 5, 6]  # 20 / (4 * 2), twice that, and at most SI's own
-    assert replace(SETTING, requests=9, lookahead=3).lookahead_for("dsi") == 3
+    assert replace(SETTING, requests=9).with_spec(lookahead=3).lookahead_for("dsi") == 3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("requests", [1, 4])
 def test_failures_cost_time_and_change_no_text(algorithm: str, requests: int) -> None:
     setting = replace(SETTING, sp=2, tokens=200, requests=requests)
-    frail = replace(setting, failures_per_hour=5000, repair_s=1, notice_ms=30, nodes=2).with_latency(network_ms=1)
+    frail = replace(setting, failures_per_hour=5000, repair_s=1, detection_ms=30, nodes=2).with_latency(network_ms=1)
     sound, failing = setting.run(algorithm, seed=3), frail.run(algorithm, seed=3)
     assert [done.tokens for done in failing.completions] == [done.tokens for done in sound.completions]
     assert failing.failures > 3
@@ -146,7 +157,7 @@ def test_failures_cost_time_and_change_no_text(algorithm: str, requests: int) ->
 
 
 def test_outages_follow_the_rate_and_last_as_long_as_a_repair() -> None:
-    setting = replace(SETTING, failures_per_hour=100, repair_s=5, notice_ms=2)
+    setting = replace(SETTING, failures_per_hour=100, repair_s=5, detection_ms=2)
     outages = list(islice(setting.outages("target-1", seed=0), 2000))
     assert {outage.back - outage.down for outage in outages} == {5000}
     up = [later.down - earlier.back for earlier, later in pairwise(outages)]

@@ -114,7 +114,11 @@ def test_theory_and_simulator_agree_within_sampling_error_on_long_ones(
     algorithm: str, drafter: float, p: float, lookahead: int, sp: int, tokens: int
 ) -> None:
     setting = SimulationConfig(
-        LatencyModel(1, drafter, target_ttft_ms=3, drafter_ttft_ms=drafter * 2), p, sp, tokens, lookahead
+        LatencyModel(1, drafter, target_ttft_ms=3, drafter_ttft_ms=drafter * 2),
+        p,
+        sp,
+        tokens,
+        spec=SpecConfig(lookahead=lookahead),
     )
     times = [setting.run(algorithm, seed).ms for seed in range(150)]
     exact = ALGORITHMS[algorithm](tokens, LatencyModel(1, drafter, 3, drafter * 2), p, lookahead, sp)

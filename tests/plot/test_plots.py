@@ -9,7 +9,7 @@ from dsi.core.adaptive import AdaptiveController
 from dsi.core.request import Request
 from dsi.experiments.records import Record, record, recorded
 from dsi.fleets.loop import EngineLoop
-from dsi.planning.forecast import outlook
+from dsi.planning.auto import latency_table
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 from dsi.plot.terminal import draw, legend
@@ -93,9 +93,9 @@ def test_trace_read_returns_the_records(records: list[Record]) -> None:
 def test_trace_read_returns_decisions_and_rejections() -> None:
     steps = ((1, 20.0), (64, 30.0))  # so that wrong guesses cost time
     setting = SimulationConfig(
-        LatencyModel(20.0, 2.0, contention=0.2, cancel_points=8, by_width=steps), 0.0, 3, 80, eager=False
+        LatencyModel(20.0, 2.0, contention=0.2, cancel_points=8, by_width=steps), 0.0, 3, 80, thread_pool=False
     )
-    controller = AdaptiveController(outlook(setting), ("drafter",), 0.7)
+    controller = AdaptiveController(latency_table(setting), ("drafter",), 0.7)
     [done] = EngineLoop(setting.simulated(1)).run(Request((1, 2), 80, controller))
     drawn = recorded("auto", "simulated", ("target-1", "drafter"), (), done, 1)
     assert {instant.kind for instant in drawn.instants} == {"decision", "rejection"}

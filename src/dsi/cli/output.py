@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dsi.experiments.compare import Row
     from dsi.experiments.records import Record
     from dsi.experiments.simulate import Result
-    from dsi.planning.choose import Choice
+    from dsi.planning.search import DeploymentPlan
 
 SERVERS_LISTED = 12
 PICTURES = (".svg", ".png")
@@ -128,12 +128,13 @@ def overlapped(done: Completion) -> dict[str, Any]:
     return {"overlap": {**done.overlap.json(), "losses": losses}} | ({"decisions": turns} if turns else {})
 
 
-def choices(found: Iterable[Choice]) -> str:
+def choices(found: Iterable[DeploymentPlan]) -> str:
     """What was chosen, and what it was compared with."""
     first, *others = found
     beside = ", ".join(f"{each.algorithm} {each.ms:.2f}" for each in others)
     return (
-        f"auto: {first.algorithm}, SP {first.sp}, lookahead {first.lookahead}, patience {first.patience}: "
+        f"auto: {first.algorithm}, SP {first.sp}, lookahead {first.spec.lookahead}, "
+        f"patience {first.spec.min_draft or 0}: "
         f"{first.ms:.2f} ms a token in rehearsal with measured latencies ({beside})"
     )
 

@@ -13,10 +13,11 @@ from dsi.cli.options import Dtype, Json, Profile
 from dsi.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from dsi.planning.plan import Change, Evidence, Offer
+    from dsi.planning.search import DeploymentPlan, PairProfile, Sensitivity
 
 EXAMPLE = "Example: dsi plan --target builtin --drafter builtin --cores 2"
 ACCEPTANCE = 0.8  # taken where nobody says
+CANCEL_POINTS = 8  # of a forward that was not measured here
 POINTS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000)  # of the picture
 
 
@@ -59,7 +60,7 @@ def plan(
     `dsi measure`. The best five, why, what would change them, and the command to run the first.
     """
     from dsi.planning.equation_1 import SCALES
-    from dsi.planning.plan import BEST, best, count, sensitivity
+    from dsi.planning.search import SHOWN, count_candidates, search_processors, sensitivities
 
     given = {"target_ms": target_ms, "drafter_ms": drafter_ms, "acceptance": acceptance}
     given |= {"contention": contention}
@@ -73,10 +74,10 @@ def plan(
     evidence = gathered(target, drafter, cores, profile, given, dtype)
     if cores is None:
         evidence = spread_out(evidence, processors, target_gpus, drafter_gpus, scales)
-    evidence = everywhere(evidence, second_hit=second_hit)
-    with show.progress("arrangements", 5 * count(evidence, processors)) as advance:
-        found = best(evidence, processors, advance)
-        changes = sensitivity(evidence, found[0], processors, advance)
+    evidence = evidence.for_all(runner_up_acceptance=second_hit)
+    with show.progress("arrangements", 5 * count_candidates(evidence, processors)) as advance:
+        found = search_processors(evidence, processors, advance)
+        changes = sensitivities(evidence, found[0], processors, advance)
     if plot is not None:
         draw(evidence, processors, plot)
     unnamed = ("builtin", "builtin") if cores is not None else ("TARGET", "DRAFTER")
@@ -88,12 +89,12 @@ def plan(
             **(rule or {}),
             label="forecast",
             evidence=evidence.json(),
-            offers=[offer.json() for offer in found[:BEST]],
+            offers=[offer.json() for offer in found[:SHOWN]],
             sensitivity=[asked(change) for change in changes],
             command=first,
         )
         return
-    print_offers(found[:BEST], evidence, cores is not None)
+    print_offers(found[:SHOWN], evidence, cores is not None)
     print_changes(changes, found[0])
     print(f"\nto run the first: {first}")
     if rule:
@@ -134,7 +135,7 @@ def gathered(
     profile: Path | None,
     given: dict[str, float | None],
     dtype: str,
-) -> Evidence:
+) -> PairProfile:
     """What is given comes first, then a profile, then what is measured here."""
     if cores is not None:
         if profile is not None or given["target_ms"] is not None:
@@ -148,7 +149,7 @@ def gathered(
     return overridden(told(profile, given), given)
 
 
-def here(target: str, drafters: list[str], cores: int, dtype: str) -> Evidence:
+def here(target: str, drafters: list[str], cores: int, dtype: str) -> PairProfile:
     config = EngineConfig(target, tuple(drafters), dtype=dtype)
     config.check_measurable()  # before anything that takes seconds
     with show.working(f"loading {target} and {', '.join(drafters)}"):
@@ -157,90 +158,81 @@ def here(target: str, drafters: list[str], cores: int, dtype: str) -> Evidence:
         return profile_host(config, cores, advance)
 
 
-def told(path: Path | None, given: dict[str, float | None]) -> Evidence:
+def told(path: Path | None, given: dict[str, float | None]) -> PairProfile:
     """From a profile, or from numbers alone."""
-    from dsi.planning.plan import Evidence
+    from dsi.planning.latency import LatencyModel
+    from dsi.planning.search import PairProfile
 
     if path is None:
-        steps = ((1, float(given["target_ms"] or 0)),)
-        sources = dict.fromkeys(("target", "drafter"), "given")
-        return Evidence({1: steps}, float(given["drafter_ms"] or 0), {"match": ACCEPTANCE}, sources=sources)
+        target_ms, drafter_ms = float(given["target_ms"] or 0), float(given["drafter_ms"] or 0)
+        latency = LatencyModel(target_ms, drafter_ms, by_width=((1, target_ms),), cancel_points=CANCEL_POINTS)
+        return PairProfile({1: latency}, {"match": ACCEPTANCE}, sources=dict.fromkeys(("target", "drafter"), "given"))
     from dsi.experiments.profile import Profile
-    from dsi.planning.curves import rates, steps_ms
 
     known = Profile.load(path)
     sources = dict.fromkeys(("target", "drafter"), "measured")
-    slow = ((1, given["target_ms"]),) if given["target_ms"] is not None else steps_ms(known, path)
+    widths = ((1, given["target_ms"]),) if given["target_ms"] is not None else known.by_width(path)
     fast = given["drafter_ms"] if given["drafter_ms"] is not None else known.number("drafter_ms", path)
+    latency = LatencyModel(widths[0][1], fast, by_width=widths, cancel_points=CANCEL_POINTS)
     if not {"acceptance", "rules"} & known.parts.keys():
-        return Evidence({1: slow}, fast, {"match": ACCEPTANCE}, sources=sources)
-    return Evidence({1: slow}, fast, rates(known, path), sources=sources | {"acceptance": "measured"})
+        return PairProfile({1: latency}, {"match": ACCEPTANCE}, sources=sources)
+    return PairProfile({1: latency}, known.acceptance_by_rule(path), sources=sources | {"acceptance": "measured"})
 
 
-def overridden(evidence: Evidence, given: dict[str, float | None]) -> Evidence:
+def overridden(evidence: PairProfile, given: dict[str, float | None]) -> PairProfile:
     rate, crowd = given["acceptance"], given["contention"]
     sources = dict(evidence.sources)
     if rate is not None:
-        evidence, sources["acceptance"] = everywhere(evidence, rates={"match": rate}), "given"
+        evidence, sources["acceptance"] = evidence.for_all(acceptance={"match": rate}), "given"
     if crowd is not None:
-        evidence, sources["contention"] = everywhere(evidence, contention=crowd), "given"
+        evidence, sources["contention"] = evidence.with_latency(contention=crowd), "given"
     return replace(evidence, sources={"acceptance": "assumed", "contention": "assumed"} | sources)
 
 
-def everywhere(evidence: Evidence, **change: Any) -> Evidence:
-    """For every drafter."""
-    others = tuple(replace(each, **change) for each in evidence.others)
-    return replace(evidence, **change, others=others)
-
-
-def spread_out(evidence: Evidence, processors: int, target_gpus: int, drafter_gpus: int, scales: float) -> Evidence:
+def spread_out(
+    evidence: PairProfile, processors: int, target_gpus: int, drafter_gpus: int, scales: float
+) -> PairProfile:
     """How a target scales over several processors is a parameter where it is not measured."""
-    from dsi.planning.plan import scaled
-
-    steps = evidence.by_mp[min(evidence.by_mp)]
-    by_mp = scaled(steps, target_gpus, scales, max(processors, target_gpus))
     sources = {**evidence.sources, "mp": f"{scales:g} of a forward scales, assumed"}
-    others = tuple(
-        replace(each, by_mp=by_mp, drafter_processors=drafter_gpus * each.drafters) for each in evidence.others
-    )
-    own = replace(evidence, by_mp=by_mp, drafter_processors=drafter_gpus, sources=sources)
-    return replace(own, others=others)
+    split = evidence.split(target_gpus, max(processors, target_gpus), scales)
+    others = tuple(replace(each, drafter_processors=drafter_gpus * each.drafters) for each in split.alternatives)
+    return replace(split, drafter_processors=drafter_gpus, sources=sources, alternatives=others)
 
 
-def draw(evidence: Evidence, processors: int, path: Path) -> None:
-    from dsi.planning.plan import count, curve
+def draw(evidence: PairProfile, processors: int, path: Path) -> None:
+    from dsi.planning.search import count_candidates, ms_by_processors
     from dsi.plot.processors import save
 
     least = min(evidence.by_mp)
     counts = sorted({each for each in POINTS if least <= each < processors} | {processors})
-    with show.progress("arrangements", sum(count(evidence, each) for each in counts)) as advance:
-        lines = curve(evidence, counts, advance)
+    with show.progress("arrangements", sum(count_candidates(evidence, each) for each in counts)) as advance:
+        lines = ms_by_processors(evidence, counts, advance)
     save(lines, path, "forecast from " + said_sources(evidence))
 
 
-def command(offer: Offer, models: tuple[str, str], processors: int, cores: bool) -> str:
+def command(offer: DeploymentPlan, models: tuple[str, str], processors: int, cores: bool) -> str:
     """What runs it, where it can be run; the rest of the options are found by `auto`."""
     drafters = " ".join(f"--drafter {name}" for name in models[1].split("+"))
     said = f"dsi generate --target {models[0]} {drafters} --algorithm {offer.algorithm}"
     if offer.sp > 1:
         said += f" --sp {offer.sp}"
-    if offer.lookahead:
-        said += f" --lookahead {offer.lookahead}"
+    if offer.spec.lookahead:
+        said += f" --lookahead {offer.spec.lookahead}"
     if offer.algorithm == "dsi":
-        said += f" --patience {offer.patience}"
-    if offer.rule != "match":
-        said += f" --rule {offer.rule} --temperature 1"
+        said += f" --patience {offer.spec.min_draft or 0}"
+    if offer.spec.rule != "match":
+        said += f" --rule {offer.spec.rule} --temperature 1"
     return said + (threads(offer, processors) if cores else devices(offer))
 
 
-def threads(offer: Offer, cores: int) -> str:
+def threads(offer: DeploymentPlan, cores: int) -> str:
     """By itself, an engine gives the drafter a core and the targets the rest."""
     usual = max(1, (cores - 1) // offer.sp)
     alone = offer.algorithm in ("nonsi", "si")
     return f" --threads {offer.mp}" if alone or offer.mp != usual else ""
 
 
-def devices(offer: Offer) -> str:
+def devices(offer: DeploymentPlan) -> str:
     if offer.mp > 1:
         return "  # with targets that are tensor parallel over GPUs, which dsi does not have yet"
     first = offer.processors - offer.sp
@@ -248,15 +240,15 @@ def devices(offer: Offer) -> str:
     return f" --target-devices {places} --drafter-device cuda:0"
 
 
-def equation(evidence: Evidence, processors: int, target_gpus: int) -> dict[str, Any] | None:
+def equation(evidence: PairProfile, processors: int, target_gpus: int) -> dict[str, Any] | None:
     """The paper's own answer, which knows nothing of acceptance; None where there is no room for a pair."""
     from dsi.planning import equation_1 as planner
 
     least = min(evidence.by_mp)
     if processors < least + evidence.drafter_processors:
         return None
-    slow = round(float(evidence.by_mp[least][0][1]), 6)
-    fast = round(evidence.drafter_ms, 6)
+    slow = round(float(evidence.latency.target_ms), 6)
+    fast = round(float(evidence.latency.drafter_ms), 6)
     found = planner.plan(slow, fast, processors, target_gpus, evidence.drafter_processors)
     return {
         "sp": found.sp,
@@ -268,49 +260,49 @@ def equation(evidence: Evidence, processors: int, target_gpus: int) -> dict[str,
     }
 
 
-def asked(change: Change) -> dict[str, Any]:
-    return {"what": change.what, "ms": change.ms, "best": change.better.json()}
+def asked(change: Sensitivity) -> dict[str, Any]:
+    return {"what": change.change, "ms": change.ms, "best": change.best.json()}
 
 
-def said_sources(evidence: Evidence) -> str:
+def said_sources(evidence: PairProfile) -> str:
     return ", ".join(f"{name} {source}" for name, source in evidence.sources.items())
 
 
-def print_offers(found: list[Offer], evidence: Evidence, cores: bool) -> None:
-    from dsi.planning.plan import why
+def print_offers(found: list[DeploymentPlan], evidence: PairProfile, cores: bool) -> None:
+    from dsi.planning.search import explanation
 
-    several = bool(evidence.others)
+    several = bool(evidence.alternatives)
     heads = ["", "algorithm", "SP", "MP", "cores" if cores else "GPUs", "tokens/s", "ms a token", "why"]
     heads += ["drafter"] * several
     rows = [
         [
             str(place),
-            offer.title + (f", {offer.rule}" if offer.rule != "match" else ""),
+            offer.title + (f", {offer.spec.rule}" if offer.spec.rule != "match" else ""),
             str(offer.sp),
             str(offer.mp),
             str(offer.processors),
             f"{offer.tokens_per_second:.1f}",
             f"{offer.ms:.2f}",
-            why(offer, evidence),
+            explanation(offer, evidence),
             *([offer.drafter] * several),
         ]
         for place, offer in enumerate(found, 1)
     ]
     show.table(heads, rows)
     rates = "; ".join(
-        " ".join([each.name] * several) + ", ".join(f" {rule} {rate:.2f}" for rule, rate in each.rates.items())
+        " ".join([each.drafter] * several) + ", ".join(f" {rule} {rate:.2f}" for rule, rate in each.acceptance.items())
         for each in evidence.all
     ).strip()
     print(f"forecast, rehearsed in virtual time: acceptance {rates}; {said_sources(evidence)}")
 
 
-def print_changes(changes: list[Change], first: Offer) -> None:
+def print_changes(changes: list[Sensitivity], first: DeploymentPlan) -> None:
     print()
     for change in changes:
-        better = change.better
-        same = better.arrangement == first.arrangement
+        better = change.best
+        same = better.layout == first.layout
         then = "and still the best" if same else f"{better.title} (SP {better.sp}, MP {better.mp}) {better.ms:.2f}"
-        print(f"with {change.what}: {change.ms:.2f} ms a token; {then}")
+        print(f"with {change.change}: {change.ms:.2f} ms a token; {then}")
 
 
 def print_equation(rule: dict[str, Any], processors: int, target_gpus: int, drafter_gpus: int, unit: str) -> None:

@@ -14,6 +14,13 @@ OPTION_FIELDS = {  # options whose field has another name
     "pieces": "cancel_points",
     "drafter_pieces": "drafter_cancel_points",
     "one_cache": "shared_kv",
+    "patience": "min_draft",
+    "horizon": "max_lead",
+    "spare": "spare_targets",
+    "second_hit": "runner_up_acceptance",
+    "sure": "no_runner_up_rate",
+    "notice_ms": "detection_ms",
+    "eager": "thread_pool",
 }
 
 
@@ -38,15 +45,18 @@ def setting_of(options: dict[str, Any], **fixed: Any) -> SimulationConfig:
     """The setting that a command's options describe; they have the names of its fields."""
     from dataclasses import fields
 
+    from dsi.core.spec import SpecConfig
     from dsi.planning.latency import LatencyModel
     from dsi.planning.simulation import SimulationConfig
 
     options = {OPTION_FIELDS.get(name, name): value for name, value in (options | fixed).items()}
-    given, latency = (
+    given, latency, spec = (
         {field.name: options[field.name] for field in fields(part) if field.name in options}
-        for part in (SimulationConfig, LatencyModel)
+        for part in (SimulationConfig, LatencyModel, SpecConfig)
     )
-    return SimulationConfig(LatencyModel(**latency), **given)
+    for name in ("algorithm", "drafters"):  # several algorithms, and how many drafters
+        spec.pop(name, None)
+    return SimulationConfig(LatencyModel(**latency), spec=SpecConfig(**spec), **given)
 
 
 def profiled(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from dsi.models.device_map import split_layers
 from dsi.models.hf import load_model
 from dsi.models.names import model_path
 from dsi.models.shapes import random_model
-from dsi.planning.choose import DEGREES, choose
 from dsi.planning.latency import monotone
+from dsi.planning.search import DEVICE_SP, search_devices
 
 MAX_CONTEXT = 4096  # tokens: a KV cache of this length is allocated from the start
 PROMPT = 32  # tokens of the prompts by which latencies are measured
@@ -49,8 +49,9 @@ def build_on_devices(config: EngineConfig) -> Deployment:
     if shared_device and config.sp is None:  # otherwise all of them are used
         targets = order_by_contention(targets, prompt)
     latency = latency_model(targets, drafter, prompt, targets[0].cancel_points, context, shared_device)
-    degrees = DEGREES if config.sp is None else (config.sp,)
-    plans = {plan.algorithm: plan for plan in choose(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)}
+    degrees = DEVICE_SP if config.sp is None else (config.sp,)
+    found = search_devices(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)
+    plans = {plan.algorithm: plan for plan in found}
     sp = plans["dsi"].sp
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
     return Deployment(

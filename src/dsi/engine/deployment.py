@@ -15,10 +15,10 @@ from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.ray_actors import RayFleet
 from dsi.models.tokenizer import Tokenizer
-from dsi.planning.choose import Choice
+from dsi.planning.auto import latency_table
 from dsi.planning.equation_1 import suitable_lookahead
-from dsi.planning.forecast import expected_ms, outlook
 from dsi.planning.latency import LatencyModel
+from dsi.planning.search import DeploymentPlan, fastest_min_draft
 from dsi.planning.simulation import SimulationConfig
 
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first estimate for any other
@@ -35,13 +35,13 @@ class Deployment:
     sp: int
     latency: LatencyModel
     drafters: tuple[str, ...] = (DRAFTER,)  # names of their servers, the first one first
-    plans: Mapping[str, Choice] = field(default_factory=dict)  # the fastest of each algorithm, on devices
+    plans: Mapping[str, DeploymentPlan] = field(default_factory=dict)  # the fastest of each algorithm, on devices
     warnings: tuple[str, ...] = ()
     _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
 
     def simulation(self, sp: int, tokens: int, **fields: Any) -> SimulationConfig:
         """These servers in virtual time."""
-        return SimulationConfig(self.latency, TYPICAL_ACCEPTANCE, sp, tokens, eager=False, **fields)
+        return SimulationConfig(self.latency, TYPICAL_ACCEPTANCE, sp, tokens, thread_pool=False, **fields)
 
     def resolve(self, spec: SpecConfig) -> SpecConfig:
         """Choose what a request left open: by plan, Eq. (1), or simulation with the measured latencies."""
@@ -55,7 +55,7 @@ class Deployment:
 
     def lookahead(self, algorithm: str) -> int:
         if algorithm in self.plans:
-            return self.plans[algorithm].lookahead
+            return self.plans[algorithm].spec.lookahead or 1
         target_ms, drafter_ms = self.latency.target_ms, self.latency.drafter_ms
         return suitable_lookahead(algorithm, target_ms, drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
 
@@ -71,23 +71,21 @@ class Deployment:
     def min_draft(self, lookahead: int) -> int:
         """The minimum draft with the lowest expected latency under DSI; the smallest of equals."""
         if plan := self._plan_with(lookahead):
-            return plan.patience
+            return plan.spec.min_draft or 0
         if lookahead not in self._min_drafts:
-            config = self.simulation(self.sp, SIMULATED_TOKENS, lookahead=lookahead, horizon=self.max_lead(lookahead))
-            self._min_drafts[lookahead] = min(
-                range(self.lookahead("si") + 1),
-                key=lambda count: expected_ms(replace(config, patience=count), "dsi"),
-            )
+            spec = SpecConfig("dsi", lookahead, max_lead=self.max_lead(lookahead))
+            config = self.simulation(self.sp, SIMULATED_TOKENS, spec=spec)
+            self._min_drafts[lookahead] = fastest_min_draft(config, self.lookahead("si"))
         return self._min_drafts[lookahead]
 
     def max_lead(self, lookahead: int) -> int:
         plan = self._plan_with(lookahead)
-        return plan.horizon if plan else default_max_lead(self.sp, lookahead)
+        return int(plan.spec.lead_limit) if plan else default_max_lead(self.sp, lookahead)
 
     @cached_property
     def latency_table(self) -> LatencyTable:
         """Expected latencies of all configurations that `auto` chooses from."""
-        return outlook(self.simulation(self.sp, SIMULATED_TOKENS))
+        return latency_table(self.simulation(self.sp, SIMULATED_TOKENS))
 
     def check_request(self, prompt: Tokens, sampling: Sampling) -> None:
         """Refuse a prompt that is too long, and sampling that these models do not support."""
@@ -101,6 +99,6 @@ class Deployment:
         """At most as many tokens as the context has room for."""
         return min(max_new_tokens, self.context - len(prompt)) if self.context else max_new_tokens
 
-    def _plan_with(self, lookahead: int) -> Choice | None:
+    def _plan_with(self, lookahead: int) -> DeploymentPlan | None:
         plan = self.plans.get("dsi")
-        return plan if plan and plan.lookahead == lookahead else None
+        return plan if plan and plan.spec.lookahead == lookahead else None

@@ -21,7 +21,7 @@ from dsi.models.tokenizer import TextOutput, Tokenizer
 
 if TYPE_CHECKING:
     from dsi.engine.deployment import Deployment
-    from dsi.planning.plan import Offer
+    from dsi.planning.search import DeploymentPlan
 
 MS_PER_SECOND = 1000
 
@@ -74,7 +74,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.loop = EngineLoop(deployment.fleet)
         self.loop.current_load.targets = deployment.sp
         self._acceptance = acceptance  # the prior of `auto`
-        self.plans: Sequence[Offer] = ()  # what `plan="auto"` chose from, the fastest first
+        self.plans: Sequence[DeploymentPlan] = ()  # what `plan="auto"` chose from, the fastest first
 
     @classmethod
     def load(

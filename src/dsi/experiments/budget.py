@@ -22,8 +22,8 @@ from dsi.core.spec import ALGORITHMS as NAMED
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.core.stats import mean
 from dsi.experiments.compare import Row, check_equal
-from dsi.planning.equation_1 import shared_out
-from dsi.planning.forecast import adaptive, foreseen, guide
+from dsi.planning.auto import adaptive, cached_latency_table
+from dsi.planning.equation_1 import amdahl
 from dsi.planning.simulation import MOST_SERVERS, SECOND, TITLES, PolicyFactory, SimulationConfig
 
 if TYPE_CHECKING:
@@ -393,17 +393,17 @@ def simulated(
 
 def arranged(setting: SimulationConfig, who: Contender, share: float) -> SimulationConfig:
     """Of a target forward, a share is divided among its processors; the drafter has one."""
-    latency = setting.latency.scaled(target=shared_out(share, who.layout.each))
-    return replace(setting, latency=latency, sp=who.layout.targets or 1, lookahead=who.lookahead)
+    latency = setting.latency.scaled(target=amdahl(share, who.layout.each))
+    return replace(setting, latency=latency, sp=who.layout.targets or 1).with_spec(lookahead=who.lookahead)
 
 
-def rehearsed(setting: SimulationConfig, algorithm: str) -> str | PolicyFactory:
+def rehearsed(setting: SimulationConfig, algorithm: str) -> str | SpecConfig | PolicyFactory:
     """DSI knows how often guesses are right and goes the best of its ways; `auto` has to find out."""
     if algorithm not in ("dsi", AUTO):
         return algorithm
-    known = foreseen(setting)
+    known = cached_latency_table(setting)
     if algorithm == "dsi":
-        return guide(best_speculation(known, setting.acceptance), setting)
+        return best_speculation(known, setting.acceptance)
     return adaptive(known, setting)
 
 

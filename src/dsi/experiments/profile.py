@@ -10,6 +10,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from dsi.planning.latency import Curve, monotone
+
 NAMES = ("target", "drafter", "dataset")
 PARTS = ("latency", "acceptance", "rules")  # the last is what `dsi measure acceptance --rule` gives
 # The options of other commands, and where a profile has them.
@@ -65,6 +67,27 @@ class Profile:
             where, command = ".".join(NUMBERS[name]), f"dsi measure {NUMBERS[name][0]} --out"
             raise ValueError(f"{source}: has no number {where}, which `{command}` would give")
         return found
+
+    def by_width(self, source: object = "the profile") -> Curve:
+        """Target forwards by their new tokens; at least the one of a single token."""
+        one = self.number("target_ms", source)
+        points = self.parts.get("latency", {}).get("curve") or []
+        try:
+            measured = {int(point["new_tokens"]): float(point["ms"]) for point in points}
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{source}: latency.curve must be a list of new_tokens and ms") from None
+        return monotone(measured or {1: one})
+
+    def acceptance_by_rule(self, source: object = "the profile") -> dict[str, float]:
+        """Acceptance rates of the rules at the highest temperature, or else the one that was counted."""
+        results = self.parts.get("rules", {}).get("results") or []
+        highest = max((result["temperature"] for result in results), default=0)
+        rates = {
+            result["rule"]: float(result["places"]["mean"])
+            for result in results
+            if highest and result["temperature"] == highest and result.get("places")
+        }
+        return rates or {"match": self.number("acceptance", source)}
 
     def with_part(self, name: str, figures: Mapping[str, Any]) -> Profile:
         return replace(self, parts={**self.parts, name: figures})

@@ -64,10 +64,10 @@ class Record:
         return self.times_ms[-1]
 
 
-def record(setting: SimulationConfig, algorithm: str, seed: int = 0, waited: bool = False) -> Record:
+def record(setting: SimulationConfig, algorithm: str, seed: int = 0, real_time: bool = False) -> Record:
     """Run one request and record what each server did."""
-    run = setting.run(algorithm, seed, waited)
-    label = "waited" if waited else "simulated"
+    run = setting.run(algorithm, seed, real_time)
+    label = "waited" if real_time else "simulated"
     return recorded(algorithm, label, tuple(run.busy), run.log, run.completion, run.unit)
 
 
@@ -129,13 +129,13 @@ def hidden(verifications: Iterable[Block]) -> float:
 
     The text waits for the part of a forward that comes after the end of the forward before it.
     """
-    answered = waited = computed = 0.0
+    answered = real_time = computed = 0.0
     for forward in sorted(verifications, key=lambda block: block.end_ms):
         if forward.outcome == "verified":
-            waited += forward.end_ms - max(forward.start_ms, answered)
+            real_time += forward.end_ms - max(forward.start_ms, answered)
             computed += forward.end_ms - forward.start_ms
             answered = forward.end_ms
-    return 1 - waited / computed if computed else 0.0
+    return 1 - real_time / computed if computed else 0.0
 
 
 def prefixes(origin: TokenSequence, done: Completion) -> list[TokenSequence]:

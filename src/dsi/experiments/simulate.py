@@ -24,7 +24,7 @@ class Result:
     """
 
     algorithm: str
-    label: str  # simulated or waited
+    label: str  # simulated or real_time
     mean_ms: float
     stdev_ms: float
     ci95_ms: float  # half the width of the 95% confidence interval of the mean
@@ -36,7 +36,7 @@ class Result:
     repeats: int
     acceptance: float
     target_forwards: float  # computed to their end, per run, as are all counts below
-    hidden: float  # share of the useful ones' time that nobody waited for
+    hidden: float  # share of the useful ones' time that nobody real_time for
     stale_forwards: float  # begun and given up
     drafted: float
     wasted_drafts: float
@@ -101,7 +101,7 @@ def simulate(
     algorithm: str,
     repeats: int = 30,
     seed: int = 0,
-    waited: bool = False,
+    real_time: bool = False,
     progress: Progress = no_progress,
 ) -> Result:
     """The same seeds give every algorithm the same texts and the same lucky guesses."""
@@ -109,9 +109,9 @@ def simulate(
         raise ValueError(f"repeats {repeats}: must be at least 1")
     runs = []
     for i in range(repeats):
-        runs.append(sample(setting.run(algorithm, seed + i, waited)))
+        runs.append(sample(setting.run(algorithm, seed + i, real_time)))
         progress()
-    result = summary(setting, algorithm, runs, "waited" if waited else "simulated")
+    result = summary(setting, algorithm, runs, "waited" if real_time else "simulated")
     if not setting.failures_per_hour:
         return result
     unfailing = replace(setting, failures_per_hour=0)
@@ -125,12 +125,12 @@ def best(
     patiences: Iterable[int],
     repeats: int = 30,
     seed: int = 0,
-    waited: bool = False,
+    real_time: bool = False,
     progress: Progress = no_progress,
 ) -> Result:
     """The fastest of several lookaheads and patiences; an algorithm without them is run once."""
     tried = [
-        simulate(choice, algorithm, repeats, seed, waited, progress)
+        simulate(choice, algorithm, repeats, seed, real_time, progress)
         for choice in choices(setting, algorithm, lookaheads, patiences)
     ]
     return min(tried, key=lambda result: result.mean_ms)
@@ -141,7 +141,7 @@ def choices(
 ) -> list[SimulationConfig]:
     blocks = [None] if algorithm in ("nonsi", AUTO) else list(lookaheads)
     waits = list(patiences) if algorithm == "dsi" else [0]
-    return [replace(setting, lookahead=block, patience=wait) for block, wait in product(blocks, waits)]
+    return [setting.with_spec(lookahead=block, min_draft=wait) for block, wait in product(blocks, waits)]
 
 
 def summary(setting: SimulationConfig, algorithm: str, runs: list[Sample], label: str) -> Result:
@@ -156,7 +156,7 @@ def summary(setting: SimulationConfig, algorithm: str, runs: list[Sample], label
         ci95_ms=1.96 * spread / len(times) ** 0.5,
         tokens_per_second=1000 * setting.tokens * setting.requests / fmean(run.all_ms for run in runs),
         lookahead=setting.lookahead_for(algorithm),
-        patience=setting.patience,
+        patience=setting.spec.min_draft or 0,
         sp=setting.sp,
         tokens=setting.tokens,
         repeats=len(runs),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dsi.core.progress import Progress, no_progress
+from dsi.core.spec import SpecConfig
 from dsi.planning import theory
 from dsi.planning.equation_1 import plan, servers_needed
 from dsi.planning.latency import LatencyModel
@@ -118,7 +119,9 @@ def paths() -> Iterator[Ratio]:
     for seed in range(PATHS):
         drafter, lookahead = DRAFTERS[seed % len(DRAFTERS)], LOOKAHEADS[seed % len(LOOKAHEADS)]
         sp, acceptance = 1 + seed % 7, (seed * 37 % 101) / 100
-        setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, sp, 30, lookahead)
+        setting = SimulationConfig(
+            LatencyModel(Fraction(1), drafter), acceptance, sp, 30, spec=SpecConfig(lookahead=lookahead)
+        )
         took = setting.run("dsi", seed).completion.elapsed / 30
         where = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp}, acceptance {acceptance:g}"
         yield f"{where}, seed {seed}", float(took)
@@ -190,7 +193,7 @@ def largest_gains() -> Iterator[Example]:
 
 def forwards_that_count() -> Example:
     """Blocks of two guesses, of which at least one is wrong."""
-    setting = SimulationConfig(LatencyModel(10, 1), 0.8, 5, 50, lookahead=2)
+    setting = SimulationConfig(LatencyModel(10, 1), 0.8, 5, 50, spec=SpecConfig(lookahead=2))
     tallies = [setting.run("dsi", seed).completion.tally for seed in range(100)]
     counted, useful = sum(t.exposed for t in tallies), sum(t.useful for t in tallies)
     return Example(

@@ -7,6 +7,7 @@ import io
 from fractions import Fraction
 from typing import Any
 
+from dsi.core.spec import SpecConfig
 from dsi.experiments.records import Record, record
 from dsi.paper.grid import ACCEPTANCES, DRAFTERS, STATIC, Grid
 from dsi.paper.table1 import DRAFTER_MS, SP, TARGET_MS
@@ -22,7 +23,11 @@ RejectionCost = tuple[Fraction, float, float]  # drafter latency, acceptance rat
 def figure1(case: str, tokens: int = 16) -> list[Record]:
     """The timelines of the three algorithms when every guess is wrong, or every one is right."""
     setting = SimulationConfig(
-        LatencyModel(TARGET_MS, DRAFTER_MS), CASES[case], SP, tokens if case == "best" else 5, lookahead=1
+        LatencyModel(TARGET_MS, DRAFTER_MS),
+        CASES[case],
+        SP,
+        tokens if case == "best" else 5,
+        spec=SpecConfig(lookahead=1),
     )
     return [record(setting, algorithm) for algorithm in ("nonsi", "si", "dsi")]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from dsi.core.spec import SpecConfig
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import TITLES, SimulationConfig
 
@@ -47,7 +48,9 @@ def table1() -> list[Cell]:
 def _row(case: str, algorithm: str, published: tuple[int, ...]) -> Iterator[Cell]:
     """Virtual time in fractions, so that a token due at a dotted line is counted, not nearly counted."""
     acceptance = 0.0 if case == "worst" else 1.0
-    setting = SimulationConfig(LatencyModel(TARGET_MS, DRAFTER_MS), acceptance, SP, tokens=80, lookahead=1)
+    setting = SimulationConfig(
+        LatencyModel(TARGET_MS, DRAFTER_MS), acceptance, SP, tokens=80, spec=SpecConfig(lookahead=1)
+    )
     times = setting.run(algorithm, seed=0).completion.times
     for i, (line, theirs) in enumerate(zip(TIMES, published), start=1):
         yield Cell(case, algorithm, f"t{i}", theirs, sum(time <= line * TARGET_MS for time in times))

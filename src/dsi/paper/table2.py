@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsi.core.progress import Progress, no_progress
+from dsi.core.spec import SpecConfig
 from dsi.experiments.simulate import Result, simulate
 from dsi.paper import forward_counts
 from dsi.planning import theory
@@ -50,7 +51,9 @@ class Pair:
         return [k for k in LOOKAHEADS if servers_needed(self.target_ms, self.drafter_ms, k) <= SP]
 
     def setting(self, lookahead: int, drafters: int = 1, sp: int = SP) -> SimulationConfig:
-        return SimulationConfig(self.latencies, self.acceptance, sp, TOKENS, lookahead, drafters)
+        return SimulationConfig(
+            self.latencies, self.acceptance, sp, TOKENS, drafters=drafters, spec=SpecConfig(lookahead=lookahead)
+        )
 
 
 PAIRS = (
@@ -169,7 +172,7 @@ def on_threads(pair: Pair, si: Result, dsi: Result, repeats: int) -> Waited:
     for seed in range(repeats):
         for result in (si, dsi):
             setting = pair.setting(result.lookahead or 1)
-            times[result.algorithm].append(setting.run(result.algorithm, seed, waited=True).ms)
+            times[result.algorithm].append(setting.run(result.algorithm, seed, real_time=True).ms)
             virtual[result.algorithm].append(setting.run(result.algorithm, seed).ms)
     real, ideal = ({name: sum(each) for name, each in kind.items()} for kind in (times, virtual))
     return Waited(real["si"] / real["dsi"], real["si"] / ideal["si"] - 1, real["dsi"] / ideal["dsi"] - 1)

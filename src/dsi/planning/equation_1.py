@@ -11,7 +11,7 @@ SCALES = 0.8  # the share of a target forward that more processors make faster, 
 Number = int | float | Fraction
 
 
-def exact(value: Number) -> Fraction:
+def to_fraction(value: Number) -> Fraction:
     """The number as it was written: 0.05 is a twentieth, not the binary fraction next to it."""
     return value if isinstance(value, Fraction) else Fraction(str(value))
 
@@ -27,7 +27,7 @@ def servers_needed(target: Number, drafter: Number, lookahead: int) -> int:
     check_latencies(target, drafter)
     if lookahead < 1:
         raise ValueError(f"lookahead {lookahead}: must be at least 1")
-    return ceil(exact(target) / (lookahead * exact(drafter)))
+    return ceil(to_fraction(target) / (lookahead * to_fraction(drafter)))
 
 
 def minimal_lookahead(target: Number, drafter: Number, sp: int) -> int:
@@ -35,7 +35,7 @@ def minimal_lookahead(target: Number, drafter: Number, sp: int) -> int:
     check_latencies(target, drafter)
     if sp < 1:
         raise ValueError(f"SP degree {sp}: must be at least 1")
-    return ceil(exact(target) / (sp * exact(drafter)))
+    return ceil(to_fraction(target) / (sp * to_fraction(drafter)))
 
 
 def best_si_lookahead(target: Number, drafter: Number, acceptance: float, most: int = 200) -> int:
@@ -98,6 +98,6 @@ def plan(target_ms: Number, drafter_ms: Number, gpus: int, target_gpus: int = 1,
     return Plan(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus, sp, lookahead)
 
 
-def shared_out(share: float, times: float) -> float:
+def amdahl(share: float, times: float) -> float:
     """What is left of a forward's time on so many times as many processors, if this share of it scales."""
     return 1 - share + share / times

@@ -91,7 +91,7 @@ class LatencyModel:
             drafter_by_busy_targets=(),
         )
 
-    def scaled(self, target: float = 1, drafter: float = 1) -> LatencyModel:
+    def scaled(self, target: Number = 1, drafter: Number = 1) -> LatencyModel:
         """All forwards of the target and of the drafter so many times as slow."""
         ttft, drafter_ttft = self.target_ttft_ms, self.drafter_ttft_ms
         return replace(

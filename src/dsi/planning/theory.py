@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsi.planning.equation_1 import Number, exact
+from dsi.planning.equation_1 import Number, to_fraction
 from dsi.planning.latency import LatencyModel
 
 Array = Any  # a float or an array of floats, and so is what is computed from it
@@ -78,7 +78,7 @@ def dsi(tokens: int, latency: LatencyModel, acceptance: Array, lookahead: int, s
     """
     check_drafter(latency)
     p = np.asarray(acceptance, float)
-    (target, drafter, *first), unit = whole(latency.target_ms, latency.drafter_ms, *latency.prefill_ms)
+    (target, drafter, *first), unit = to_integers(latency.target_ms, latency.drafter_ms, *latency.prefill_ms)
     # What comes after the first rejection: with one token more to go, as before if the next guess is right,
     # and all that is left if it is wrong: p * after + (begun + (1 - p) * after).
     after = np.zeros(p.shape)
@@ -89,9 +89,9 @@ def dsi(tokens: int, latency: LatencyModel, acceptance: Array, lookahead: int, s
     return (begun + (1 - p) * after) / unit
 
 
-def whole(*numbers: Number) -> tuple[list[int], int]:
+def to_integers(*numbers: Number) -> tuple[list[int], int]:
     """The numbers as whole ones, and how many of these make one: equal times are then exactly equal."""
-    values = [exact(number) for number in numbers]
+    values = [to_fraction(number) for number in numbers]
     unit = lcm(*(value.denominator for value in values))
     return [int(value * unit) for value in values], unit
 

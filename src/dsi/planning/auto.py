@@ -1,0 +1,84 @@
+"""The latency table that `auto` chooses from, predicted from a latency model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonitor
+from dsi.core.generation import Policy
+from dsi.core.latency_table import LatencyTable
+from dsi.core.spec import SpecConfig
+from dsi.fleets.loop import EngineLoop
+from dsi.planning.forecast import LAST_RUN, Array, renewal_model
+from dsi.planning.search import spec_candidates
+from dsi.planning.simulation import PolicyFactory, SimulationConfig
+
+RATES = 50  # steps of the acceptance rate
+DRAFTER_SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
+CAUTION = 0.02  # added to predictions with contention, which are often too fast
+
+
+def latency_table(config: SimulationConfig, drafter_scales: Iterable[float] = DRAFTER_SCALES) -> LatencyTable:
+    """Predict each candidate at each acceptance rate and each speed of the drafter."""
+    specs, latency = spec_candidates(config), config.latency
+    rates = np.arange(RATES + 1) / RATES
+    tables = []
+    for scale in drafter_scales:
+        slower = replace(config, latency=latency.scaled(drafter=scale))
+        tables.append(tuple(tuple(_cautious_ms(slower, spec, rates).tolist()) for spec in specs))
+    widths = latency.by_width or ((1, latency.target_ms),)
+    return LatencyTable(
+        tuple(specs),
+        tuple(drafter_scales),
+        tuple(tables),
+        float(latency.drafter_ms),
+        tuple((width, float(ms)) for width, ms in widths),
+        config.sp,
+        latency.contention,
+    )
+
+
+def _cautious_ms(config: SimulationConfig, spec: SpecConfig, rates: Array) -> Array:
+    targets = spec.max_targets or config.sp
+    factor = 1 + CAUTION if config.latency.contention and targets > 1 else 1
+    return factor * renewal_model(replace(config, sp=targets), spec).ms(rates)
+
+
+def cached_latency_table(config: SimulationConfig) -> LatencyTable:
+    """The table for tokens after the first, at any acceptance rate: it does not depend on text or request."""
+    steady = replace(
+        config,
+        acceptance=0.5,
+        tokens=LAST_RUN,
+        spec=SpecConfig(rule=config.spec.rule),
+        acceptance_change=None,
+        requests=1,
+        failures_per_hour=0,
+    )
+    return _cached_latency_table(steady.with_latency(target_ttft_ms=None, drafter_ttft_ms=None))
+
+
+@lru_cache
+def _cached_latency_table(config: SimulationConfig) -> LatencyTable:
+    return latency_table(config)
+
+
+def best_config(table: LatencyTable, acceptance: float) -> tuple[SpecConfig, float]:
+    """The fastest config with the drafter as fast as measured, and its predicted ms per token."""
+    scale, rate = table.scale_index(1.0), table.rate_index(acceptance)
+    best = table.best[scale][rate]
+    return table.configs[best], table.ms[scale][best][rate]
+
+
+def adaptive(table: LatencyTable, config: SimulationConfig, prior: float = PRIOR_ACCEPTANCE) -> PolicyFactory:
+    """A policy that learns acceptance and latencies while it runs and switches configs by the table."""
+
+    def policy(loop: EngineLoop, unit: int) -> Policy:
+        loop.latency_monitor = LatencyMonitor(table, unit)
+        return AdaptiveController(table, config.drafter_names, prior, loop.latency_monitor)
+
+    return policy

@@ -1,0 +1,416 @@
+"""Search for the fastest deployment: candidates, each predicted by the forecast, the best few simulated.
+
+On a given number of processors (`search_processors`), every algorithm is tried in every layout. Under non-SI and
+SI a forward has all processors of its target, and SI's drafter runs on one of them in turn; under PEARL and DSI
+the drafter has its own. On given devices (`search_devices`), only the number of targets is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from dsi.core.progress import Progress, no_progress
+from dsi.core.spec import SpecConfig, default_max_lead
+from dsi.planning.equation_1 import amdahl, best_si_lookahead, minimal_lookahead, servers_needed
+from dsi.planning.forecast import predicted_ms
+from dsi.planning.latency import LatencyModel
+from dsi.planning.simulation import TITLES, SimulationConfig
+
+SHOWN = 5  # plans
+FINALISTS = 10  # plans for processors that are simulated
+SEEDS = range(2000, 2012)
+TOKENS = 200
+SI_SHARES = (0.6, 1, 1.4)  # of the block that is SI's best in theory
+MOST_PROCESSORS = 1000
+PROCESSOR_SP = (1, 2, 3, 4, 6, 8)  # SP degrees that are tried, besides the largest possible
+SPARE_TARGETS = (1, 2)
+
+DEVICE_FINALISTS = 6  # plans of each algorithm for devices that are simulated
+DEVICE_SEEDS = range(1004, 1016)
+DEVICE_TOKENS = 80
+DEVICE_SP = (1, 2, 3, 4, 5, 7, 11, 15)
+DEVICE_LOOKAHEADS = (3, 4, 6, 8, 12)
+DEVICE_LOOKAHEAD_SHARES = (0.3, 0.6, 1)  # of the lookahead that Eq. (1) asks for
+DEVICE_MIN_DRAFTS = (0, 2)
+DEVICE_MIN_DRAFT_SHARES = (0.5, 0.75)  # of the lookahead
+
+AUTO_SP = (1, 2, 4, 8)  # SP degrees between which `auto` may switch, besides all targets
+LOOKAHEADS = (1, 2, 5)
+LOOKAHEAD_SHARES = (0.5, 1)  # of the lookahead that Eq. (1) asks for
+MIN_DRAFT_RATES = (0.2, 0.4, 0.7, 0.9)  # acceptance rates at which SI's best block may be a good min_draft
+LONGEST_BLOCK = 32
+
+Map = Callable[[Callable[[SimulationConfig], float], Iterable[SimulationConfig]], Iterable[float]]
+
+
+@dataclass(frozen=True)
+class PairProfile:
+    """A pair of models as the planner sees it; `sources` says where each number comes from."""
+
+    by_mp: Mapping[int, LatencyModel]  # by how many processors share each target forward
+    acceptance: Mapping[str, float]  # by rule
+    runner_up_acceptance: float = 0.0
+    drafter_processors: int = 1
+    sources: Mapping[str, str] = field(default_factory=dict)
+    drafter: str = ""  # its name, or the names of several in one tree
+    drafter_shares_processors: bool = True  # whether SI's drafter can run in turn on all processors of a target
+    drafters: int = 1  # whose joint acceptance this is, with the drafter latency of the slowest
+    alternatives: tuple[PairProfile, ...] = ()  # the same target with other drafters
+
+    @property
+    def all(self) -> tuple[PairProfile, ...]:
+        return (self, *self.alternatives)
+
+    @property
+    def latency(self) -> LatencyModel:
+        """With as few processors to a target as possible."""
+        return self.by_mp[min(self.by_mp)]
+
+    def of(self, drafter: str) -> PairProfile:
+        return next(profile for profile in self.all if profile.drafter == drafter)
+
+    def simulation(self, mp: int, sp: int, rule: str = "match", tokens: int = TOKENS) -> SimulationConfig:
+        """Toy drafters err independently: alone each is right as often as makes up the joint rate."""
+        acceptance = (
+            1 - (1 - self.acceptance[rule]) ** (1 / self.drafters) if self.drafters > 1 else self.acceptance[rule]
+        )
+        latency, spec = self.by_mp[mp].with_targets(sp), SpecConfig(rule=rule)
+        return SimulationConfig(latency, acceptance, sp, tokens, spec, drafters=self.drafters, thread_pool=False)
+
+    def changed(self, acceptance: float = 0.0, drafter_slowdown: float = 1.0) -> PairProfile:
+        """All acceptance rates so much higher, and all drafters so many times as slow."""
+        return replace(
+            self,
+            acceptance={rule: min(1.0, max(0.0, rate + acceptance)) for rule, rate in self.acceptance.items()},
+            by_mp={mp: latency.scaled(drafter=drafter_slowdown) for mp, latency in self.by_mp.items()},
+            alternatives=tuple(other.changed(acceptance, drafter_slowdown) for other in self.alternatives),
+        )
+
+    def for_all(self, **fields: Any) -> PairProfile:
+        """The same fields changed for every drafter."""
+        others = tuple(replace(other, **fields) for other in self.alternatives)
+        return replace(self, **fields, alternatives=others)
+
+    def with_latency(self, **changes: Any) -> PairProfile:
+        """The same latencies changed for every drafter and MP degree."""
+        own = {mp: replace(latency, **changes) for mp, latency in self.by_mp.items()}
+        return replace(
+            self, by_mp=own, alternatives=tuple(other.with_latency(**changes) for other in self.alternatives)
+        )
+
+    def split(self, least: int, processors: int, parallel_fraction: float) -> PairProfile:
+        """Targets over `least` processors and more, where this fraction of a forward scales with their number."""
+        by_mp, mp = {}, least
+        while mp <= processors:
+            by_mp[mp] = self.latency.scaled(target=amdahl(parallel_fraction, mp / least))
+            mp *= 2
+        others = tuple(other.split(least, processors, parallel_fraction) for other in self.alternatives)
+        return replace(self, by_mp=by_mp, alternatives=others)
+
+    def json(self) -> dict[str, Any]:
+        """With the keys of the release before beside the new ones."""
+        latency = self.latency
+        return {
+            "by_mp": {mp: [list(point) for point in model.by_width] for mp, model in self.by_mp.items()},
+            "drafter_ms": latency.drafter_ms,
+            "acceptance": dict(self.acceptance),
+            "rates": dict(self.acceptance),
+            "contention": latency.contention,
+            "runner_up_acceptance": self.runner_up_acceptance,
+            "second_hit": self.runner_up_acceptance,
+            "drafter_processors": self.drafter_processors,
+            "cancel_points": latency.cancel_points,
+            "pieces": latency.cancel_points,
+            "sources": dict(self.sources),
+            "drafter": self.drafter,
+            "name": self.drafter,
+            "drafter_shares_processors": self.drafter_shares_processors,
+            "turns": self.drafter_shares_processors,
+            "drafters": self.drafters,
+            "alternatives": [other.json() for other in self.alternatives],
+            "others": [other.json() for other in self.alternatives],
+        }
+
+
+@dataclass(frozen=True)
+class DeploymentPlan:
+    """How to speculate and on how many processors; `ms` is the expected time per token."""
+
+    spec: SpecConfig
+    sp: int = 1
+    mp: int = 1
+    processors: int = 1
+    drafter: str = ""
+    ms: float = 0.0
+
+    @property
+    def algorithm(self) -> str:
+        return self.spec.algorithm
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.algorithm]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1000 / self.ms
+
+    @property
+    def layout(self) -> tuple[str | int, ...]:
+        """Of plans with the same layout only the fastest is shown."""
+        drafter = "" if self.algorithm == "nonsi" else self.drafter
+        return self.algorithm, self.sp, self.mp, self.spec.rule, self.spec.branches, drafter
+
+    def simulation(self, profile: PairProfile, tokens: int = TOKENS) -> SimulationConfig:
+        """The plan as it would run; SI's drafter never computes beside a target."""
+        profile = profile.of(self.drafter)
+        config = profile.simulation(self.mp, self.sp, self.spec.rule, tokens)
+        if self.algorithm == "si":
+            config = config.with_latency(drafter_ms=profile.by_mp[self.mp].drafter_ms)
+        runner_ups = profile.runner_up_acceptance if self.spec.branches > 1 else 0.0
+        return replace(config, spec=self.spec, runner_up_acceptance=runner_ups)
+
+    def json(self) -> dict[str, Any]:
+        """With the keys of the release before beside the new ones."""
+        spec = self.spec
+        spare = spec.spare_targets if spec.branches > 1 else 0
+        return {
+            "algorithm": spec.algorithm,
+            "mp": self.mp,
+            "processors": self.processors,
+            "ms": self.ms,
+            "sp": self.sp,
+            "lookahead": spec.lookahead or 0,
+            "min_draft": spec.min_draft or 0,
+            "patience": spec.min_draft or 0,
+            "rule": spec.rule,
+            "branches": spec.branches,
+            "spare_targets": spare,
+            "spare": spare,
+            "drafter": self.drafter,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def simulated_ms(config: SimulationConfig, seeds: Iterable[int] = SEEDS) -> float:
+    """Milliseconds per token in virtual time, on average over some texts."""
+    return fmean(config.run(config.spec, seed).ms for seed in seeds) / config.tokens
+
+
+def fastest_min_draft(config: SimulationConfig, most: int) -> int:
+    """The min_draft with the least predicted time per token under DSI; the smallest of equals."""
+    return min(range(most + 1), key=lambda count: predicted_ms(config.with_spec(min_draft=count), "dsi"))
+
+
+def si_block(config: SimulationConfig, acceptance: float) -> int:
+    return best_si_lookahead(config.latency.target_ms, config.latency.drafter_ms, acceptance, LONGEST_BLOCK)
+
+
+def spec_candidates(config: SimulationConfig, degrees: Iterable[int] = AUTO_SP) -> list[SpecConfig]:
+    """Non-SI, and DSI with all that may be the fastest at some acceptance rate."""
+    rule = config.spec.rule
+    specs = [SpecConfig("nonsi", max_targets=1, rule=rule)]
+    min_drafts = sorted({0, 1, *(si_block(config, rate) for rate in MIN_DRAFT_RATES)})
+    for sp in sorted({sp for sp in degrees if sp < config.sp} | {config.sp}):
+        least = minimal_lookahead(config.latency.target_ms, config.latency.drafter_ms, sp)
+        lookaheads = sorted({max(1, round(least * share)) for share in LOOKAHEAD_SHARES} | {*LOOKAHEADS})
+        specs += [
+            SpecConfig("dsi", lookahead, min_draft, max_targets=sp, rule=rule)
+            for lookahead in lookaheads
+            for min_draft in min_drafts
+        ]
+    return specs
+
+
+def search_processors(profile: PairProfile, processors: int, advance: Progress = no_progress) -> list[DeploymentPlan]:
+    """The best plans for so many processors after simulation; runner-ups are tried with the best of DSI."""
+    plans = predicted_plans(profile, processors, advance)
+    finalists = plans[:FINALISTS]
+    nonsi = next(plan for plan in plans if plan.algorithm == "nonsi")
+    if nonsi not in finalists:
+        finalists.append(nonsi)
+    finalists += plans_with_runner_ups(profile, finalists)
+    simulated = [replace(plan, ms=simulated_ms(plan.simulation(profile))) for plan in finalists]
+    return sorted(simulated, key=lambda plan: plan.ms)
+
+
+def predicted_plans(profile: PairProfile, processors: int, advance: Progress = no_progress) -> list[DeploymentPlan]:
+    """The best plan of every layout of up to so many processors, the fastest first."""
+    if not 1 <= processors <= MOST_PROCESSORS:
+        raise ValueError(f"{processors} processors: must be between 1 and {MOST_PROCESSORS}")
+    least = min(profile.by_mp)
+    if processors < least:
+        raise ValueError(f"{processors} processors: one target needs {least}")
+    best: dict[Any, DeploymentPlan] = {}
+    for candidate in processor_candidates(profile, processors):
+        plan = replace(candidate, ms=plan_ms(candidate, profile))
+        if plan.layout not in best or plan.ms < best[plan.layout].ms:
+            best[plan.layout] = plan
+        advance()
+    return sorted(best.values(), key=lambda plan: plan.ms)
+
+
+def plan_ms(plan: DeploymentPlan, profile: PairProfile) -> float:
+    """By the forecast, which does not know runner-ups: with them by simulation."""
+    config = plan.simulation(profile)
+    return simulated_ms(config) if plan.spec.branches > 1 else predicted_ms(config)
+
+
+def count_candidates(profile: PairProfile, processors: int) -> int:
+    return sum(1 for _ in processor_candidates(profile, processors))
+
+
+def processor_candidates(profile: PairProfile, processors: int) -> Iterator[DeploymentPlan]:
+    for mp in [mp for mp in profile.by_mp if mp <= processors]:
+        yield DeploymentPlan(SpecConfig("nonsi"), mp=mp, processors=mp, drafter=profile.drafter)
+        for pair in profile.all:
+            for rule in pair.acceptance:
+                for plan in _speculating(pair, mp, rule, processors):
+                    yield replace(plan, mp=mp, drafter=pair.drafter)
+
+
+def _speculating(pair: PairProfile, mp: int, rule: str, processors: int) -> Iterator[DeploymentPlan]:
+    latency = pair.by_mp[mp]
+    left = processors - pair.drafter_processors
+    if pair.drafters == 1:
+        yield from _with_one_target(pair, mp, rule, left)
+    if left < mp:
+        return
+    most = min(left // mp, servers_needed(latency.target_ms, latency.drafter_ms, 1))
+    for sp in sorted({sp for sp in PROCESSOR_SP if sp < most} | {most}):
+        for spec in spec_candidates(pair.simulation(mp, sp, rule), ()):
+            if spec.speculates:
+                yield DeploymentPlan(spec, sp, processors=sp * mp + pair.drafter_processors)
+
+
+def _with_one_target(pair: PairProfile, mp: int, rule: str, left: int) -> Iterator[DeploymentPlan]:
+    """SI, and PEARL where `left` has room for a target beside the drafter."""
+    config = pair.simulation(mp, 1, rule)
+    lookaheads = {max(1, round(si_block(config, config.acceptance) * share)) for share in SI_SHARES}
+    for lookahead in sorted(lookaheads) if pair.drafter_shares_processors or mp == 1 else ():
+        yield DeploymentPlan(SpecConfig("si", lookahead, rule=rule), processors=mp)
+    if left >= mp:
+        lookahead = minimal_lookahead(config.latency.target_ms, config.latency.drafter_ms, 1)
+        yield DeploymentPlan(SpecConfig("pearl", lookahead, rule=rule), processors=mp + pair.drafter_processors)
+
+
+def plans_with_runner_ups(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> list[DeploymentPlan]:
+    """The best plan of DSI with some of its targets verifying what follows runner-ups."""
+    first = next((plan for plan in plans if plan.algorithm == "dsi" and plan.spec.rule == "match"), None)
+    if not profile.runner_up_acceptance or first is None:
+        return []
+    spec = replace(first.spec, branches=2, max_targets=None, max_lead=first.spec.lead_limit)
+    return [replace(first, spec=replace(spec, spare_targets=spare)) for spare in SPARE_TARGETS if spare < first.sp]
+
+
+def search_devices(
+    latency: LatencyModel,
+    acceptance: float,
+    max_targets: int,
+    tokens: int = DEVICE_TOKENS,
+    map: Map = map,
+    degrees: Iterable[int] = DEVICE_SP,
+) -> list[DeploymentPlan]:
+    """The best of non-SI, SI and DSI with up to so many targets, the fastest first.
+
+    All are predicted, and the best few of each algorithm simulated. `map` may be that of a pool.
+    """
+    profile = PairProfile({1: latency}, {"match": acceptance})
+    plans = list(device_candidates(profile, [sp for sp in degrees if sp <= max_targets]))
+    configs = [plan.simulation(profile, tokens) for plan in plans]
+    ranked = sorted(zip(map(predicted_ms, configs), plans, configs), key=lambda row: row[0])
+    finalists = [
+        (plan, config)
+        for name in ("nonsi", "si", "dsi")
+        for plan, config in [(plan, config) for _, plan, config in ranked if plan.algorithm == name][:DEVICE_FINALISTS]
+    ]
+    best: dict[str, DeploymentPlan] = {}
+    times = map(partial(simulated_ms, seeds=DEVICE_SEEDS), [config for _, config in finalists])
+    for plan, ms in zip((plan for plan, _ in finalists), times):
+        if plan.algorithm not in best or ms < best[plan.algorithm].ms:
+            best[plan.algorithm] = replace(plan, ms=ms)
+    return sorted(best.values(), key=lambda plan: plan.ms)
+
+
+def device_candidates(profile: PairProfile, degrees: Iterable[int]) -> Iterator[DeploymentPlan]:
+    latency = profile.latency
+    yield DeploymentPlan(SpecConfig("nonsi", 1))
+    for lookahead in si_blocks(latency, profile.acceptance["match"]):
+        yield DeploymentPlan(SpecConfig("si", lookahead))
+    for sp in degrees:
+        least = minimal_lookahead(latency.target_ms, latency.drafter_beside(sp), sp)
+        shares = {max(2, round(least * share)) for share in DEVICE_LOOKAHEAD_SHARES}
+        for lookahead in sorted(shares | {*DEVICE_LOOKAHEADS}):
+            waits = {*DEVICE_MIN_DRAFTS, *(round(lookahead * share) for share in DEVICE_MIN_DRAFT_SHARES)}
+            for min_draft in sorted(waits):
+                yield DeploymentPlan(device_spec(sp, lookahead, min_draft), sp)
+
+
+def device_spec(sp: int, lookahead: int, min_draft: int) -> SpecConfig:
+    return SpecConfig("dsi", lookahead, min_draft, default_max_lead(sp, lookahead, min_draft))
+
+
+def si_blocks(latency: LatencyModel, acceptance: float) -> list[int]:
+    """Blocks around the best of unpadded forwards, and those that just fill a padded one."""
+    block = best_si_lookahead(latency.target_ms, latency.drafter_ms, acceptance)
+    full = {width - 1 for width, _ in latency.by_width if max(2, block / 2) < width < block * 2}
+    return sorted({max(1, round(block * share)) for share in (0.6, 0.8, 1, 1.2)} | full)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The time per token of a plan if a measurement were different, and the plan that would then be best."""
+
+    change: str
+    ms: float
+    best: DeploymentPlan
+
+
+def sensitivities(
+    profile: PairProfile, plan: DeploymentPlan, processors: int, advance: Progress = no_progress
+) -> list[Sensitivity]:
+    changes = {
+        "acceptance 0.1 lower": profile.changed(acceptance=-0.1),
+        "acceptance 0.1 higher": profile.changed(acceptance=0.1),
+        "the drafter twice as fast": profile.changed(drafter_slowdown=0.5),
+        "the drafter twice as slow": profile.changed(drafter_slowdown=2),
+    }
+    return [
+        Sensitivity(change, plan_ms(plan, other), predicted_plans(other, processors, advance)[0])
+        for change, other in changes.items()
+    ]
+
+
+def ms_by_processors(
+    profile: PairProfile, processors: Iterable[int], advance: Progress = no_progress
+) -> dict[str, dict[int, float]]:
+    """Predicted milliseconds per token of each algorithm at its best, by number of processors."""
+    lines: dict[str, dict[int, float]] = {name: {} for name in TITLES}
+    for count in processors:
+        for plan in predicted_plans(profile, count, advance):
+            lines[plan.algorithm].setdefault(count, plan.ms)  # the fastest comes first
+    return {name: line for name, line in lines.items() if line}
+
+
+def explanation(plan: DeploymentPlan, profile: PairProfile) -> str:
+    """Why a plan takes as long as it does, in words with its numbers."""
+    pair, spec = profile.of(plan.drafter), plan.spec
+    latency, rate, lookahead = pair.by_mp[plan.mp], pair.acceptance[spec.rule], spec.lookahead or 0
+    if plan.algorithm == "nonsi":
+        return f"a forward of {latency.target_ms:.2f} ms for each token"
+    if plan.algorithm == "si":
+        tokens = sum(rate**i for i in range(lookahead + 1))
+        return (
+            f"{lookahead} guesses of {latency.drafter_ms:.2f} ms, then a forward: "
+            f"{tokens:.1f} tokens a turn at acceptance {rate:.2f}"
+        )
+    overlap = f"guesses go on during a forward of {latency.target_ms:.2f} ms"
+    if plan.algorithm == "pearl":
+        return f"{overlap}, in lock step"
+    wait = f", the root waits for {spec.min_draft}" if spec.min_draft else ""
+    runner_ups = f", {spec.spare_targets} look past second guesses" if spec.branches > 1 else ""
+    return f"{overlap}; {plan.sp} in flight, blocks of {lookahead}{wait}{runner_ups}"

@@ -1,0 +1,34 @@
+"""The latency model: derived from curves, and scaled."""
+
+from fractions import Fraction
+
+import pytest
+
+from dsi.planning.latency import LatencyModel, monotone
+
+
+def test_latency_model_reads_measured_curves() -> None:
+    latency = LatencyModel.measured(
+        {1: 10.0, 64: 16.3},
+        1.0,
+        by_busy_targets=((1, 10.0), (7, 13.0)),
+        drafter_by_busy_targets=((2, 1.2), (4, 1.5)),
+    )
+    assert latency.target_ms == 10.0
+    assert latency.per_token_ms == pytest.approx(0.1)
+    assert latency.contention_of(3) == latency.contention_of(7) == pytest.approx(0.05)
+    assert [latency.drafter_beside(targets) for targets in (1, 2, 7)] == [1.0, 1.2, 1.5]
+    assert latency.with_targets(7).contention == pytest.approx(0.05)
+    assert latency.with_targets(7).drafter_ms == 1.5
+
+
+def test_latency_model_scales_exactly() -> None:
+    latency = LatencyModel(Fraction(1, 3), 2, 4, 5, per_token_ms=1, by_width=((1, Fraction(1, 3)),))
+    scaled = latency.scaled(target=Fraction(3), drafter=2)
+    assert (scaled.target_ms, scaled.drafter_ms, scaled.prefill_ms) == (1, 4, (12, 10))
+    assert (scaled.per_token_ms, scaled.by_width) == (3, ((1, 1),))
+    assert latency.target(1000).tpot == Fraction(1, 3000)
+
+
+def test_monotone_curve_never_falls() -> None:
+    assert monotone({4: 9.0, 1: 8.0, 2: 9.5}) == ((1, 8.0), (2, 9.5), (4, 9.5))
