@@ -24,7 +24,6 @@ PACKAGES = (
     "server",
     "cli",
 )
-# Imports of a later package that are still to be removed.
 CLOCKS_AND_THREADS = ("time", "threading", "queue", "asyncio", "multiprocessing", "socket")
 # Third-party and system modules that only some packages may import.
 ALLOWED_IN = {

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     )
     from dsi.core.request import Completion as Completion
     from dsi.core.request import Request as Request
+    from dsi.core.spec import SpecConfig as SpecConfig
+    from dsi.engine.config import EngineConfig as EngineConfig
     from dsi.engine.engine import Engine as Engine
     from dsi.engine.hf_generate import REPO as REPO
     from dsi.engine.hf_generate import custom_generate as custom_generate
@@ -32,21 +34,25 @@ if TYPE_CHECKING:
     from dsi.models.wait import Latency as Latency
     from dsi.models.wait import Wait as Wait
     from dsi.planning.equation_1 import plan as plan
+    from dsi.planning.latency import LatencyModel as LatencyModel
 
 __version__ = "0.1.0"
 
-# Loaded when first asked for: `import dsi.core` needs none of the rest, and `dsi --help` none at all.
-_HOMES = {
+# Imported on first use: `import dsi.core` needs none of the rest, and `dsi --help` none at all.
+_MODULES = {
     "Completion": "dsi.core.request",
     "Engine": "dsi.engine.engine",
+    "EngineConfig": "dsi.engine.config",
     "EngineLoop": "dsi.fleets.loop",
     "FleetError": "dsi.fleets.loop",
     "Latency": "dsi.models.wait",
+    "LatencyModel": "dsi.planning.latency",
     "REPO": "dsi.engine.hf_generate",
     "Request": "dsi.core.request",
     "Sampling": "dsi.core.messages",
     "Server": "dsi.fleets.worker",
     "SimulatedFleet": "dsi.fleets.simulated",
+    "SpecConfig": "dsi.core.spec",
     "ThreadFleet": "dsi.fleets.threads",
     "ToyDrafter": "dsi.models.toy",
     "ToyTarget": "dsi.models.toy",
@@ -59,14 +65,14 @@ _HOMES = {
     "speculative": "dsi.core.policies",
 }
 _OLD_NAMES = {"Loop": "EngineLoop"}  # kept for one release
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> object:
     name = _OLD_NAMES.get(name, name)
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'dsi' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from dsi.engine.config import EngineConfig, parse_fleet
+from dsi.core.spec import SpecConfig
+from dsi.engine.config import EngineConfig, fill_spec, make_configs, parse_fleet
 
 
 @pytest.mark.parametrize(
@@ -60,3 +61,42 @@ def test_config_takes_one_drafter_or_several() -> None:
 def test_config_collects_the_resources_of_servers() -> None:
     requested = EngineConfig(fleet="ray", target_resources="cpus=2,gpus=1").requested_resources
     assert (requested["target"].cpus, requested["target"].gpus, len(requested)) == (2, 1, 1)
+
+
+def test_make_configs_splits_the_arguments_of_engine_load() -> None:
+    config, spec = make_configs(None, None, {"sp": 2, "lookahead": "5", "min_draft": "auto", "algorithm": "si"})
+    assert (config.sp, spec.algorithm, spec.lookahead, spec.min_draft) == (2, "si", 5, None)
+    changed, kept = make_configs(config, spec, {"dtype": "bfloat16", "sp": None})
+    assert (changed.sp, changed.dtype, kept) == (2, "bfloat16", spec)
+
+
+def test_make_configs_takes_former_names() -> None:
+    config, spec = make_configs(None, None, {"texts": 8, "patience": 3, "needs": {}})
+    assert (config.max_num_seqs, dict(config.resources), spec.min_draft) == (8, {}, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"lookahead": "many"}, "lookahead 'many': must be a whole number or auto"),
+        ({"lookahead": 0}, "lookahead 0: must be at least 1"),
+        ({"min_draft": -1}, "min draft -1: must be at least 0"),
+        ({"algorithm": "auto", "lookahead": 3}, "lookahead 3 with the algorithm auto: it finds its own"),
+        ({"algorithm": "auto", "patience": 2}, "min draft 2 with the algorithm auto: it finds its own"),
+    ],
+)
+def test_make_configs_refuses_bad_numbers(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        make_configs(None, None, arguments)
+
+
+def test_make_configs_refuses_unknown_arguments() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        make_configs(None, None, {"colour": "red"})
+
+
+def test_fill_spec_keeps_what_a_request_says() -> None:
+    filled = fill_spec(SpecConfig("dsi", 4), SpecConfig("dsi", 8, 2))
+    assert (filled.lookahead, filled.min_draft) == (4, 2)
+    with pytest.raises(ValueError, match="lookahead 8 with the algorithm auto"):
+        fill_spec(SpecConfig("auto"), SpecConfig("dsi", 8))
