@@ -75,13 +75,13 @@ def test_engine_gives_one_text_per_rule_for_any_sp(engine: Engine, rule: str) ->
 
 def test_engine_writes_on_when_a_target_is_killed(engine: Engine, expected: dict[str, str]) -> None:
     stream = engine.stream(PROMPTS[0], max_new_tokens=60)
-    pieces = []
-    for piece in stream:
-        pieces.append(piece)
-        if len(pieces) == 3:
+    parts = []
+    for part in stream:
+        parts.append(part)
+        if len(parts) == 3:
             process = engine.fleet._workers["target-1"].process  # type: ignore[attr-defined]
             os.kill(process.pid, signal.SIGKILL)
-    assert "".join(pieces) == expected[PROMPTS[0]]
+    assert "".join(parts) == expected[PROMPTS[0]]
 
 
 @pytest.fixture(scope="module")
@@ -174,12 +174,14 @@ def test_custom_generate_writes_what_transformers_writes(role: str) -> None:
     import dsi
 
     if role == "builtin":
-        big, small = (AutoModelForCausalLM.from_pretrained(model_path("builtin", r)) for r in ("target", "drafter"))
-        big, small = big.float(), small.float()
+        target, drafter = (
+            AutoModelForCausalLM.from_pretrained(model_path("builtin", r)) for r in ("target", "drafter")
+        )
+        target, drafter = target.float(), drafter.float()
     else:
         torch.manual_seed(0)
         shape = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 128, "vocab_size": 97}
-        big, small = (GPT2LMHeadModel(GPT2Config(**shape)).eval() for _ in range(2))
+        target, drafter = (GPT2LMHeadModel(GPT2Config(**shape)).eval() for _ in range(2))
     ids = torch.tensor([[1, 5, 9, 20]])
     options: dict[str, Any] = {
         "attention_mask": torch.ones_like(ids),
@@ -187,15 +189,17 @@ def test_custom_generate_writes_what_transformers_writes(role: str) -> None:
         "max_new_tokens": 24,
         "pad_token_id": 0,
     }
-    plain = big.generate(ids, **options)
-    assert torch.equal(big.generate(ids, custom_generate=dsi.custom_generate, drafter=small, sp=2, **options), plain)
-    known = {"assistant_model": small, "custom_generate": dsi.REPO, "trust_remote_code": True}
-    assert torch.equal(big.generate(ids, **known, **options), plain)
-    assert torch.equal(big.generate(ids, **options), plain)  # the model is as it was
+    plain = target.generate(ids, **options)
+    assert torch.equal(
+        target.generate(ids, custom_generate=dsi.custom_generate, drafter=drafter, sp=2, **options), plain
+    )
+    assistant = {"assistant_model": drafter, "custom_generate": dsi.REPO, "trust_remote_code": True}
+    assert torch.equal(target.generate(ids, **assistant, **options), plain)
+    assert torch.equal(target.generate(ids, **options), plain)  # the model is as it was
     with pytest.raises(ValueError, match="2 texts at once"):
-        dsi.custom_generate(big, ids.repeat(2, 1), drafter=small)
+        dsi.custom_generate(target, ids.repeat(2, 1), drafter=drafter)
     with pytest.raises(ValueError, match="needs a drafter"):
-        dsi.custom_generate(big, ids)
+        dsi.custom_generate(target, ids)
 
 
 def test_stream_is_read_once(engine: Engine) -> None:

@@ -22,6 +22,7 @@ from dsi.models.device_map import split_layers
 from dsi.models.hf import load_model
 from dsi.models.names import model_path
 from dsi.models.shapes import random_model
+from dsi.models.tokenizer import Tokenizer
 from dsi.planning.latency import monotone
 from dsi.planning.search import DEVICE_SP, search_devices
 
@@ -33,25 +34,15 @@ def build_on_devices(config: EngineConfig) -> Deployment:
     """Load the models, measure them, and use as many targets as are fastest in simulation, unless `sp` says."""
     placement = parse_placement(config.target_devices or "", config.drafter_device, config.sp)
     check_available(placement)
-    slices = slice_streams(placement)
-    names = config.target, config.drafter[0]
-    target_path, drafter_path = model_path(names[0], TARGET), model_path(names[1], DRAFTER)
-    weights = {name: load_on(target_path, config.dtype, name) for name in sorted({d.name for d in placement.targets})}
-    drafter_weights = load_on(drafter_path, config.dtype, placement.drafter.name)
-    target_weights = next(iter(weights.values()))
-    tokenizer = load_tokenizer(target_path, target_weights)
-    check_same_vocabulary(tokenizer, load_tokenizer(drafter_path, drafter_weights), names)
-    context = min(context_of(target_weights), context_of(drafter_weights), MAX_CONTEXT)
-    targets = target_models(placement, weights, context, slices)
-    drafter = cuda_model(drafter_weights, context, placement.drafter, slices, drafts=True)
+    tokenizer, context, targets, drafter = load_models(config, placement)
     prompt = max(1, min(PROMPT, context // 4))
-    shared_device = len(targets) > len(weights)
+    shared_device = len(targets) > len({device.name for device in placement.targets})
     if shared_device and config.sp is None:  # otherwise all of them are used
         targets = order_by_contention(targets, prompt)
     latency = latency_model(targets, drafter, prompt, targets[0].cancel_points, context, shared_device)
     degrees = DEVICE_SP if config.sp is None else (config.sp,)
-    found = search_devices(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)
-    plans = {plan.algorithm: plan for plan in found}
+    fastest = search_devices(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)
+    plans = {plan.algorithm: plan for plan in fastest}
     sp = plans["dsi"].sp
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
     return Deployment(
@@ -63,6 +54,23 @@ def build_on_devices(config: EngineConfig) -> Deployment:
         plans=plans,
         warnings=eager_warnings([*targets, drafter]),
     )
+
+
+def load_models(
+    config: EngineConfig, placement: Placement
+) -> tuple[Tokenizer, int, list[CudaGraphModel], CudaGraphModel]:
+    """Return the tokenizer, the context, a model for each target device, and the drafter."""
+    names = config.target, config.drafter[0]
+    paths = model_path(names[0], TARGET), model_path(names[1], DRAFTER)
+    devices = sorted({device.name for device in placement.targets})
+    slices = slice_streams(placement)
+    weights = {device: load_on(paths[0], config.dtype, device) for device in devices}
+    drafter_weights = load_on(paths[1], config.dtype, placement.drafter.name)
+    tokenizer = load_tokenizer(paths[0], weights[devices[0]])
+    check_same_vocabulary(tokenizer, load_tokenizer(paths[1], drafter_weights), names)
+    context = min(context_of(weights[devices[0]]), context_of(drafter_weights), MAX_CONTEXT)
+    targets = target_models(placement, weights, context, slices)
+    return tokenizer, context, targets, cuda_model(drafter_weights, context, placement.drafter, slices, drafts=True)
 
 
 def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
