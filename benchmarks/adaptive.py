@@ -9,16 +9,15 @@ and prompts it does not, beside non-SI with all cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pool
 from random import Random
 from statistics import fmean, median
 from typing import Any
 
+import harness
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import CLASSES
 from dsi.planning.auto import adaptive, best_config, latency_table
@@ -64,9 +63,9 @@ class Row:
     si: float
     auto: float
     predicted: float | None = None  # of the planner's choice, which knows the acceptance: on average
-    rehearsed: float | None = None  # the same in virtual time, with the luck of the texts that are waited for
+    simulated_ms: float | None = None  # the same in virtual time, with the seeds of the texts that are waited for
     planned: float | None = None  # and what that takes
-    best: float | None = None  # of all ways, each tried
+    best: float | None = None  # share by which it is slower than the best configuration, all tried
 
     @property
     def over(self) -> float:
@@ -84,39 +83,43 @@ def rates(setting: SimulationConfig) -> list[float]:
 
 def si_blocks(setting: SimulationConfig) -> list[int]:
     """Those that may be SI's best, knowing the acceptance rates."""
-    known = rates(setting)
+    acceptances = rates(setting)
     return sorted(
-        {max(1, round(si_block(setting, rate) * share)) for rate in [*known, fmean(known)] for share in (0.6, 1, 1.4)}
+        {
+            max(1, round(si_block(setting, rate) * share))
+            for rate in [*acceptances, fmean(acceptances)]
+            for share in (0.6, 1, 1.4)
+        }
     )
 
 
 def simulated(number: int) -> Row:
     setting = random_setting(number)
 
-    def mean(algorithm: Any, each: SimulationConfig = setting) -> float:
-        return fmean(each.run(algorithm, seed).ms for seed in SEEDS)
+    def mean(algorithm: Any, case: SimulationConfig = setting) -> float:
+        return fmean(case.run(algorithm, seed).ms for seed in SEEDS)
 
     si = min(mean("si", setting.with_spec(lookahead=length)) for length in si_blocks(setting))
     return Row(number, setting, mean("nonsi"), si, mean(adaptive(latency_table(setting), setting)))
 
 
 def waited(number: int) -> Row:
-    """Interleaved; SI has the block that is its best in virtual time. All ways are tried in virtual time."""
+    """Interleaved; SI has the block that is its best in virtual time. All configurations are tried in virtual time."""
     setting = replace(random_setting(number, waited=True), acceptance_change=None, tokens=100)
-    known = latency_table(setting)
+    table = latency_table(setting)
     length = min(
         si_blocks(setting),
         key=lambda size: sum(setting.with_spec(lookahead=size).run("si", seed).ms for seed in SEEDS),
     )
     si = setting.with_spec(lookahead=length)
-    way, predicted = best_config(known, setting.acceptance)
+    spec, predicted = best_config(table, setting.acceptance)
     ms: dict[str, list[float]] = {"nonsi": [], "si": [], "auto": [], "planned": []}
     for seed in range(3):
         ms["nonsi"].append(setting.run("nonsi", seed, True).ms)
         ms["si"].append(si.run("si", seed, True).ms)
-        ms["auto"].append(setting.run(adaptive(known, setting), seed, True).ms)
-        ms["planned"].append(setting.run(way, seed, True).ms)
-    tried = {each: fmean(setting.run(each, seed).ms for seed in SEEDS) for each in known.configs}
+        ms["auto"].append(setting.run(adaptive(table, setting), seed, True).ms)
+        ms["planned"].append(setting.run(spec, seed, True).ms)
+    tried = {spec: fmean(setting.run(spec, seed).ms for seed in SEEDS) for spec in table.configs}
     return Row(
         number,
         setting,
@@ -124,42 +127,44 @@ def waited(number: int) -> Row:
         fmean(ms["si"]),
         fmean(ms["auto"]),
         predicted=predicted * setting.tokens,
-        rehearsed=fmean(setting.run(way, seed).ms for seed in range(3)),
+        simulated_ms=fmean(setting.run(spec, seed).ms for seed in range(3)),
         planned=fmean(ms["planned"]),
-        best=tried[way] / min(tried.values()) - 1,
+        best=tried[spec] / min(tried.values()) - 1,
     )
-
-
-def told(rows: Iterable[Row], total: int) -> Iterator[Row]:
-    for done, row in enumerate(rows, 1):
-        if done % 10 == 0:
-            print(f"{done} of {total} settings", file=sys.stderr)
-        yield row
 
 
 def virtual(count: int) -> dict[str, Any]:
     with Pool(os.cpu_count()) as pool:
-        rows = list(told(pool.imap(simulated, range(count)), count))
+        rows = list(harness.tracked(pool.imap(simulated, range(count)), count, "settings"))
     over = sorted(row.over for row in rows)
     slow = [row for row in rows if row.setting.latency.drafter_ms > row.setting.latency.target_ms]
     changed = [row for row in rows if row.setting.acceptance_change]
-    found = {
+    return {
         "label": "simulated",
         "settings": count,
-        "within_2_percent": sum(each <= 0.02 for each in over),
+        "within_2_percent": sum(share <= 0.02 for share in over),
         "worst": over[-1],
-        "median_speedup": median(1 / (1 + each) for each in over),
-        "slow_drafters": {"settings": len(slow), "worst": max(row.over for row in slow)},
-        "changing_acceptance": {"settings": len(changed), "worst": max(row.over for row in changed)},
+        "median_speedup": median(1 / (1 + share) for share in over),
+        "slow_drafters": {"settings": len(slow), "worst": max((row.over for row in slow), default=None)},
+        "changing_acceptance": {"settings": len(changed), "worst": max((row.over for row in changed), default=None)},
+        "worst_settings": [
+            {"over": row.over, "number": row.number, "setting": brief(row.setting)}
+            for row in sorted(rows, key=lambda row: -row.over)[:3]
+        ],
+        "rows": [asdict(row) | {"over": row.over} for row in rows],
     }
-    print(f"simulated: {found['within_2_percent']} of {count} within 2% of the better of non-SI and SI")
-    print(f"  worst {over[-1]:+.1%}; median speed over the better {found['median_speedup']:.2f}")
+
+
+def virtual_lines(result: dict[str, Any]) -> Iterator[str]:
+    within, count = result["within_2_percent"], result["settings"]
+    yield f"simulated: {within} of {count} within 2% of the better of non-SI and SI"
+    yield f"  worst {result['worst']:+.1%}; median speed over the better {result['median_speedup']:.2f}"
     for name in ("slow_drafters", "changing_acceptance"):
-        part: Any = found[name]
-        print(f"  {name.replace('_', ' ')}: {part['settings']} settings, worst {part['worst']:+.1%}")
-    for row in sorted(rows, key=lambda row: -row.over)[:3]:
-        print(f"  {row.over:+.1%} in setting {row.number}: {brief(row.setting)}")
-    return found | {"rows": [asdict(row) | {"over": row.over} for row in rows]}
+        part = result[name]
+        if part["settings"]:
+            yield f"  {name.replace('_', ' ')}: {part['settings']} settings, worst {part['worst']:+.1%}"
+    for row in result["worst_settings"]:
+        yield f"  {row['over']:+.1%} in setting {row['number']}: {row['setting']}"
 
 
 def brief(setting: SimulationConfig) -> str:
@@ -171,62 +176,70 @@ def brief(setting: SimulationConfig) -> str:
 
 
 def real_time(count: int) -> dict[str, Any]:
-    with Pool(4) as pool:  # who waits needs no core
-        rows = list(told(pool.imap(waited, range(1000, 1000 + count)), count))
-    off = [abs((row.rehearsed or 0) / (row.planned or 1) - 1) for row in rows]
-    lucky = [abs((row.predicted or 0) / (row.planned or 1) - 1) for row in rows]
-    worse = [row.best or 0 for row in rows]
+    with Pool(4) as pool:  # a process that waits needs no core
+        rows = list(harness.tracked(pool.imap(waited, range(1000, 1000 + count)), count, "settings"))
+    simulated_off = [abs((row.simulated_ms or 0) / (row.planned or 1) - 1) for row in rows]
+    predicted_off = [abs((row.predicted or 0) / (row.planned or 1) - 1) for row in rows]
     over = [row.over for row in rows]
-    print(f"waited, {count} settings: auto over the better of non-SI and SI: worst {max(over):+.1%}")
-    print(f"  within 2%: {sum(each <= 0.02 for each in over)} of {count}; mean {fmean(over):+.1%}")
-    print(f"  a rehearsal with the same luck is off by {median(off):.1%} (median), {max(off):.1%} at most")
-    print(f"  the forecast, which knows no luck, by {median(lucky):.1%} and {max(lucky):.1%} over three texts")
-    print(f"  its choice over the best of all ways, each tried (simulated): {max(worse):+.1%} at most")
     return {
         "label": "waited",
         "settings": count,
         "worst": max(over),
-        "within_2_percent": sum(each <= 0.02 for each in over),
-        "rehearsal_off": {"median": median(off), "most": max(off)},
-        "forecast_off": {"median": median(lucky), "most": max(lucky)},
-        "choice_over_best": max(worse),
+        "mean": fmean(over),
+        "within_2_percent": sum(share <= 0.02 for share in over),
+        "simulation_off": {"median": median(simulated_off), "most": max(simulated_off)},
+        "forecast_off": {"median": median(predicted_off), "most": max(predicted_off)},
+        "choice_over_best": max(row.best or 0 for row in rows),
         "rows": [asdict(row) for row in rows],
     }
 
 
+def real_time_lines(result: dict[str, Any]) -> Iterator[str]:
+    count, simulation, forecast = result["settings"], result["simulation_off"], result["forecast_off"]
+    yield f"waited, {count} settings: auto over the better of non-SI and SI: worst {result['worst']:+.1%}"
+    yield f"  within 2%: {result['within_2_percent']} of {count}; mean {result['mean']:+.1%}"
+    for name, off in (("a simulation with the same seeds", simulation), ("the forecast of the mean", forecast)):
+        yield f"  {name} is off by {off['median']:.1%} (median), {off['most']:.1%} at most"
+    yield f"  its choice over the best configuration, each tried (simulated): {result['choice_over_best']:+.1%} at most"
+
+
 def pair(repeats: int, tokens: int) -> dict[str, Any]:
-    """Interleaved, each prompt in turn; ratios within a prompt and a repeat."""
-    cores = len(os.sched_getaffinity(0))
-    ratios: dict[str, list[float]] = {name: [] for name in CLASSES}
-    alone: dict[str, list[float]] = {name: [] for name in CLASSES}
-    with Engine.load(algorithm="auto") as engine, Engine.load(algorithm="nonsi", threads=cores) as plain:
+    """Time the built-in pair, interleaved; ratios are within a prompt and a repeat."""
+    result: dict[str, Any] = {"label": "measured"}
+    with Engine.load(algorithm="auto") as engine, Engine.load(algorithm="nonsi", threads=cores()) as plain:
         writers: dict[str, Callable[[str], Any]] = {
             "auto": lambda text: engine.generate(text, max_new_tokens=tokens),
-            "all cores": lambda text: plain.generate(text, max_new_tokens=tokens),
-            "one core": lambda text: engine.generate(text, max_new_tokens=tokens, algorithm="nonsi"),
+            "all_cores": lambda text: plain.generate(text, max_new_tokens=tokens),
+            "one_core": lambda text: engine.generate(text, max_new_tokens=tokens, algorithm="nonsi"),
         }
-        for _ in range(repeats):
-            for name, prompts in CLASSES.items():
-                for prompt in prompts:
-                    done = {who: write(prompt) for who, write in writers.items()}
-                    if len({each.tokens for each in done.values()}) > 1:
-                        raise SystemExit(f"prompt {prompt!r}: different texts were written")
-                    rate = {who: len(each.tokens) / each.elapsed for who, each in done.items()}
-                    ratios[name].append(rate["auto"] / rate["all cores"])
-                    alone[name].append(rate["auto"] / rate["one core"])
-            print(f"{len(next(iter(ratios.values())))} texts of each class", file=sys.stderr)
-    print(f"measured: speed of auto over non-SI with all {cores} cores, and with one; all texts equal")
-    found: dict[str, Any] = {"label": "measured"}
+        prompts = [prompt for group in CLASSES.values() for prompt in group]
+        texts = harness.interleave(writers, prompts, repeats, agree=lambda done: done.tokens)
+    rates = {name: [len(done.tokens) / done.elapsed for done in row] for name, row in texts.items()}
+    for name, group in CLASSES.items():
+        chosen = [i for i in range(len(rates["auto"])) if prompts[i % len(prompts)] in group]
+        over = {key: [rates["auto"][i] / rates[key][i] for i in chosen] for key in ("all_cores", "one_core")}
+        result[name] = {key: median(ratios) for key, ratios in over.items()} | {
+            "all_cores_range": [min(over["all_cores"]), max(over["all_cores"])],
+            "texts": len(chosen),
+        }
+    return result
+
+
+def pair_lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"measured: speed of auto over non-SI with all {cores()} cores, and with one; all texts equal"
     for name in CLASSES:
-        both = [(median(each), *sorted(each)[:: max(1, len(each) - 1)]) for each in (ratios[name], alone[name])]
-        found[name] = {"all_cores": both[0][0], "one_core": both[1][0], "texts": len(ratios[name])}
-        print(f"  {name:13} {both[0][0]:.2f} ({both[0][1]:.2f} to {both[0][-1]:.2f})   {both[1][0]:.2f}")
-    return found
+        row = result[name]
+        low, high = row["all_cores_range"]
+        yield f"  {name:13} {row['all_cores']:.2f} ({low:.2f} to {high:.2f})   {row['one_core']:.2f}"
 
 
-def seconds() -> dict[str, Any]:
-    """Eight targets, a drafter of a tenth of their time: with second guesses and without, simulated."""
-    found: dict[str, Any] = {"label": "simulated"}
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def runner_ups() -> dict[str, Any]:
+    """Compare eight targets with runner-ups and without, the drafter at a tenth of their latency; simulated."""
+    result: dict[str, Any] = {"label": "simulated"}
     for rate in (0.4, 0.63, 0.8):
         setting = SimulationConfig(
             LatencyModel(20.0, 2.0, cancel_points=8),
@@ -237,33 +250,41 @@ def seconds() -> dict[str, Any]:
             no_runner_up_rate=0.5,
             thread_pool=False,
         )
-        known, without = latency_table(setting), latency_table(setting)
+        with_spares, without = latency_table(setting), latency_table(setting)
         without.best_with_spares.clear()
-        times = [fmean(setting.run(adaptive(each, setting), seed).ms for seed in SEEDS) for each in (known, without)]
-        found[str(rate)] = times[0] / times[1]
-        print(f"second guesses, half of them right, acceptance {rate}: {times[0] / times[1]:.2f} of the time")
-    return found
+        times = [
+            fmean(setting.run(adaptive(table, setting), seed).ms for seed in SEEDS) for table in (with_spares, without)
+        ]
+        result[str(rate)] = times[0] / times[1]
+    return result
+
+
+def runner_up_lines(result: dict[str, Any]) -> Iterator[str]:
+    for rate, share in result.items():
+        if rate != "label":
+            yield f"runner-ups, half of them right, acceptance {rate}: {share:.2f} of the time (simulated)"
+
+
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], Iterator[str]]]] = {
+    "runner_ups": (lambda options: runner_ups(), runner_up_lines),  # noqa: ARG005
+    "simulated": (lambda options: options.settings and virtual(options.settings), virtual_lines),
+    "waited": (lambda options: options.waited and real_time(options.waited), real_time_lines),
+    "measured": (lambda options: options.repeats and pair(options.repeats, options.tokens), pair_lines),
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--settings", type=int, default=300, help="in virtual time; 0: none")
-    parser.add_argument("--waited", type=int, default=30, help="on real threads; 0: none")
-    parser.add_argument("--repeats", type=int, default=5, help="of the built-in pair's prompts; 0: none")
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--seconds", action="store_true", help="only what second guesses give")
-    parser.add_argument("--json", action="store_true")
+    parser = harness.arguments(__doc__, "--settings 20 --waited 0 --repeats 0", tokens=96)
+    parser.add_argument("--settings", type=harness.count, default=300, help="in virtual time; 0: none")
+    parser.add_argument("--waited", type=harness.count, default=30, help="on real threads; 0: none")
+    parser.add_argument("--repeats", type=harness.count, default=5, help="of the built-in pair's prompts; 0: none")
+    parser.add_argument("--seconds", action="store_true", help="only what runner-ups give")
     options = parser.parse_args()
     if options.seconds:
         options.settings = options.waited = options.repeats = 0
-    found = {
-        "seconds": seconds(),
-        "simulated": virtual(options.settings) if options.settings else None,
-        "waited": real_time(options.waited) if options.waited else None,
-        "measured": pair(options.repeats, options.tokens) if options.repeats else None,
-    }
-    if options.json:
-        print(json.dumps(found, default=sorted))  # a setting has a set in it
+    results = {name: run(options) or None for name, (run, _) in PARTS.items()}
+    lines = [line for name, (_, show) in PARTS.items() if results[name] for line in show(results[name])]
+    harness.report(options, "simulated, waited and measured", results, lines)
 
 
 if __name__ == "__main__":

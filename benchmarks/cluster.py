@@ -2,13 +2,12 @@
 
 The latencies are those of whole H200s (`benchmarks/results` of 2026-11-15: a target's forward by its new
 tokens, and the drafter's) and of one pair of the paper's Table 2. SI and non-SI stay on one GPU, where
-nothing delays them. DSI has lookahead and patience by a rehearsal. docs/cluster.md says what comes out;
-`--svg FILE` draws it.
+nothing delays them. DSI has the lookahead and the minimum draft that are fastest in a
+short simulation. docs/cluster.md shows what comes out; `--svg FILE` draws it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,16 +18,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import harness
 from dsi.fleets.simulated import Outage
 from dsi.planning.equation_1 import minimal_lookahead, servers_needed
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
+from dsi.plot import style
 
-RESULTS = Path(__file__).parent / "results"
 PAPER = "paper"  # Vicuna-13B and 68M as published
 DELAYS = (0, 0.05, 0.2, 0.5, 1, 2, 5, 10)
 ACCEPTANCES = (0.63, 0.8, 0.93)
@@ -47,18 +46,19 @@ ENOUGH = 0.98  # of the speed that any number of targets gives
 COLOURS = {"vicuna-7b": "#3b6fb6", "vicuna-13b": "#4c9f70", PAPER: "#d1495b"}
 NAMES = {"vicuna-7b": "7B, H200", "vicuna-13b": "13B, H200", PAPER: "paper's 37.7 and 2.5 ms"}
 Row = dict[str, Any]
+Results = dict[str, list[Row]]
 
 
 @cache
 def pairs() -> dict[str, SimulationConfig]:
     """Of each pair, a setting with its latencies; a forward that is cancelled ends within an eighth."""
-    found = {}
-    for path in sorted(RESULTS.glob("h200-2026-11-15-*.json")):
+    settings = {}
+    for path in sorted(harness.RESULTS.glob("h200-2026-11-15-*.json")):
         for target in json.loads(path.read_text())["targets"]:
             if target["shape"] in COLOURS and "whole_gpu" in target:
-                found[target["shape"]] = measured(target["whole_gpu"]["costs"])
+                settings[target["shape"]] = measured(target["whole_gpu"]["costs"])
     basis = SimulationConfig(LatencyModel(37.7, 2.5, cancel_points=8), 0.8, sp=7, tokens=TOKENS, thread_pool=False)
-    return {**{name: found[name] for name in COLOURS if name in found}, PAPER: basis}
+    return {**{name: settings[name] for name in COLOURS if name in settings}, PAPER: basis}
 
 
 def measured(costs: Row) -> SimulationConfig:
@@ -82,8 +82,8 @@ def alone(setting: SimulationConfig, algorithm: str) -> float:
 
 
 @cache
-def rehearsed(setting: SimulationConfig) -> SimulationConfig:
-    """With what is fastest for DSI on a few texts. A target is away for a forward and two messages."""
+def fastest(setting: SimulationConfig) -> SimulationConfig:
+    """Return the setting with what is fastest for DSI on a few texts; a target is busy for two messages more."""
     away = setting.latency.target_ms + 2 * setting.latency.network_ms
     block = minimal_lookahead(away, setting.latency.drafter_ms, setting.sp)
     tried = [
@@ -94,7 +94,7 @@ def rehearsed(setting: SimulationConfig) -> SimulationConfig:
 
 
 def dsi(setting: SimulationConfig) -> float:
-    return ms_per_token(rehearsed(setting), "dsi")
+    return ms_per_token(fastest(setting), "dsi")
 
 
 def apart(setting: SimulationConfig, delay: float) -> SimulationConfig:
@@ -108,7 +108,7 @@ def by_delay() -> list[Row]:
     for (name, pair), acceptance in product(pairs().items(), ACCEPTANCES):
         setting = replace(pair, acceptance=acceptance)
         ms = [dsi(apart(setting, delay)) for delay in DELAYS]
-        over_si = [alone(setting, "si") / each for each in ms]
+        over_si = [alone(setting, "si") / time for time in ms]
         rows.append(
             {
                 "pair": name,
@@ -116,9 +116,9 @@ def by_delay() -> list[Row]:
                 "delays_ms": DELAYS,
                 "dsi_ms": ms,
                 "over_si": over_si,
-                "over_nonsi": [alone(setting, "nonsi") / each for each in ms],
-                "half_eaten_ms": crossing(over_si, (1 + over_si[0]) / 2),
-                "eaten_ms": crossing(over_si, 1),
+                "over_nonsi": [alone(setting, "nonsi") / time for time in ms],
+                "half_gone_ms": crossing(over_si, (1 + over_si[0]) / 2),
+                "gone_ms": crossing(over_si, 1),
             }
         )
     return rows
@@ -126,7 +126,7 @@ def by_delay() -> list[Row]:
 
 def by_jitter() -> list[Row]:
     """The 7B pair half a millisecond apart, where messages vary by 90%, forwards by 30%, or both."""
-    plan = rehearsed(apart(pairs()["vicuna-7b"], 0.5))
+    plan = fastest(apart(pairs()["vicuna-7b"], 0.5))
     even = ms_per_token(plan, "dsi")
     return [
         {"network_jitter": network, "jitter": forwards, "time_over_even": ms / even}
@@ -161,9 +161,9 @@ def by_sp() -> list[Row]:
     rows = []
     for name, pair in pairs().items():
         ms = [dsi(replace(pair, sp=sp)) for sp in SPS]
-        enough = next(sp for sp, each in zip(SPS, ms) if min(ms) / each >= ENOUGH)
+        enough = next(sp for sp, time in zip(SPS, ms) if min(ms) / time >= ENOUGH)
         most = servers_needed(pair.latency.target_ms, pair.latency.drafter_ms, 1)
-        over_si = [alone(pair, "si") / each for each in ms]
+        over_si = [alone(pair, "si") / time for time in ms]
         rows.append({"pair": name, "sp": SPS, "ms": ms, "over_si": over_si, "enough": enough, "eq1": most})
     return rows
 
@@ -176,16 +176,16 @@ def by_streams() -> list[Row]:
 
 def streams_row(pair: SimulationConfig, processors: int, streams: int) -> Row:
     groups = min(processors // 8, streams)
-    found = {name: by_itself(pair, name, processors, streams) for name in ("nonsi", "si")}
-    found["dsi"] = together(pair, processors, streams)
+    figures = {name: by_itself(pair, name, processors, streams) for name in ("nonsi", "si")}
+    figures["dsi"] = together(pair, processors, streams)
     if processors > 8:
         ms, speed = together(pair, 8, streams // groups)
-        found["dsi in groups"] = ms, speed * groups
+        figures["dsi in groups"] = ms, speed * groups
     return {
         "processors": processors,
         "streams": streams,
-        "ms_per_token": {name: ms for name, (ms, _) in found.items()},
-        "tokens_per_second": {name: speed for name, (_, speed) in found.items()},
+        "ms_per_token": {name: ms for name, (ms, _) in figures.items()},
+        "tokens_per_second": {name: speed for name, (_, speed) in figures.items()},
     }
 
 
@@ -211,7 +211,7 @@ def pooled(pair: SimulationConfig, processors: int, drafters: int, streams: int)
 
 def by_failures() -> list[Row]:
     """One long text of the paper's pair on eight processors, by failures per hour of each."""
-    pair = rehearsed(pairs()[PAPER])
+    pair = fastest(pairs()[PAPER])
     return [
         failures_row(pair.with_spec(lookahead=None), "nonsi"),
         failures_row(pair.with_spec(lookahead=None), "si"),
@@ -282,7 +282,7 @@ def by_notice() -> list[Row]:
 
 def one_failure(pair: SimulationConfig, notice: float) -> float:
     """Each target in turn, in the middle of a text."""
-    plan = rehearsed(pair)
+    plan = fastest(pair)
     costs = []
     for seed, target in product(range(TRIES), range(1, plan.sp + 1)):
         sound = plan.run("dsi", seed).ms
@@ -294,7 +294,7 @@ def one_failure(pair: SimulationConfig, notice: float) -> float:
 # What is printed and drawn.
 
 
-def show(found: dict[str, list[Row]]) -> None:
+def lines(results: Results) -> Iterator[str]:
     for title, table in (
         ("DSI on eight machines of one GPU each, by delay of a message in ms", delay_table),
         ("7B, acceptance 0.8, 0.5 ms: time if messages and forwards vary, over time if not", jitter_table),
@@ -304,53 +304,53 @@ def show(found: dict[str, list[Row]]) -> None:
         (f"tokens/s by failures per hour of each server, repaired in {REPAIR_S} s", failures_table),
         ("ms that the failure of one of seven targets costs a text, noticed after so many ms", notice_table),
     ):
-        print(f"\n{title} (simulated)")
-        for line in table(found):
-            print("| " + " | ".join(line) + " |")
+        yield f"\n{title} (simulated)"
+        heads, *rows = table(results)
+        yield from harness.markdown(heads, rows)
 
 
 def head(*cells: object) -> list[list[str]]:
-    return [[str(cell) for cell in cells], ["---"] * len(cells)]
+    return [[str(cell) for cell in cells]]
 
 
-def delay_table(found: dict[str, list[Row]]) -> list[list[str]]:
-    lines = head("pair", "acceptance", "DSI's speed over", *DELAYS, "half eaten at", "eaten at")
-    for row in found["by_delay"]:
-        ends = ["-" if (at := row[key]) is None else f"{at:.2g}" for key in ("half_eaten_ms", "eaten_ms")]
+def delay_table(results: Results) -> list[list[str]]:
+    lines = head("pair", "acceptance", "DSI's speed over", *DELAYS, "half gone at", "gone at")
+    for row in results["by_delay"]:
+        ends = ["-" if (at := row[key]) is None else f"{at:.2g}" for key in ("half_gone_ms", "gone_ms")]
         first = [NAMES[row["pair"]], str(row["acceptance"])]
-        lines.append([*first, "SI", *(f"{each:.2f}" for each in row["over_si"]), *ends])
-        lines.append([*first, "non-SI", *(f"{each:.2f}" for each in row["over_nonsi"]), "", ""])
+        lines.append([*first, "SI", *(f"{value:.2f}" for value in row["over_si"]), *ends])
+        lines.append([*first, "non-SI", *(f"{value:.2f}" for value in row["over_nonsi"]), "", ""])
     return lines
 
 
-def jitter_table(found: dict[str, list[Row]]) -> list[list[str]]:
+def jitter_table(results: Results) -> list[list[str]]:
     lines = head("messages vary by", "forwards by", "time")
-    for row in found["by_jitter"]:
+    for row in results["by_jitter"]:
         lines.append([str(row["network_jitter"]), str(row["jitter"]), f"{row['time_over_even']:.3f}"])
     return lines
 
 
-def machine_table(found: dict[str, list[Row]]) -> list[list[str]]:
-    delays = found["second_machine"][0]["delays_ms"]
+def machine_table(results: Results) -> list[list[str]]:
+    delays = results["second_machine"][0]["delays_ms"]
     lines = head("pair", "GPUs of a machine", "one machine over SI", *delays)
-    for row in found["second_machine"]:
-        gains = (f"{each:.2f}" for each in row["gain"])
+    for row in results["second_machine"]:
+        gains = (f"{value:.2f}" for value in row["gain"])
         lines.append([NAMES[row["pair"]], str(row["gpus"]), f"{row['one_over_si']:.2f}", *gains])
     return lines
 
 
-def sp_table(found: dict[str, list[Row]]) -> list[list[str]]:
+def sp_table(results: Results) -> list[list[str]]:
     lines = head("pair", *(f"SP {sp}" for sp in SPS), "enough", "most by Eq. (1)")
-    for row in found["by_sp"]:
-        speeds = (f"{each:.2f}" for each in row["over_si"])
+    for row in results["by_sp"]:
+        speeds = (f"{value:.2f}" for value in row["over_si"])
         lines.append([NAMES[row["pair"]], *speeds, str(row["enough"]), str(row["eq1"])])
     return lines
 
 
-def streams_table(found: dict[str, list[Row]]) -> list[list[str]]:
-    names = list(found["by_streams"][-1]["ms_per_token"])
+def streams_table(results: Results) -> list[list[str]]:
+    names = list(results["by_streams"][-1]["ms_per_token"])
     lines = head("processors", "streams", *names)
-    for row in found["by_streams"]:
+    for row in results["by_streams"]:
         cells = [
             f"{row['ms_per_token'][name]:.2f}, {row['tokens_per_second'][name]:,.0f}"
             if name in row["ms_per_token"]
@@ -361,29 +361,29 @@ def streams_table(found: dict[str, list[Row]]) -> list[list[str]]:
     return lines
 
 
-def failures_table(found: dict[str, list[Row]]) -> list[list[str]]:
+def failures_table(results: Results) -> list[list[str]]:
     lines = head("algorithm", "drafters", *RATES, f"{RATES[-1]}, in one run")
-    for row in found["by_failures"]:
-        speeds = (f"{each:.1f}" for each in (*row["by_parts"], row["in_one_run"]))
+    for row in results["by_failures"]:
+        speeds = (f"{value:.1f}" for value in (*row["by_parts"], row["in_one_run"]))
         lines.append([row["algorithm"], str(row["drafters"]), *speeds])
     return lines
 
 
-def notice_table(found: dict[str, list[Row]]) -> list[list[str]]:
+def notice_table(results: Results) -> list[list[str]]:
     lines = head("pair", *NOTICES)
-    for row in found["by_notice"]:
-        lines.append([NAMES[row["pair"]], *(f"{each:.1f}" for each in row["cost_ms"])])
+    for row in results["by_notice"]:
+        lines.append([NAMES[row["pair"]], *(f"{value:.1f}" for value in row["cost_ms"])])
     return lines
 
 
-def draw(found: dict[str, list[Row]], path: Path) -> None:
+def draw(results: Results, path: Path) -> None:
     picture = Figure(figsize=(10, 7.2), layout="constrained")
     panels = picture.subplots(2, 2).ravel()
     for axes, acceptance in zip(panels, ACCEPTANCES):
-        rows = [row for row in found["by_delay"] if row["acceptance"] == acceptance]
+        rows = [row for row in results["by_delay"] if row["acceptance"] == acceptance]
         draw_delays(axes, rows)
         axes.set_title(f"acceptance {acceptance}: a machine for each of 8 GPUs", fontsize=10)
-    for row in found["by_sp"]:
+    for row in results["by_sp"]:
         panels[3].plot(SPS, row["over_si"], "o-", color=COLOURS[row["pair"]])
     panels[3].set_xscale("log", base=2)
     panels[3].set_xticks(SPS, [str(sp) for sp in SPS])
@@ -392,10 +392,9 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
     for axes in panels:
         axes.axhline(1, color="black", linewidth=0.8)
         axes.set_ylabel("DSI's speed over SI's (simulated)")
-        axes.spines[["top", "right"]].set_visible(False)
+        style.hide_frame(axes)
     picture.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-    with matplotlib.rc_context({"svg.hashsalt": "dsi", "svg.fonttype": "none"}):
-        picture.savefig(path, metadata={"Date": None})
+    style.save(picture, path)
 
 
 def draw_delays(axes: Axes, rows: list[Row]) -> None:
@@ -407,18 +406,14 @@ def draw_delays(axes: Axes, rows: list[Row]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--svg", type=Path, help="also draw it")
-    parser.add_argument("--json", action="store_true")
+    parser = harness.arguments(__doc__, "--svg docs/cluster.svg")
+    parser.add_argument("--svg", type=harness.writable, metavar="FILE", help="also draw it")
     options = parser.parse_args()
     parts = (by_delay, by_jitter, second_machine, by_sp, by_streams, by_failures, by_notice)
-    found = {part.__name__: part() for part in parts}
+    results = {part.__name__: part() for part in harness.tracked(parts, len(parts), "tables")}
     if options.svg:
-        draw(found, options.svg)
-    if options.json:
-        print(json.dumps({"label": "simulated", **found}))
-    else:
-        show(found)
+        draw(results, options.svg)
+    harness.report(options, "simulated", results, lines(results))
 
 
 if __name__ == "__main__":

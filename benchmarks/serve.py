@@ -8,7 +8,6 @@ decoding's text.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -27,39 +26,19 @@ from typing import Any
 
 import httpx
 
+import harness
 from dsi.engine.engine import Engine
 
-LOOKAHEAD, PATIENCE = 8, 4  # the same for the engine and the server: each would measure its own
-WORDS = [
-    "fox",
-    "cat",
-    "dog",
-    "girl",
-    "boy",
-    "bear",
-    "tree",
-    "king",
-    "bird",
-    "fish",
-    "cow",
-    "hen",
-    "pig",
-    "owl",
-    "car",
-    "ball",
-]
+LOOKAHEAD, MIN_DRAFT = 8, 4  # the same for the engine and the server: each would measure its own
+WORDS = "fox cat dog girl boy bear tree king bird fish cow hen pig owl car ball".split()  # noqa: SIM905
 PROMPTS = [f"Once upon a time there was a little {word}" for word in WORDS]
 NEW_TOKENS = 48
 LONG = 200  # tokens of one stream alone
 
 
-def say(*words: object) -> None:
-    print(*words, file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True)
 class Case:
-    """A request whose answer is known."""
+    """A request and the text that plain decoding gives it."""
 
     prompt: str
     temperature: float
@@ -79,26 +58,26 @@ class Case:
 
 def cases(engine: Engine) -> list[Case]:
     """Half greedy, half sampled, by plain decoding without any server."""
-    found = []
+    requests = []
     for i, prompt in enumerate(PROMPTS):
         for temperature, seed in ((0.0, 0), (1.0, i)):
             options = {"max_new_tokens": NEW_TOKENS, "temperature": temperature, "seed": seed}
             text = engine.generate(prompt, algorithm="nonsi", **options).text
-            found.append(Case(prompt, temperature, seed, text))
-    return found
+            requests.append(Case(prompt, temperature, seed, text))
+    return requests
 
 
 @contextmanager
 def server(streams: int) -> Iterator[tuple[str, int]]:
     """Its address and its process."""
     command = [sys.executable, "-m", "dsi", "serve", "--port", "0", "--sp", "1"]
-    command += ["--lookahead", str(LOOKAHEAD), "--patience", str(PATIENCE), "--max-running", str(streams)]
+    command += ["--lookahead", str(LOOKAHEAD), "--patience", str(MIN_DRAFT), "--max-running", str(streams)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         for line in process.stderr or ():
-            if found := re.search(r"listening on (\S+)", line):
+            if address := re.search(r"listening on (\S+)", line):
                 subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)  # its log
-                yield found[1], process.pid
+                yield address[1], process.pid
                 break
     finally:
         process.terminate()
@@ -134,13 +113,13 @@ def overhead(engine: Engine, url: str, rounds: int) -> dict[str, Any]:
             if i:  # the first warms up
                 speeds.append((ours, theirs))
                 ratios.append(theirs / ours)
-    engine_speed, server_speed = (median(each) for each in zip(*speeds))
-    found = {"engine": engine_speed, "server": server_speed, "ratio": median(ratios), "ratios": ratios}
-    say(
+    engine_speed, server_speed = (median(column) for column in zip(*speeds))
+    result = {"engine": engine_speed, "server": server_speed, "ratio": median(ratios), "ratios": ratios}
+    harness.log(
         f"one stream: {server_speed:.0f} tokens/s served, {engine_speed:.0f} by the engine alone, ratio "
         f"{median(ratios):.3f} (median; {min(ratios):.2f} to {max(ratios):.2f} over {rounds} rounds)"
     )
-    return found
+    return result
 
 
 @dataclass
@@ -188,14 +167,14 @@ async def one(client: httpx.AsyncClient, case: Case, algorithm: str, score: Scor
     score.tokens += NEW_TOKENS
 
 
-async def load(url: str, known: list[Case], algorithm: str, streams: int, seconds: float, leave: float = 0.0) -> Score:
+async def load(url: str, cases: list[Case], algorithm: str, streams: int, seconds: float, leave: float = 0.0) -> Score:
     """So many clients, each with one request after the other, until the time is up."""
     score, end = Score(), time.perf_counter() + seconds
 
     async def go_on(client: httpx.AsyncClient) -> None:
         while time.perf_counter() < end:
             try:
-                await one(client, random.choice(known), algorithm, score, leave)
+                await one(client, random.choice(cases), algorithm, score, leave)
             except httpx.HTTPError as error:
                 score.failed.append(type(error).__name__)
 
@@ -204,20 +183,20 @@ async def load(url: str, known: list[Case], algorithm: str, streams: int, second
     return score
 
 
-def throughput(url: str, known: list[Case], streams: int, seconds: float) -> dict[str, Any]:
+def throughput(url: str, cases: list[Case], streams: int, seconds: float) -> dict[str, Any]:
     speeds: dict[str, list[float]] = {"dsi": [], "nonsi": []}
     for _ in range(2):
-        for algorithm, found in speeds.items():
+        for algorithm, rates in speeds.items():
             began = time.perf_counter()
-            score = asyncio.run(load(url, known, algorithm, streams, seconds))
-            found.append(score.tokens / (time.perf_counter() - began))
+            score = asyncio.run(load(url, cases, algorithm, streams, seconds))
+            rates.append(score.tokens / (time.perf_counter() - began))
             if score.right != score.finished or score.failed:
-                raise SystemExit(f"{algorithm}: {score.right} of {score.finished} right, {score.failed[:3]}")
-    ratios = [a / b for a, b in zip(*speeds.values())]
-    dsi, plain = (median(each) for each in speeds.values())
-    say(
+                harness.fail(f"{algorithm}: {score.right} of {score.finished} right, {score.failed[:3]}")
+    ratios = harness.ratios(*speeds.values())
+    dsi, plain = (median(rates) for rates in speeds.values())
+    harness.log(
         f"{streams} streams: {dsi:.0f} tokens/s under dsi, {plain:.0f} by plain decoding, ratios "
-        f"{', '.join(f'{each:.2f}' for each in ratios)}"
+        f"{', '.join(f'{ratio:.2f}' for ratio in ratios)}"
     )
     return {"streams": streams, "tokens_per_second": speeds, "ratios": ratios}
 
@@ -225,16 +204,16 @@ def throughput(url: str, known: list[Case], streams: int, seconds: float) -> dic
 def family(pid: int) -> list[int]:
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        children += [int(each) for each in (task / "children").read_text().split()]
+        children += [int(child) for child in (task / "children").read_text().split()]
     return [pid, *children]
 
 
 def memory_mib(pid: int) -> float:
     """Of the server and its processes, shared pages once."""
     total = 0
-    for each in family(pid):
+    for process in family(pid):
         with suppress(OSError):
-            rollup = Path(f"/proc/{each}/smaps_rollup").read_text()
+            rollup = Path(f"/proc/{process}/smaps_rollup").read_text()
             total += int(re.search(r"^Pss:\s+(\d+)", rollup, re.M)[1])  # type: ignore[index]
     return total / 1024
 
@@ -254,17 +233,17 @@ async def abuse(pid: int, end: float, every: float) -> tuple[int, list[float]]:
     return kills, memory
 
 
-def soak(url: str, pid: int, known: list[Case], streams: int, seconds: float) -> dict[str, Any]:
+def soak(url: str, pid: int, cases: list[Case], streams: int, seconds: float) -> dict[str, Any]:
     async def both() -> tuple[Score, tuple[int, list[float]]]:
         end = time.perf_counter() + seconds
-        return await asyncio.gather(load(url, known, "dsi", streams, seconds, leave=0.25), abuse(pid, end, every=4.0))
+        return await asyncio.gather(load(url, cases, "dsi", streams, seconds, leave=0.25), abuse(pid, end, every=4.0))
 
     score, (kills, memory) = asyncio.run(both())
     third = len(memory) // 3
     early, late = median(memory[third : 2 * third]), median(memory[-third:])
     running = httpx.get(url + "/metrics").text
     left = re.search(r"dsi:num_requests_running (\S+)", running)
-    say(
+    harness.log(
         f"{streams} streams for {seconds:.0f} s, {kills} servers killed, {score.left} clients left: "
         f"{score.right} of {score.finished} finished answers are plain decoding's text, {len(score.failed)} "
         f"failed, {score.refused} refused; memory {early:.0f} MiB in the middle third, {late:.0f} in the "
@@ -284,25 +263,23 @@ def soak(url: str, pid: int, known: list[Case], streams: int, seconds: float) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the abuse; load takes a third, 4 times")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=12, help="of one stream beside the engine")
+    parser = harness.arguments(__doc__, "--seconds 6 --streams 8 --rounds 2", streams=64, rounds=12)
+    parser.add_argument(
+        "--seconds", type=harness.positive, default=60, help="of the abuse; load takes a third, 4 times"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     random.seed(options.seed)
-    found: dict[str, Any] = {"label": "measured"}
-    with Engine.load(lookahead=LOOKAHEAD, patience=PATIENCE) as engine, server(options.streams) as (url, pid):
-        known = cases(engine)
-        found["one_stream"] = overhead(engine, url, options.rounds)
-        found["load"] = throughput(url, known, options.streams, options.seconds / 3)
-        found["abuse"] = soak(url, pid, known, options.streams, options.seconds)
-    if options.json:
-        print(json.dumps(found))
-    abused = found["abuse"]
+    results: dict[str, Any] = {}
+    with Engine.load(lookahead=LOOKAHEAD, patience=MIN_DRAFT) as engine, server(options.streams) as (url, pid):
+        requests = cases(engine)
+        results["one_stream"] = overhead(engine, url, options.rounds)
+        results["load"] = throughput(url, requests, options.streams, options.seconds / 3)
+        results["abuse"] = soak(url, pid, requests, options.streams, options.seconds)
+    harness.report(options, "measured", results, [])
+    abused = results["abuse"]
     if abused["right"] != abused["finished"] or abused["failed"]:
-        raise SystemExit("serve: an answer was lost or wrong")
+        harness.fail("an answer was lost or wrong")
 
 
 if __name__ == "__main__":
