@@ -13,20 +13,21 @@ import json
 import multiprocessing
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from datetime import date
 from functools import cache, lru_cache
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
 import transformers
 
+import harness
+import make_results
 from divergence import divergences
 from dsi.core.messages import DRAFTER, GREEDY, Sampling
 from dsi.core.policies import policy_for
@@ -51,7 +52,7 @@ DRAFTER_SHAPE = "vicuna-68m"
 ACCEPTANCES = (0.63, 0.8, 0.93)
 PROMPT, ROOM = 128, 384
 WARM_UP = 20  # tokens
-SHARES = (0.6, 0.8, 1, 1.2, 1.5)  # of the best block of SI's rehearsal: those it is measured with
+SHARES = (0.6, 0.8, 1, 1.2, 1.5)  # of SI's best lookahead in simulation: those it is measured with
 
 
 @dataclass
@@ -72,34 +73,32 @@ class Bench:
 
 @cache
 def pool() -> ProcessPoolExecutor:
-    """For rehearsals: the GPU waits for them."""
-    found = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
+    """Return processes for simulations, which the GPU waits for."""
+    executor = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
     for _ in range(os.cpu_count() or 1):
-        found.submit(int)  # it takes them seconds to begin, meanwhile models are made
-    return found
-
-
-def say(*words: object) -> None:
-    print(*words, file=sys.stderr, flush=True)
+        executor.submit(int)  # they take seconds to start, while models are made
+    return executor
 
 
 @lru_cache(maxsize=1)
-def prepared(target: str, drafter: str, pieces: int | None, share: int, slices: int, most: int) -> Bench:
+def prepared(target: str, drafter: str, segments: int | None, share: int, slices: int, most: int) -> Bench:
     """Each server on its slice, the drafter on `share`; targets share their weights and their cache."""
-    lanes = green_context_streams(0, slices, [share] + [1] * most)
-    big, small = (random_model(name, device="cuda:0", max_positions=ROOM) for name in (target, drafter))
-    return bench(big, small, lanes[0], lanes[1:], pieces)
+    streams = green_context_streams(0, slices, [share] + [1] * most)
+    target_model, drafter_model = (
+        random_model(name, device="cuda:0", max_positions=ROOM) for name in (target, drafter)
+    )
+    return bench(target_model, drafter_model, streams[0], streams[1:], segments)
 
 
-def bench(big: Any, small: Any, lane: Any, lanes: list[Any], pieces: int | None) -> Bench:
+def bench(target: Any, small_model: Any, drafter_stream: Any, target_streams: list[Any], segments: int | None) -> Bench:
     began = perf_counter()
-    drafter = CudaGraphModel(small, ROOM, lane, drafts=True)
+    drafter = CudaGraphModel(small_model, ROOM, drafter_stream, drafts=True)
     targets: list[CudaGraphModel] = []
-    for each in lanes:
+    for stream in target_streams:
         targets.append(
-            CudaGraphModel(big, ROOM, each, segments=pieces, share_cache_with=targets[0] if targets else None)
+            CudaGraphModel(target, ROOM, stream, segments=segments, share_cache_with=targets[0] if targets else None)
         )
-    say(f"recorded in {perf_counter() - began:.1f} s; {targets[0].eager_reason or 'CUDA graphs'}")
+    harness.log(f"recorded in {perf_counter() - began:.1f} s; {targets[0].eager_reason or 'CUDA graphs'}")
     targets = order_by_contention(targets, PROMPT)
     return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True))
 
@@ -117,10 +116,10 @@ def write(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: int, 
 def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str, Any]:
     """One target and acceptance rate: non-SI, SI at blocks near its best, DSI as chosen, interleaved."""
     most = len(bench.targets)
-    found = {choice.algorithm: choice for choice in search_devices(bench.latency, acceptance, most, map=pool().map)}
-    first = min(found.values(), key=lambda choice: choice.ms)
-    rows = {"nonsi": found["nonsi"], **({"dsi": found["dsi"]} if most > 1 else {})}
-    si = found["si"]
+    chosen = {choice.algorithm: choice for choice in search_devices(bench.latency, acceptance, most, map=pool().map)}
+    first = min(chosen.values(), key=lambda choice: choice.ms)
+    rows = {"nonsi": chosen["nonsi"], **({"dsi": chosen["dsi"]} if most > 1 else {})}
+    si = chosen["si"]
     for block in sorted({max(1, round((si.spec.lookahead or 1) * share)) for share in SHARES}):
         rows[f"si {block}"] = DeploymentPlan(SpecConfig("si", block), ms=si.ms)
     times = measured(bench, rows, acceptance, tokens, repeats)
@@ -130,11 +129,11 @@ def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str
         "chosen": first.json(),
         "si_lookahead": rows[best].spec.lookahead,
         "ms": times,
-        "ms_per_token": {name: median(each) / tokens for name, each in times.items()},
+        "ms_per_token": {name: median(runs) / tokens for name, runs in times.items()},
     }
     if "dsi" in rows:
         result |= compared(bench, rows["dsi"], times, best, acceptance, tokens)
-    say(f"  { ({k: v for k, v in result.items() if k != 'ms'}) }")
+    harness.log(f"  { ({k: v for k, v in result.items() if k != 'ms'}) }")
     return result
 
 
@@ -148,13 +147,13 @@ def measured(
         texts = set()
         for name, choice in rows.items():
             if name == "nonsi" and (seed > 1 or plain):
-                continue  # it does the same whatever is guessed
+                continue  # it does the same whatever is drafted
             done = write(bench, choice, acceptance, tokens if seed else WARM_UP, seed)
             texts.add(done.tokens)
             if seed:
                 times[name].append(1000 * float(done.elapsed))
         if len(texts) > 1:
-            raise SystemExit(f"seed {seed}: different texts")
+            harness.fail(f"seed {seed}: different texts")
     times["nonsi"] = bench.plain_ms[tokens] = plain or times["nonsi"]
     return times
 
@@ -175,7 +174,7 @@ def compared(
 
 
 def virtual_ms(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: int, seed: int) -> float:
-    """The same text with the same luck, in virtual time with the measured latencies."""
+    """Return the time of the same text with the same seed in virtual time, with the measured latencies."""
     setting = choice.simulation(PairProfile({1: bench.latency}, {"match": acceptance}), tokens)
     policy = setting.policy(choice.algorithm)
     [done] = EngineLoop(setting.simulated(seed)).run(Request((1,) * PROMPT, tokens, policy))
@@ -184,11 +183,11 @@ def virtual_ms(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: 
 
 def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """One target in slices, and the whole GPU given to SI and non-SI."""
-    say(shape)
+    harness.log(shape)
     sliced = prepared(shape, DRAFTER_SHAPE, *cut(options))
-    say(f"  {sliced.latency.json()}")
+    harness.log(f"  {sliced.latency.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in options.acceptances]
-    found = {
+    result = {
         "shape": shape,
         "drafter_slices": options.drafter_slices,
         "slices": options.slices,
@@ -196,26 +195,26 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         "cells": cells,
     }
     if options.no_whole:
-        return found
+        return result
     whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
-    say(f"  the whole GPU: {whole.latency.json()}")
+    harness.log(f"  the whole GPU: {whole.latency.json()}")
     undivided = [cell(whole, rate, options.tokens, 2) for rate in options.acceptances]
-    return found | {"whole_gpu": {"costs": whole.latency.json(), "cells": undivided}}
+    return result | {"whole_gpu": {"costs": whole.latency.json(), "cells": undivided}}
 
 
 def cut(options: argparse.Namespace) -> tuple[int | None, int, int, int]:
-    return options.pieces, options.drafter_slices, options.slices, options.targets
+    return options.segments, options.drafter_slices, options.slices, options.targets
 
 
 def texts(options: argparse.Namespace) -> dict[str, Any]:
-    """The built-in target on the GPU beside the CPU: equal in float32; in bfloat16, where they part."""
-    found: dict[str, Any] = {}
+    """The built-in target on the GPU beside the CPU: equal in float32; in bfloat16, where they first differ."""
+    rows: dict[str, Any] = {}
     sampled = Sampling(temperature=0.8, top_p=0.95, seed=7)
     for dtype, sampling in (("float32", GREEDY), ("float32", sampled), ("bfloat16", GREEDY)):
         name = f"{dtype}, {'sampled' if sampling.temperature else 'greedy'}"
-        found[name] = divergences(options.tokens, dtype, "cuda:0", sampling)
-        say(f"  {name}: {found[name]}")
-    return found
+        rows[name] = divergences(options.tokens, dtype, "cuda:0", sampling)
+        harness.log(f"  {name}: {rows[name]}")
+    return rows
 
 
 def paper_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -224,53 +223,26 @@ def paper_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if not pair.name.startswith(options.rows):
             continue
         ready = prepared(pair.target.lower(), pair.drafter.lower(), *cut(options))
-        say(f"{pair.name}: {ready.latency.json()}")
+        harness.log(f"{pair.name}: {ready.latency.json()}")
         if ready.targets[0].eager_reason or ready.drafter.eager_reason:
             continue  # as it stands, a forward is mostly the interpreter's time
-        found = cell(ready, pair.acceptance, 50, options.repeats)
-        yield {"pair": pair.name, "published": pair.published, "costs": ready.latency.json(), **found}
+        row = cell(ready, pair.acceptance, 50, options.repeats)
+        yield {"pair": pair.name, "published": pair.published, "costs": ready.latency.json(), **row}
 
 
 def show(path: Path) -> None:
-    """The tables of a run, as they stand in `docs/gpu.md`."""
-    found = json.loads(path.read_text())
-    print(f"{found['gpu']}, {found['date']}, torch {found['torch']}: {found['label']}\n")
-    for target in found["targets"]:
-        for cell in target["cells"]:
-            row = f"{target['shape']} | {cell['acceptance']} | {chosen(cell)} | {ratios(cell)}"
-            print(f"| {row} | {fastest(cell):.2f} |")
-        for cell in target.get("whole_gpu", {}).get("cells", ()):
-            row = " | ".join(f"{ms:.2f}" for ms in best_of(cell))
-            print(f"| {target['shape']}, whole GPU: SI, non-SI | {cell['acceptance']} | {row} |")
-    for row in found["table2"]:
-        times = row["costs"]["by_width"]["1"], row["costs"]["drafter_ms"]
-        print(f"| {row['pair']} | {times[0]:.1f} | {times[1]:.2f} | {row['published']} | {ratios(row)} |")
-
-
-def chosen(cell: dict[str, Any]) -> str:
-    return f"{cell['dsi']['sp']}, {cell['dsi']['lookahead']}, {cell['dsi']['patience']}"
-
-
-def ratios(cell: dict[str, Any]) -> str:
-    low, high = cell["spread"]
-    over_si = f"{cell['dsi_over_si']:.2f} ({low:.2f} to {high:.2f})"
-    total = fmean(cell["ms"]["nonsi"]) / fmean(cell["ms"]["dsi"])
-    return f"{over_si} | {cell['dsi_over_nonsi']:.2f} ({total:.2f}) | {cell['measured_over_virtual']:.3f}"
-
-
-def fastest(cell: dict[str, Any]) -> float:
-    return float(cell["ms_per_token"]["dsi"])
-
-
-def best_of(cell: dict[str, Any]) -> tuple[float, float]:
-    """SI at its best block, and non-SI."""
-    ms = cell["ms_per_token"]
-    return min(value for name, value in ms.items() if name.startswith("si")), ms["nonsi"]
+    """Print the tables of a run as `docs/gpu.md` shows them."""
+    run = json.loads(path.read_text())
+    print(f"{run['gpu']}, {run['date']}, torch {run['torch']}: {run['label']}\n")
+    for section in (make_results.slices, make_results.table2):
+        print(*section(run), sep="\n", end="\n\n")
+    if all("whole_gpu" in target for target in run["targets"]):
+        print(*make_results.whole_gpu(run), sep="\n")
 
 
 def circumstances() -> dict[str, Any]:
     return {
-        "label": "measured, random weights, guesses by an oracle",
+        "label": "measured, random weights, acceptance by an oracle",
         "date": date.today().isoformat(),
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
@@ -290,35 +262,36 @@ def parts(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=",".join(("text", *TARGETS, "table2")), help="parts, separated by commas")
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--acceptances", type=float, nargs="+", default=ACCEPTANCES)
-    parser.add_argument("--pieces", type=int)
-    parser.add_argument("--slices", type=int, default=16, help="that the GPU is cut into")
-    parser.add_argument("--targets", type=int, default=7, help="at most, each on its slice")
-    parser.add_argument("--drafter-slices", type=int, default=1, help="for the drafter alone")
+    parts_of_all = ("text", *TARGETS, "table2")
+    parser = harness.arguments(
+        __doc__, "--only llama-1.1b --repeats 2", tokens=200, repeats=7, slices=16, targets=7, drafter_slices=1
+    )
+    parser.add_argument("--only", type=harness.names(*parts_of_all), default=",".join(parts_of_all), help="parts")
+    parser.add_argument("--acceptances", type=harness.share, nargs="+", default=ACCEPTANCES)
+    parser.add_argument(
+        "--segments", type=harness.positive, help="of a target forward, after each of which it can stop"
+    )
     parser.add_argument("--no-whole", action="store_true", help="only in slices")
     parser.add_argument("--rows", default="", help="of table2: those whose name begins so")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--show", type=Path, help="print the tables of an earlier run")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of an earlier run")
     options = parser.parse_args()
     if options.show:
+        if not options.show.is_file():
+            parser.error(f"{options.show}: there is no such file")
         show(options.show)
         return
     if not torch.cuda.is_available():
-        raise SystemExit("h200: there is no GPU here")
+        parser.error("there is no GPU here")
     silence_transformers()
     pool()
-    found: dict[str, Any] = circumstances() | {"targets": [], "table2": []}
-    for part in options.only.split(","):
+    results: dict[str, Any] = circumstances() | {"targets": [], "table2": []}
+    for part in options.only:
         for name, result in parts(part, options):
-            found[name] = [*found[name], result] if name in found else result
+            results[name] = [*results[name], result] if name in results else result
             if options.out:
-                options.out.write_text(json.dumps(found, indent=1) + "\n")
+                options.out.write_text(json.dumps(results, indent=1) + "\n")
         torch.cuda.empty_cache()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

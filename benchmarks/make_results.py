@@ -1,0 +1,171 @@
+"""Rewrite the tables of the documentation that come from result files (`benchmarks/results`).
+
+A table stands between `<!-- begin NAME -->` and `<!-- end NAME -->`; the newest complete result is shown.
+`--check` changes nothing, and exits with status 1 where a page is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import harness
+
+ROOT = harness.RESULTS.parents[1]
+PAGES = ("README.md", "docs/results.md", "docs/gpu.md")
+SHAPES = {"llama-1.1b": "1.1B", "vicuna-7b": "7B", "vicuna-13b": "13B"}
+H200_ROW = "| DSI's speed over SI's, several targets on one H200 in slices"
+Row = dict[str, Any]
+
+
+def newest() -> Path:
+    """Return the newest run of `h200.py` that has every target, the whole GPU, and Table 2."""
+    complete = [path for path in harness.RESULTS.glob("h200-*.json") if is_complete(json.loads(path.read_text()))]
+    return max(complete, key=lambda path: (json.loads(path.read_text())["date"], path.stat().st_mtime, path.name))
+
+
+def is_complete(run: Row) -> bool:
+    whole = {target["shape"] for target in run["targets"] if "whole_gpu" in target}
+    return whole == set(SHAPES) and bool(run["table2"])
+
+
+def slices(run: Row) -> Iterator[str]:
+    heads = (
+        "target",
+        "acceptance",
+        "SP, lookahead, min draft",
+        "DSI over SI",
+        "DSI over non-SI (by total)",
+        "over virtual time",
+        "DSI, ms a token",
+    )
+    rows = [
+        (SHAPES[target["shape"]], cell["acceptance"], config(cell), *ratios(cell), f"{cell['ms_per_token']['dsi']:.2f}")
+        for target in run["targets"]
+        for cell in target["cells"]
+    ]
+    return harness.markdown(heads, rows)
+
+
+def config(cell: Row) -> str:
+    dsi = cell["dsi"]
+    return f"{dsi['sp']}, {dsi['lookahead']}, {dsi.get('min_draft', dsi.get('patience'))}"
+
+
+def ratios(cell: Row) -> tuple[str, str, str]:
+    """Format the speed over SI and non-SI, and the time over virtual time."""
+    low, high = cell["spread"]
+    total = fmean(cell["ms"]["nonsi"]) / fmean(cell["ms"]["dsi"])
+    return (
+        f"{cell['dsi_over_si']:.2f} ({low:.2f} to {high:.2f})",
+        f"{cell['dsi_over_nonsi']:.2f} ({total:.2f})",
+        f"{cell['measured_over_virtual']:.3f}",
+    )
+
+
+def table2(run: Row) -> Iterator[str]:
+    heads = (
+        "target + drafter, dataset",
+        "target ms",
+        "drafter ms",
+        "published",
+        "DSI over SI, measured",
+        "DSI over non-SI (by total)",
+        "over virtual time",
+    )
+    rows = [
+        (
+            row["pair"],
+            f"{row['costs']['by_width']['1']:.1f}",
+            f"{row['costs']['drafter_ms']:.2f}",
+            f"{row['published']:.2f}",
+            *ratios(row),
+        )
+        for row in run["table2"]
+    ]
+    return harness.markdown(heads, rows)
+
+
+def whole_gpu(run: Row) -> Iterator[str]:
+    """Compare one whole GPU under SI and non-SI with DSI in slices of it, on the same texts."""
+    heads = ("target", "acceptance", "DSI in slices", "SI, whole GPU", "non-SI, whole GPU")
+    rows = []
+    for target in run["targets"]:
+        pairs = list(zip(target["cells"], target["whole_gpu"]["cells"]))
+        dsi = [dsi_ms(cell, texts=max(map(len, whole["ms"].values()))) for cell, whole in pairs]
+        si = [min(ms for name, ms in whole["ms_per_token"].items() if name.startswith("si")) for _, whole in pairs]
+        rates = ", ".join(str(cell["acceptance"]) for cell, _ in pairs)
+        nonsi = pairs[0][1]["ms_per_token"]["nonsi"]
+        rows.append((SHAPES[target["shape"]], rates, listed(dsi), listed(si), f"{nonsi:.2f}"))
+    return harness.markdown(heads, rows)
+
+
+def dsi_ms(cell: Row, texts: int) -> float:
+    """Return DSI's milliseconds per token over the first texts."""
+    times = cell["ms"]["dsi"]
+    tokens = median(times) / cell["ms_per_token"]["dsi"]
+    return fmean(times[:texts]) / tokens
+
+
+def listed(values: list[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def h200_row(run: Row) -> str:
+    """Format the line of the README's and the results page's table."""
+    speeds = "; ".join(
+        listed([cell["dsi_over_si"] for cell in target["cells"]]) + f" ({SHAPES[target['shape']]})"
+        for target in run["targets"]
+    )
+    over = [cell["measured_over_virtual"] for target in run["targets"] for cell in target["cells"]]
+    claim = f"{H200_ROW}, at acceptance 0.63, 0.8, 0.93"
+    figure = f"{speeds}; {min(over):.2f} to {max(over):.2f} of virtual time"
+    return f"{claim} | {figure} | measured, random weights, acceptance by an oracle | `python benchmarks/h200.py` |"
+
+
+def source(_: Row) -> Iterator[str]:
+    yield f"From `benchmarks/results/{newest().name}`."
+
+
+SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {
+    "h200 source": source,
+    "h200 slices": slices,
+    "h200 table 2": table2,
+    "h200 whole": whole_gpu,
+}
+
+
+def rewritten(text: str, run: Row) -> str:
+    """Return the page with its generated sections and lines made from this run."""
+    for name, section in SECTIONS.items():
+        pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
+        body = "\n".join(section(run))
+        text = re.sub(pattern, rf"\1\n{body}\n\n\2", text, flags=re.DOTALL)
+    lines = [h200_row(run) if line.startswith(H200_ROW) else line for line in text.split("\n")]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = harness.Parser(prog="make_results.py", description=__doc__, epilog="example: make_results.py --check")
+    parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
+    options = parser.parse_args()
+    run = json.loads(newest().read_text())
+    stale = []
+    for name in PAGES:
+        before = (ROOT / name).read_text()
+        after = rewritten(before, run)
+        if before != after:
+            stale.append(name)
+            if not options.check:
+                (ROOT / name).write_text(after)
+    print(f"{'out of date' if options.check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    sys.exit(bool(stale) and options.check)
+
+
+if __name__ == "__main__":
+    main()
