@@ -109,7 +109,7 @@ def dsi_ms(cell: Row, texts: int) -> float:
     """Return DSI's milliseconds per token over the first texts."""
     times = cell["ms"]["dsi"]
     tokens = median(times) / cell["ms_per_token"]["dsi"]
-    return fmean(times[:texts]) / tokens
+    return float(fmean(times[:texts]) / tokens)
 
 
 def listed(values: list[float]) -> str:
@@ -129,7 +129,7 @@ def h200_row(run: Row) -> str:
 
 
 def source(_: Row) -> Iterator[str]:
-    yield f"From `benchmarks/results/{newest().name}`."
+    yield f"From `{newest().name}` in `benchmarks/results`."
 
 
 SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {
