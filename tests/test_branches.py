@@ -37,7 +37,7 @@ def guessed(g: Generation, token: int, *others: int) -> list[tuple[tuple[int, ..
     return watches(g.handle(Drafted(open_draft(g), token, alternates=others)).start)
 
 
-def test_a_second_guess_that_is_true_finds_its_continuation_judged() -> None:
+def test_alternates_verify_what_follows_an_accepted_runner_up() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     assert watches(g.start().start) == [((7,), 1, False)]
     assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
@@ -47,7 +47,7 @@ def test_a_second_guess_that_is_true_finds_its_continuation_judged() -> None:
     assert watches(step.start) == [((7, 2, 5), 1, False)]
 
 
-def test_a_second_guess_that_became_the_root_is_not_watched_twice_and_no_longer_aside() -> None:
+def test_alternates_runner_up_that_became_the_root_is_verified_once() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
     guessed(g, 1, 2)
@@ -57,7 +57,7 @@ def test_a_second_guess_that_became_the_root_is_not_watched_twice_and_no_longer_
     assert guessed(g, 3, 4) == [((7, 2, 3), 1, False), ((7, 2, 4), 1, True)]
 
 
-def test_no_more_second_guesses_are_looked_past_than_there_are_targets_to_spare() -> None:
+def test_alternates_use_no_more_than_the_spare_targets() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
     assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
@@ -68,7 +68,7 @@ def test_no_more_second_guesses_are_looked_past_than_there_are_targets_to_spare(
     assert watches(step.start) == [((7, 1, 4), 1, True)]
 
 
-def test_a_block_is_watched_before_the_second_guesses_in_it() -> None:
+def test_alternates_come_after_the_block_they_belong_to() -> None:
     g = Generation((7,), 20, distributed(3, branches=2, spare_targets=9))
     g.start()
     assert guessed(g, 1, 2) == [((7, 2), 1, True)]  # the root is watched
@@ -77,20 +77,20 @@ def test_a_block_is_watched_before_the_second_guesses_in_it() -> None:
     assert guessed(g, 5, 6) == [block, ((7, 1, 4), 1, True), ((7, 1, 3, 6), 1, True)]
 
 
-def test_a_failed_look_aside_is_asked_for_again_as_one() -> None:
+def test_alternates_repeat_a_failed_verification() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
     guessed(g, 1, 2)
     assert watches(g.handle(Failed(open_watch(g, 7, 2))).start) == [((7, 2), 1, True)]
 
 
-def test_nothing_follows_a_stop_token() -> None:
+def test_alternates_verify_nothing_after_a_stop_token() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=9), stop={2})
     g.start()
     assert guessed(g, 1, 2) == [((7, 1), 1, False)]
 
 
-def test_a_look_aside_waits_for_all_others_until_it_becomes_the_watch_on_the_root() -> None:
+def test_alternates_run_last_until_promoted() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=9))
     dispatch = Scheduler({"t": "target"})
     for step in (g.start(), g.handle(Drafted(open_draft(g), 1, alternates=(2,)))):
@@ -126,7 +126,7 @@ def times(what: SimulationConfig, seeds: int = 20) -> list[float]:
 
 @pytest.mark.parametrize("lookahead", [1, 3])
 @pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
-def test_second_guesses_that_are_never_right_cost_no_time(acceptance: float, lookahead: int) -> None:
+def test_alternates_that_are_never_accepted_cost_no_time(acceptance: float, lookahead: int) -> None:
     chain = times(setting(acceptance, 0, 0.0, lookahead, branches=1))
     for spare_targets in (1, 4):
         assert times(setting(acceptance, spare_targets, 0.0, lookahead)) == chain
@@ -134,14 +134,14 @@ def test_second_guesses_that_are_never_right_cost_no_time(acceptance: float, loo
 
 @pytest.mark.parametrize("lookahead", [1, 3])
 @pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
-def test_second_guesses_that_are_right_save_time_and_the_more_the_more_spare(acceptance: float, lookahead: int) -> None:
+def test_alternates_save_more_time_with_more_spare_targets(acceptance: float, lookahead: int) -> None:
     chain = times(setting(acceptance, 0, 0.0, lookahead, branches=1))
     few, many = (times(setting(acceptance, spare_targets, 1.0, lookahead)) for spare_targets in (1, 11))
     assert all(mine <= theirs for mine, theirs in zip(many, chain))  # on every path, not only on average
     assert fmean(many) < fmean(few) < fmean(chain)
 
 
-def test_one_chain_is_bound_by_proposition_1_and_second_guesses_are_not() -> None:
+def test_alternates_beat_the_bound_of_proposition_1() -> None:
     """The bound has each rejection cost a target forward."""
     most = float(TARGET_MS) * bound(DRAFTER_MS / TARGET_MS, TOKENS, 0.5)
     chain, branched = (fmean(times(setting(0.5, 11, 1.0, 1, n), 100)) for n in (1, 2))
@@ -149,7 +149,7 @@ def test_one_chain_is_bound_by_proposition_1_and_second_guesses_are_not() -> Non
     assert branched < 0.85 * most
 
 
-def test_looks_aside_never_delay_a_watch_that_waits_for_a_target() -> None:
+def test_alternates_never_delay_a_root_verification() -> None:
     """Blocks queue for two targets all the time: what is to be looked at aside comes after them."""
     scarce = SimulationConfig(
         LatencyModel(TARGET_MS, DRAFTER_MS), 1.0, 2, TOKENS, spec=SpecConfig(lookahead=1, branches=2, spare_targets=1)
@@ -158,14 +158,14 @@ def test_looks_aside_never_delay_a_watch_that_waits_for_a_target() -> None:
 
 
 @pytest.mark.parametrize("rule", ["reject", "block", "specinfer"])
-def test_rules_that_judge_the_guesses_refuse_second_ones(rule: str) -> None:
+def test_alternates_are_refused_by_rules_that_need_drafts(rule: str) -> None:
     g = Generation((7,), 20, distributed(1, branches=2), sampling=Sampling(1.0, rule=rule))
     with pytest.raises(ValueError, match=f"rule {rule} with 2 branches: .* use 1 branch, or the rule match"):
         g.start()
     Generation((7,), 20, distributed(1, branches=2), sampling=Sampling(0.0, rule=rule)).start()
 
 
-def test_impossible_numbers_are_refused() -> None:
+def test_branches_refuse_impossible_numbers() -> None:
     for branches, spare_targets in ((0, 1), (2, -1)):
         with pytest.raises(ValueError, match="must be at least"):
             distributed(1, branches=branches, spare=spare_targets)
@@ -180,7 +180,7 @@ def test_impossible_numbers_are_refused() -> None:
             replace(possible, **rates)  # type: ignore[arg-type]
 
 
-def test_drafter_is_asked_for_second_guesses_only_if_they_are_wanted() -> None:
+def test_branches_ask_for_runner_ups_only_if_wanted() -> None:
     for branches in (1, 2):
         g = Generation((7,), 20, distributed(1, branches=branches, min_ratio=0.3))
         [job] = [job for job in g.start().start if isinstance(job, Draft)]

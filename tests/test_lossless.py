@@ -119,7 +119,7 @@ class ShuffledFleet:
     st.sampled_from([0.0, 0.02, 0.2]),
 )
 @settings(max_examples=500)
-def test_any_order_of_answers_and_any_failures(
+def test_lossless_under_any_order_and_failures(
     asked: list[Request], rates: list[float], seed: int, failures: float
 ) -> None:
     target = ToyTarget(seed)
@@ -148,7 +148,7 @@ latencies = st.floats(0.01, 3)
     st.integers(0, 10**6),
 )
 @settings(max_examples=500)
-def test_any_latencies_and_any_number_of_servers(
+def test_lossless_under_any_latencies_and_servers(
     asked: list[Request],
     targets: int,
     crew: list[tuple[float, float]],
@@ -181,7 +181,7 @@ def test_any_latencies_and_any_number_of_servers(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("targets", range(1, 9))
-def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float) -> None:
+def test_lossless_one_seed_one_text_for_every_algorithm(targets: int, temperature: float) -> None:
     target = ToyTarget(5)
     sampling = Sampling(temperature, seed=9)
     texts = set()
@@ -201,7 +201,7 @@ def test_one_seed_one_text_for_every_algorithm(targets: int, temperature: float)
     assert texts == {alone(target, Request((1, 2), 40, autoregressive(), sampling))}
 
 
-def test_a_wrong_truth_would_be_noticed() -> None:
+def test_lossless_check_catches_a_wrong_target_token() -> None:
     """The check can fail: a target that errs on one server gives another text."""
     target = ToyTarget(5)
     servers = [Server("good", TARGET, Wait(target, Latency(7.0)))]

@@ -143,7 +143,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("rule", "policy"), EXACT.values(), ids=EXACT)
-def test_texts_are_exactly_as_likely_as_the_target_says(
+def test_rules_sample_exactly_the_targets_distribution(
     rule: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert distance(policy, rule, monkeypatch) < 1e-12
@@ -166,7 +166,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("case", "where", "name", "fault"), FAULTS.values(), ids=FAULTS)
-def test_a_fault_inside_the_core_is_caught(
+def test_rules_check_catches_a_fault_in_the_core(
     case: str, where: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(where, name, fault)
@@ -184,7 +184,7 @@ def test_a_fault_inside_the_core_is_caught(
     worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=3),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_seed_gives_one_text_whatever_the_servers_the_timing_and_the_failures(
+def test_rules_one_seed_one_text_under_any_timing(
     rule: str, lookahead: int, seed: int, worlds: list[tuple[int, int, int]]
 ) -> None:
     """`worlds` are numbers of targets, the patience, and how often a target's forward fails."""
@@ -206,7 +206,7 @@ def test_a_seed_gives_one_text_whatever_the_servers_the_timing_and_the_failures(
     assert len(texts) == 1
 
 
-def test_without_chance_every_rule_writes_the_greedy_text() -> None:
+def test_rules_give_the_greedy_text_at_temperature_0() -> None:
     texts = set()
     for rule in RULES:
         for policy in (autoregressive(), speculative(3), pearl(2), distributed(2)):
@@ -217,7 +217,7 @@ def test_without_chance_every_rule_writes_the_greedy_text() -> None:
     assert len(texts) == 1
 
 
-def test_a_lost_drafter_leaves_the_target_to_draw_freely() -> None:
+def test_rules_let_the_target_sample_without_a_drafter() -> None:
     servers = [Server(TARGET, TARGET, Wait(SamplingModel(P), Latency(3)))]
     for rule in ("reject", "block", "specinfer"):
         sampling = Sampling(1.0, seed=5, rule=rule)
@@ -226,7 +226,7 @@ def test_a_lost_drafter_leaves_the_target_to_draw_freely() -> None:
         assert done.tokens == plain.tokens
 
 
-def test_several_drafters_are_refused_where_arrival_would_choose() -> None:
+def test_rules_refuse_several_drafters() -> None:
     servers = [Server(TARGET, TARGET, Wait(SamplingModel(P), Latency(3)))]
     policy = distributed(2, (DRAFTER, "second"))
     with pytest.raises(ValueError, match="rule reject with 2 drafters: whose draft token is verified would depend"):
@@ -244,14 +244,12 @@ PROMPT = (407, 311, 68, 272)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_texts_of_the_built_in_pair_are_as_likely_as_the_target_says(rule: str, pair: Any) -> None:
+def test_rules_sample_the_builtin_targets_distribution(rule: str, pair: Any) -> None:
     target, drafter = pair
     assert chi_square(target, drafter, rule, PROMPT, SAMPLES) < 4
 
 
-def test_the_same_test_catches_a_rule_that_takes_what_the_target_likes_best(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rules_check_catches_a_biased_rule(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verify, "specinfer", best_first)
     target, drafter = pair
     assert chi_square(target, drafter, "specinfer", PROMPT, SAMPLES) > 6

@@ -79,7 +79,7 @@ def hesitant(lookahead: int) -> Policy:
     return policy
 
 
-def test_the_check_of_theorem_1_catches_a_policy_that_breaks_it() -> None:
+def test_theorem_1_check_catches_a_policy_that_breaks_it() -> None:
     setting = SimulationConfig(LatencyModel(Fraction(1), Fraction(1, 2)), 0.2, sp=8, tokens=40)
     caught = [seed for seed in range(20) if not never_slower(setting, hesitant(3), seed)]
     assert len(caught) == 20
@@ -133,7 +133,7 @@ def test_eq_1_says_how_many_targets_are_ever_busy(
     assert peak <= ceil(1 / (lookahead * drafter)) + 1
 
 
-def test_two_drafters_in_one_tree_are_faster_than_one() -> None:
+def test_distributed_is_faster_with_two_drafters() -> None:
     one = SimulationConfig(
         LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, spec=SpecConfig(lookahead=1)
     )
@@ -144,7 +144,7 @@ def test_two_drafters_in_one_tree_are_faster_than_one() -> None:
     assert together < 0.85 * alone
 
 
-def test_with_one_target_and_patience_dsi_is_si() -> None:
+def test_distributed_with_one_target_and_min_draft_is_si() -> None:
     """The two ends of one family: at SP 1, patience = lookahead judges the same blocks as SI."""
     setting = SimulationConfig(LatencyModel(Fraction(7), Fraction(1)), 0.0, sp=1, tokens=30)
     for seed in range(5):

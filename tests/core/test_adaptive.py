@@ -37,7 +37,7 @@ def ways(done: Completion) -> list[SpecConfig]:
     return [decision.spec for _, decision in done.decisions]
 
 
-def test_guesses_that_are_never_right_end_speculation() -> None:
+def test_adaptive_stops_speculating_when_nothing_is_accepted() -> None:
     done = written(replace(SETTING, acceptance=0.0))
     assert ways(done)[0].speculates
     assert not ways(done)[-1].speculates
@@ -45,7 +45,7 @@ def test_guesses_that_are_never_right_end_speculation() -> None:
     assert done.elapsed < 200 * 20 * 1.02
 
 
-def test_guesses_that_are_right_again_bring_it_back() -> None:
+def test_adaptive_speculates_again_when_acceptance_recovers() -> None:
     done = written(replace(SETTING, acceptance=0.0, acceptance_change=(100, 1.0)))
     kinds = [way.speculates for way in ways(done)]
     assert kinds[0]
@@ -54,20 +54,20 @@ def test_guesses_that_are_right_again_bring_it_back() -> None:
     assert done.elapsed < 100 * 20 * 1.02 + 100 * 20 * 0.5
 
 
-def test_guesses_that_are_right_are_relied_on() -> None:
+def test_adaptive_keeps_speculating_at_full_acceptance() -> None:
     done = written(replace(SETTING, acceptance=1.0))
     assert all(way.speculates for way in ways(done))
     assert done.elapsed < 200 * 20 / 4
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 1.0])
-def test_the_text_is_the_targets_own(acceptance: float) -> None:
+def test_adaptive_gives_the_targets_text(acceptance: float) -> None:
     setting = replace(SETTING, acceptance=acceptance, acceptance_change=(90, 1 - acceptance))
     [plain] = EngineLoop(setting.simulated(5)).run(Request((1, 2, 3), 200, autoregressive()))
     assert written(setting, 5).tokens == plain.tokens
 
 
-def test_a_rule_that_needs_the_guess_gives_one_text_whatever_was_learned() -> None:
+def test_adaptive_gives_one_text_under_rejection_sampling() -> None:
     rule = Sampling(1.0, rule="reject", seed=3)
     setting = replace(SETTING, acceptance=0.3, tokens=60).with_spec(rule="reject")
     fleet = setting.simulated(0)
@@ -80,12 +80,12 @@ def test_a_rule_that_needs_the_guess_gives_one_text_whatever_was_learned() -> No
     assert loop.run(Request((1, 2, 3), 60, controller, rule))[0].tokens == first.tokens
 
 
-def test_a_drafter_slower_than_planned_is_noticed() -> None:
+def test_adaptive_notices_a_slow_drafter() -> None:
     done = written(SETTING.with_latency(drafter_ms=8.0))
     assert "latency" in [decision.cause for _, decision in done.decisions]
 
 
-def test_of_two_drafters_the_better_one_is_used() -> None:
+def test_adaptive_uses_the_better_of_two_drafters() -> None:
     setting = replace(SETTING, drafters=2, acceptance=0.9)
     servers = setting.servers(0)
     bad = replace(setting, acceptance=0.0).servers(0)[-2]
@@ -97,7 +97,7 @@ def test_of_two_drafters_the_better_one_is_used() -> None:
     assert controller.acceptance[("drafter",)].rate < 0.2 < 0.8 < controller.acceptance[("drafter-2",)].rate
 
 
-def test_no_more_targets_work_than_a_way_has() -> None:
+def test_adaptive_respects_max_targets() -> None:
     known = LatencyTable((SpecConfig("dsi", 1, 0, max_targets=2),), (1.0,), (((1.0, 1.0),),))
     log: list[Span] = []
     setting = replace(SETTING, sp=6, acceptance=1.0, tokens=40).with_latency(drafter_ms=1.0)
@@ -109,7 +109,7 @@ def test_no_more_targets_work_than_a_way_has() -> None:
 
 
 @pytest.mark.parametrize(("second", "most"), [(0.9, 0.97), (0.0, 1.02)])
-def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -> None:
+def test_adaptive_spends_spare_targets_on_runner_ups(second: float, most: float) -> None:
     """They save time where these are right, and next to nothing is lost where they are wrong."""
     setting = replace(SETTING, sp=6, acceptance=0.4, runner_up_acceptance=second).with_latency(
         contention=0.0, drafter_ms=6.0
@@ -126,7 +126,7 @@ def test_targets_to_spare_look_past_second_guesses(second: float, most: float) -
     assert times[0] < most * times[1]
 
 
-def test_luck_forgets() -> None:
+def test_acceptance_ema_forgets() -> None:
     acceptance = AcceptanceEMA(0.7)
     for _ in range(300):
         acceptance.add(True)
@@ -136,7 +136,7 @@ def test_luck_forgets() -> None:
     assert acceptance.rate < 0.3
 
 
-def test_an_outlook_knows_the_best_way_for_each_rate() -> None:
+def test_latency_table_has_the_best_config_for_each_rate() -> None:
     known = LatencyTable(
         (SpecConfig("nonsi"), SpecConfig("dsi", 4, 2, max_targets=1)), (1.0,), (((10.0, 10.0, 10.0), (15.0, 9.0, 3.0)),)
     )

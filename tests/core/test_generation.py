@@ -57,7 +57,7 @@ class Story:
         return step.emit, brief(step)
 
 
-def test_non_si_asks_for_one_token_at_a_time() -> None:
+def test_autoregressive_verifies_one_token_at_a_time() -> None:
     story = Story(autoregressive(), tokens=2)
     assert story.begun == [("verify", (7,), 1)]
     assert story.says(Verified(story.id("verify", (7,), 1), (3,))) == ((3,), [("verify", (7, 3), 1)])
@@ -65,7 +65,7 @@ def test_non_si_asks_for_one_token_at_a_time() -> None:
     assert (story.g.done, story.g.finish_reason, story.g.jobs.open) == (True, "length", {})
 
 
-def test_si_takes_turns_and_counts_the_targets_own_token() -> None:
+def test_speculative_alternates_and_emits_the_targets_token() -> None:
     story = Story(speculative(2))
     assert story.begun == [(DRAFTER, (7,), 2)]
     story.says(Drafted(story.drafting(), 1))
@@ -74,7 +74,7 @@ def test_si_takes_turns_and_counts_the_targets_own_token() -> None:
     assert story.says(verdict) == ((1, 2, 3), [(DRAFTER, (7, 1, 2, 3), 2)])
 
 
-def test_si_keeps_what_was_right_and_the_correction() -> None:
+def test_speculative_keeps_accepted_tokens_and_the_correction() -> None:
     story = Story(speculative(2))
     for guess in (1, 2):
         story.says(Drafted(story.drafting(), guess))
@@ -83,7 +83,7 @@ def test_si_keeps_what_was_right_and_the_correction() -> None:
     assert (story.g.tally.drafted, story.g.tally.accepted, story.g.tally.exposed) == (2, 1, 1)
 
 
-def test_the_correction_of_a_block_that_was_cut_short_had_not_been_guessed() -> None:
+def test_generation_counts_the_correction_of_a_cut_block_as_corrected() -> None:
     story = Story(speculative(3), sampling=Sampling(1.0, rule="block"))
     for guess in (1, 2, 3):
         story.says(Drafted(story.drafting(), guess))
@@ -92,7 +92,7 @@ def test_the_correction_of_a_block_that_was_cut_short_had_not_been_guessed() -> 
     assert (story.g.tally.drafted, story.g.tally.accepted, story.g.tally.exposed) == (3, 1, 1)
 
 
-def test_dsi_never_waits_for_a_verdict() -> None:
+def test_distributed_drafts_during_verification() -> None:
     story = Story(distributed(2))
     assert story.begun == [("verify", (7,), 1), (DRAFTER, (7,), 8)]
     assert story.says(Drafted(story.drafting(), 1)) == ((), [])
@@ -107,7 +107,7 @@ def test_dsi_never_waits_for_a_verdict() -> None:
     assert (story.g.tally.useful, story.g.tally.exposed, story.g.tally.accepted) == (2, 0, 3)
 
 
-def test_a_rejection_cancels_everything_below_it() -> None:
+def test_generation_cancels_jobs_below_a_rejection() -> None:
     story = Story(distributed(1))
     drafting = story.drafting()
     story.says(Drafted(drafting, 1))
@@ -120,7 +120,7 @@ def test_a_rejection_cancels_everything_below_it() -> None:
     assert story.g.tally.abandoned == 2
 
 
-def test_a_late_answer_is_harmless() -> None:
+def test_generation_ignores_a_late_answer() -> None:
     story = Story(distributed(1))
     drafting = story.drafting()
     story.says(Drafted(drafting, 1))
@@ -132,7 +132,7 @@ def test_a_late_answer_is_harmless() -> None:
     assert story.g.handle(Verified(10**6, (5,))) == Step()
 
 
-def test_a_guess_that_comes_after_its_truth_is_not_waited_for() -> None:
+def test_generation_does_not_wait_for_a_draft_of_a_verified_token() -> None:
     """A drafter slower than the target: the root passes the place it was working on."""
     story = Story(distributed(1))
     drafting = story.drafting()
@@ -141,7 +141,7 @@ def test_a_guess_that_comes_after_its_truth_is_not_waited_for() -> None:
     assert brief(step) == [("verify", (7, 1), 1), (DRAFTER, (7, 1), 7)]
 
 
-def test_a_waiting_job_becomes_urgent_when_the_root_reaches_it() -> None:
+def test_generation_promotes_the_verification_of_a_new_root() -> None:
     story = Story(distributed(1))
     story.says(Drafted(story.drafting(), 1))
     job = story.g.jobs.open[story.id("verify", (7, 1), 1)]
@@ -152,7 +152,7 @@ def test_a_waiting_job_becomes_urgent_when_the_root_reaches_it() -> None:
 
 
 @pytest.mark.parametrize(("place", "expected"), [(0, (5,)), (1, (1, 5)), (2, (1, 2, 5))])
-def test_a_stop_token_inside_a_block_ends_the_text(place: int, expected: tuple[int, ...]) -> None:
+def test_generation_ends_at_a_stop_token_inside_a_block(place: int, expected: tuple[int, ...]) -> None:
     story = Story(speculative(3), stop={5})
     truth = [1, 2, 3, 4]
     truth[place] = 5
@@ -162,7 +162,7 @@ def test_a_stop_token_inside_a_block_ends_the_text(place: int, expected: tuple[i
     assert (story.g.done, story.g.finish_reason) == (True, "stop")
 
 
-def test_nothing_is_guessed_after_a_stop_token() -> None:
+def test_generation_drafts_nothing_after_a_stop_token() -> None:
     story = Story(distributed(3), stop={5})
     drafting = story.drafting()
     step = story.g.handle(Drafted(drafting, 5))
@@ -170,7 +170,7 @@ def test_nothing_is_guessed_after_a_stop_token() -> None:
     assert brief(step) == [("verify", (7, 5), 1)]  # no room for a full block: judged at once
 
 
-def test_the_length_limit_inside_a_block_ends_the_text() -> None:
+def test_generation_ends_at_max_new_tokens_inside_a_block() -> None:
     story = Story(speculative(5), tokens=3)
     assert story.begun == [(DRAFTER, (7,), 2)]  # the last token is always the target's
     for guess in (1, 2):
@@ -179,21 +179,21 @@ def test_the_length_limit_inside_a_block_ends_the_text() -> None:
     assert story.g.finish_reason == "length"
 
 
-def test_a_failed_verification_is_asked_for_again() -> None:
+def test_generation_repeats_a_failed_verification() -> None:
     story = Story(distributed(2))
     failed = story.id("verify", (7,), 1)
     assert story.says(Failed(failed, "its server died")) == ((), [("verify", (7,), 1)])
     assert story.id("verify", (7,), 1) != failed
 
 
-def test_a_failed_draft_goes_on_from_its_last_guess() -> None:
+def test_generation_resumes_a_failed_draft() -> None:
     story = Story(distributed(2))
     story.says(Drafted(story.drafting(), 1))
     assert story.says(Failed(story.drafting())) == ((), [(DRAFTER, (7, 1), 7)])
 
 
 @pytest.mark.parametrize("policy", [speculative(2), distributed(2, min_draft=2)])
-def test_a_lost_drafter_is_done_without_until_the_root_moves(policy: Policy) -> None:
+def test_generation_skips_a_failing_drafter_until_the_root_moves(policy: Policy) -> None:
     story = Story(policy)
     for _ in range(MAX_FAILURES - 1):
         assert story.says(Failed(story.drafting()))[1] == [(DRAFTER, (7,), story.begun[0][2])]
@@ -203,13 +203,13 @@ def test_a_lost_drafter_is_done_without_until_the_root_moves(policy: Policy) -> 
     assert [kind for kind, *_ in begun] == [DRAFTER]
 
 
-def test_an_answer_of_the_wrong_length_is_refused() -> None:
+def test_generation_refuses_an_answer_of_the_wrong_length() -> None:
     story = Story(autoregressive())
     with pytest.raises(ValueError, match="2 tokens in answer to 1 positions"):
         story.says(Verified(story.id("verify", (7,), 1), (1, 2)))
 
 
-def test_stopping_cancels_every_job() -> None:
+def test_generation_stop_cancels_every_job() -> None:
     story = Story(distributed(1))
     story.says(Drafted(story.drafting(), 1))
     open_jobs = set(story.g.jobs.open)
@@ -218,7 +218,7 @@ def test_stopping_cancels_every_job() -> None:
     assert (story.g.done, story.g.finish_reason, story.g.jobs.open) == (True, "cancelled", {})
 
 
-def test_idle_servers_are_reminded_of_the_sure_text() -> None:
+def test_generation_prefills_the_verified_text() -> None:
     g = Generation((7,), 100, distributed(1))
     [first] = [job for job in g.start().start if isinstance(job, Prefill)]
     assert tuple(first.context) == (7,)
@@ -231,18 +231,18 @@ def test_idle_servers_are_reminded_of_the_sure_text() -> None:
     assert [(job.id, len(job.context)) for job in reminders] == [(first.id, 1 + PREFILL_EVERY)]
 
 
-def test_jobs_carry_the_sampling_of_their_request() -> None:
+def test_generation_passes_sampling_to_its_jobs() -> None:
     sampling = Sampling(temperature=0.7, seed=3)
     g = Generation((7,), 9, distributed(1), sampling=sampling)
     assert {job.sampling for job in g.start().start if not isinstance(job, Prefill)} == {sampling}
 
 
-def test_a_request_for_nothing_is_refused() -> None:
+def test_generation_refuses_zero_new_tokens() -> None:
     with pytest.raises(ValueError, match="max_new_tokens 0"):
         Generation((7,), 0, autoregressive())
 
 
-def test_what_lies_behind_the_root_is_let_go() -> None:
+def test_generation_frees_nodes_behind_the_root() -> None:
     g = Generation((7,), 50, autoregressive())
     g.start()
     for token in range(40):
@@ -251,7 +251,7 @@ def test_what_lies_behind_the_root_is_let_go() -> None:
     assert (g.root.depth, g.root.parent, len(g.jobs.open)) == (40, None, 1)
 
 
-def test_a_gap_before_places_already_watched_is_closed() -> None:
+def test_generation_closes_a_gap_before_covered_positions() -> None:
     story = Story(distributed(1))
     story.says(Drafted(story.drafting(), 1))
     assert story.says(Failed(story.id("verify", (7,), 1))) == ((), [("verify", (7,), 1)])
@@ -259,7 +259,7 @@ def test_a_gap_before_places_already_watched_is_closed() -> None:
     assert story.says(Verified(story.id("verify", (7,), 1), (1,)))[0] == (1, 2)
 
 
-def test_each_token_is_known_by_how_it_came() -> None:
+def test_generation_records_the_origin_of_each_token() -> None:
     story = Story(distributed(2), tokens=4)
     for guess in (1, 2):
         story.says(Drafted(story.drafting(), guess))
@@ -270,7 +270,7 @@ def test_each_token_is_known_by_how_it_came() -> None:
     assert story.g.origins == ["accepted", "corrected", "plain"]
 
 
-def test_notes_stay_with_their_places_whatever_the_root_has_passed() -> None:
+def test_generation_aligns_logprobs_with_tokens() -> None:
     story = Story(distributed(3), tokens=9, sampling=Sampling(logprobs=1))
     first = story.id("verify", (7,), 1)
     for guess in (1, 2, 3):
@@ -281,13 +281,13 @@ def test_notes_stay_with_their_places_whatever_the_root_has_passed() -> None:
     assert story.g.top_logprobs == [((1, -0.1),), ((2, -0.2),), ((3, -0.3),), ((4, -0.4),)]
 
 
-def test_without_a_wish_for_notes_there_are_none() -> None:
+def test_generation_has_no_logprobs_unless_asked() -> None:
     story = Story(autoregressive())
     story.says(Verified(story.id("verify", (7,), 1), (1,)))
     assert story.g.top_logprobs == []
 
 
-def test_notes_are_aligned_from_the_end_where_the_root_has_passed_a_place() -> None:
+def test_generation_aligns_logprobs_where_the_root_has_passed() -> None:
     g = Generation((7,), 9, lambda _: None, sampling=Sampling(logprobs=1))
     g.start()
     g.verify(g.tree.grow(g.root, 1, 1), 2)  # two places, of which another verification judges the first as well

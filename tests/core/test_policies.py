@@ -26,7 +26,7 @@ def open_watch(g: Generation, *context: int) -> int:
     return id
 
 
-def test_pearl_drafts_one_block_while_another_is_verified_and_no_more() -> None:
+def test_pearl_drafts_one_block_during_verification() -> None:
     g = Generation((7,), 20, pearl(2))
     step = g.start()
     assert (verifications(step.start), drafts(step.start)) == ([((7,), 1)], [(DRAFTER, (7,), 2)])
@@ -38,20 +38,20 @@ def test_pearl_drafts_one_block_while_another_is_verified_and_no_more() -> None:
     assert drafts(step.start) == [(DRAFTER, (7, 1, 2), 2)]
 
 
-def test_patience_holds_the_watch_on_a_fresh_root_until_guesses_are_there() -> None:
+def test_distributed_verifies_a_new_root_after_min_draft_tokens() -> None:
     g = Generation((7,), 20, distributed(5, min_draft=2))
     assert verifications(g.start().start) == []
     assert verifications(g.handle(Drafted(open_draft(g), 1)).start) == []
     assert verifications(g.handle(Drafted(open_draft(g), 2)).start) == [((7, 1, 2), 3)]
 
 
-def test_patience_ends_where_the_room_does() -> None:
+def test_distributed_min_draft_ends_at_max_new_tokens() -> None:
     g = Generation((7,), 2, distributed(5, min_draft=4))
     assert verifications(g.start().start) == []
     assert verifications(g.handle(Drafted(open_draft(g), 1)).start) == [((7, 1), 2)]
 
 
-def test_the_horizon_bounds_how_far_a_drafter_runs_ahead() -> None:
+def test_distributed_max_lead_bounds_the_draft() -> None:
     g = Generation((7,), 50, distributed(5, max_lead=3))
     assert drafts(g.start().start) == [(DRAFTER, (7,), 3)]
     steps = [g.handle(Drafted(open_draft(g), guess)) for guess in (1, 2, 3)]
@@ -67,19 +67,19 @@ def two_drafters(lookahead: int = 1) -> Generation:
     return g
 
 
-def test_drafters_that_agree_share_one_node_and_one_verification() -> None:
+def test_distributed_drafters_that_agree_share_one_verification() -> None:
     g = two_drafters()
     assert verifications(g.handle(Drafted(open_draft(g, "fast"), 1)).start) == [((7, 1), 1)]
     assert verifications(g.handle(Drafted(open_draft(g, "wise"), 1)).start) == []
 
 
-def test_drafters_that_differ_have_a_branch_each() -> None:
+def test_distributed_drafters_that_differ_have_a_branch_each() -> None:
     g = two_drafters()
     assert verifications(g.handle(Drafted(open_draft(g, "fast"), 1)).start) == [((7, 1), 1)]
     assert verifications(g.handle(Drafted(open_draft(g, "wise"), 2)).start) == [((7, 2), 1)]
 
 
-def test_a_drafter_whose_branch_fell_follows_the_survivor() -> None:
+def test_distributed_drafter_of_a_pruned_branch_follows_the_survivor() -> None:
     g = two_drafters()
     g.handle(Drafted(open_draft(g, "fast"), 1))
     g.handle(Drafted(open_draft(g, "wise"), 2))
@@ -91,7 +91,7 @@ def test_a_drafter_whose_branch_fell_follows_the_survivor() -> None:
     assert drafts(step.start) == [("fast", (7, 2, 3), 47)]
 
 
-def test_of_several_survivors_the_smallest_index_is_followed() -> None:
+def test_distributed_follows_the_first_of_several_survivors() -> None:
     g = Generation((7,), 50, distributed(1, ("a", "b", "c")))
     g.start()
     for model, guesses in (("a", (1, 3)), ("b", (1, 4)), ("c", (9,))):
@@ -101,7 +101,7 @@ def test_of_several_survivors_the_smallest_index_is_followed() -> None:
     assert drafts(step.start) == [("c", (7, 1, 3), 47)]
 
 
-def test_when_no_branch_survives_all_begin_at_the_root() -> None:
+def test_distributed_starts_at_the_root_when_no_branch_survives() -> None:
     g = two_drafters()
     g.handle(Drafted(open_draft(g, "fast"), 1))
     g.handle(Drafted(open_draft(g, "wise"), 2))
@@ -121,7 +121,7 @@ def test_when_no_branch_survives_all_begin_at_the_root() -> None:
         lambda: Generation((7,), 9, lambda g: g.draft(g.root, 0)).start(),
     ],
 )
-def test_impossible_numbers_are_refused(refused: object) -> None:
+def test_spec_config_refuses_impossible_numbers(refused: object) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         refused()  # type: ignore[operator]
 
@@ -131,12 +131,12 @@ def among(targets: int, requests: int, verifying: int) -> Generation:
     return Generation((7,), 50, load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), crowd))
 
 
-def test_a_request_alone_goes_as_far_ahead_as_it_may() -> None:
+def test_load_aware_speculates_fully_when_alone() -> None:
     step = among(targets=2, requests=1, verifying=0).start()
     assert (verifications(step.start), drafts(step.start)) == ([((7,), 1)], [(DRAFTER, (7,), 20)])
 
 
-def test_in_a_crowd_it_drafts_one_block_and_has_it_verified_whole() -> None:
+def test_load_aware_verifies_one_whole_block_under_load() -> None:
     g = among(targets=1, requests=4, verifying=1)
     step = g.start()
     assert (verifications(step.start), drafts(step.start)) == ([], [(DRAFTER, (7,), 3)])
@@ -145,17 +145,17 @@ def test_in_a_crowd_it_drafts_one_block_and_has_it_verified_whole() -> None:
     assert drafts(steps[-1].start) == []
 
 
-def test_in_a_crowd_an_idle_target_never_waits_for_guesses() -> None:
+def test_load_aware_gives_an_idle_target_the_root() -> None:
     step = among(targets=1, requests=4, verifying=0).start()
     assert verifications(step.start) == [((7,), 1)]
 
 
-def test_with_several_targets_for_each_it_goes_as_far_as_its_share() -> None:
+def test_load_aware_lead_follows_the_share_of_targets() -> None:
     step = among(targets=6, requests=2, verifying=6).start()
     assert drafts(step.start) == [(DRAFTER, (7,), 12)]  # a block for each of three targets and one more
 
 
-def test_a_rule_whose_text_depends_on_its_blocks_keeps_to_them_in_a_crowd() -> None:
+def test_load_aware_keeps_the_blocks_of_the_rule_block() -> None:
     crowd = Load(1, 9, 1)
     policy = load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), crowd)
     g = Generation((7,), 50, policy, sampling=Sampling(temperature=1.0, rule="reject"))

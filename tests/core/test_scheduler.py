@@ -29,7 +29,7 @@ def released(dispatch: Scheduler, *servers: str) -> Assignments:
     return dispatch.assign()
 
 
-def test_jobs_go_to_idle_servers_of_their_role() -> None:
+def test_scheduler_assigns_jobs_by_role() -> None:
     dispatch = Scheduler({"t": "target", "d": "drafter"})
     assert offered(dispatch, watch(1)) == [("t", watch(1))]
     assert offered(dispatch, Draft(2, TEXT, 4)) == [("d", Draft(2, TEXT, 4))]
@@ -37,21 +37,21 @@ def test_jobs_go_to_idle_servers_of_their_role() -> None:
     assert released(dispatch, "t") == [("t", watch(3))]
 
 
-def test_the_watch_on_a_root_goes_before_any_deeper_job() -> None:
+def test_scheduler_runs_root_verification_first() -> None:
     dispatch = Scheduler({"t": "target"})
     jobs = [watch(1, lead=5), watch(2, lead=2), watch(3), watch(4)]
     assert offered(dispatch, *jobs) == [("t", watch(3))]
     assert [released(dispatch, "t")[0][1].id for _ in range(3)] == [4, 1, 2]
 
 
-def test_a_root_that_comes_with_a_release_goes_before_what_waited() -> None:
+def test_scheduler_runs_a_new_root_before_waiting_jobs() -> None:
     dispatch = Scheduler({"t": "target"})
     offered(dispatch, watch(1), watch(2, lead=4))
     dispatch.release("t")
     assert offered(dispatch, watch(3)) == [("t", watch(3))]
 
 
-def test_a_deep_job_that_becomes_the_watch_on_a_root_is_promoted() -> None:
+def test_scheduler_promotes_root_verification() -> None:
     dispatch = Scheduler({"t": "target"})
     offered(dispatch, watch(1))
     offered(dispatch, *(watch(id, lead=id) for id in (2, 3, 4)))
@@ -60,7 +60,7 @@ def test_a_deep_job_that_becomes_the_watch_on_a_root_is_promoted() -> None:
     assert [released(dispatch, "t")[0][1].id for _ in range(3)] == [4, 2, 3]
 
 
-def test_a_withdrawn_job_never_starts() -> None:
+def test_scheduler_never_starts_a_cancelled_job() -> None:
     dispatch = Scheduler({"t": "target"})
     offered(dispatch, watch(1))
     offered(dispatch, watch(2))
@@ -70,7 +70,7 @@ def test_a_withdrawn_job_never_starts() -> None:
     assert released(dispatch, "t") == []
 
 
-def test_the_server_that_has_read_most_of_the_request_comes_first() -> None:
+def test_scheduler_prefers_the_longest_cached_prefix() -> None:
     dispatch = Scheduler({"a": "target", "b": "target"})
     other = TokenSequence.of((9,))
     assert offered(dispatch, watch(1, context=other), watch(2)) == [
@@ -83,7 +83,7 @@ def test_the_server_that_has_read_most_of_the_request_comes_first() -> None:
     assert offered(dispatch, watch(4, context=other))[0][0] == "a"
 
 
-def test_what_was_withdrawn_has_not_been_read() -> None:
+def test_scheduler_does_not_count_a_cancelled_job_as_cached() -> None:
     dispatch = Scheduler({"a": "target", "b": "target"})
     offered(dispatch, watch(1), watch(2, lead=3, context=grown(TEXT, 3)))
     dispatch.cancel(2)
@@ -91,7 +91,7 @@ def test_what_was_withdrawn_has_not_been_read() -> None:
     assert offered(dispatch, watch(3, context=TEXT.then(7)))[0][0] == "a"
 
 
-def test_every_idle_target_reads_the_prompt_and_no_drafter_does() -> None:
+def test_scheduler_prefills_idle_targets_only() -> None:
     dispatch = Scheduler({"a": "target", "b": "target", "c": "target", "d": "drafter"})
     offered(dispatch, watch(1))
     warm = Prefill(9, TEXT)
@@ -99,7 +99,7 @@ def test_every_idle_target_reads_the_prompt_and_no_drafter_does() -> None:
     assert released(dispatch, "b") == []  # it has read it now
 
 
-def test_a_busy_target_catches_up_when_it_idles_and_only_if_far_behind() -> None:
+def test_scheduler_prefills_a_target_that_is_far_behind() -> None:
     dispatch = Scheduler({"a": "target"})
     offered(dispatch, watch(1))
     near, far = Prefill(9, grown(TEXT, MIN_PREFILL - 1)), Prefill(9, grown(TEXT, MIN_PREFILL))
@@ -110,7 +110,7 @@ def test_a_busy_target_catches_up_when_it_idles_and_only_if_far_behind() -> None
     assert released(dispatch, "a") == []
 
 
-def test_a_dying_server_strands_its_job_and_the_last_one_all_of_them() -> None:
+def test_scheduler_orphans_the_jobs_of_dead_servers() -> None:
     dispatch = Scheduler({"a": "target", "b": "target"})
     offered(dispatch, watch(1), watch(2), watch(3))
     dispatch.remove("a")
@@ -124,7 +124,7 @@ def test_a_dying_server_strands_its_job_and_the_last_one_all_of_them() -> None:
         dispatch.remove("b")
 
 
-def test_a_server_that_joins_takes_what_waits() -> None:
+def test_scheduler_gives_waiting_jobs_to_a_new_server() -> None:
     dispatch = Scheduler({"a": "target"})
     offered(dispatch, watch(1), watch(2))
     dispatch.add("b", "target")
@@ -133,7 +133,7 @@ def test_a_server_that_joins_takes_what_waits() -> None:
         dispatch.add("b", "target")
 
 
-def test_a_server_that_will_be_back_strands_its_own_job_alone_and_forgets_what_it_read() -> None:
+def test_scheduler_keeps_the_queue_of_a_restarting_server() -> None:
     dispatch = Scheduler({"a": "target", "b": "target"})
     offered(dispatch, watch(1), watch(2))
     released(dispatch, "a", "b")

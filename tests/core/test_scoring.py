@@ -15,14 +15,14 @@ def scoring(prompt: tuple[int, ...] = (1, 2, 3)) -> Scoring:
     return Scoring(ScoreRequest(prompt, Sampling(logprobs=1)), count(5))
 
 
-def test_one_forward_asks_about_every_place_and_names_the_token_that_stands_there() -> None:
+def test_scoring_verifies_every_position_in_one_forward() -> None:
     [job] = scoring().start().start
     assert isinstance(job, Verify)
     assert (job.id, tuple(job.context), job.width, job.lead) == (5, (1, 2, 3), 3, 0)
     assert job.draft_tokens == (((2, None),), ((3, None),), ())
 
 
-def test_it_is_done_with_a_note_on_each_token_but_the_first() -> None:
+def test_scoring_ends_with_logprobs_of_each_token_but_the_first() -> None:
     at = scoring()
     at.start()
     assert (at.done, at.finish_reason) == (False, None)
@@ -32,7 +32,7 @@ def test_it_is_done_with_a_note_on_each_token_but_the_first() -> None:
     assert at.job(5) is None
 
 
-def test_a_forward_that_fails_is_asked_for_again() -> None:
+def test_scoring_repeats_a_failed_forward() -> None:
     at = scoring()
     at.start()
     [again] = at.handle(Failed(5)).start
@@ -43,13 +43,13 @@ def test_a_forward_that_fails_is_asked_for_again() -> None:
     assert at.done
 
 
-def test_stopping_it_cancels_its_forward() -> None:
+def test_scoring_stop_cancels_its_forward() -> None:
     at = scoring()
     at.start()
     assert at.stop().cancel == (5,)
     assert at.finish_reason == "cancelled"
 
 
-def test_an_empty_text_is_refused() -> None:
+def test_score_request_refuses_an_empty_prompt() -> None:
     with pytest.raises(ValueError, match="an empty text"):
         scoring(())

@@ -13,7 +13,7 @@ def grown(prompt: list[int], tail: list[int]) -> TokenSequence:
     return text
 
 
-def test_a_text_grows_without_changing_the_one_it_grew_from() -> None:
+def test_token_sequence_then_leaves_its_parent_unchanged() -> None:
     prompt = TokenSequence.of((1, 2))
     longer = prompt.then(3).then(4)
     assert (tuple(prompt), tuple(longer)) == ((1, 2), (1, 2, 3, 4))
@@ -21,13 +21,13 @@ def test_a_text_grows_without_changing_the_one_it_grew_from() -> None:
     assert repr(longer) == "TokenSequence(1, 2, 3, 4)"
 
 
-def test_only_the_difference_is_read() -> None:
+def test_token_sequence_since_reads_only_the_tail() -> None:
     text = grown([1, 2, 3], [4, 5])
     assert [text.since(n) for n in (0, 2, 3, 4, 5)] == [[1, 2, 3, 4, 5], [3, 4, 5], [4, 5], [5], []]
 
 
 @given(texts, texts, texts)
-def test_texts_of_one_request_share_what_their_tokens_share(prompt: list[int], a: list[int], b: list[int]) -> None:
+def test_token_sequence_common_prefix_within_a_request(prompt: list[int], a: list[int], b: list[int]) -> None:
     origin = TokenSequence.of(prompt)
     first, second = origin, origin
     for token in a:
@@ -41,7 +41,7 @@ def test_texts_of_one_request_share_what_their_tokens_share(prompt: list[int], a
 
 
 @given(texts, texts, texts, texts)
-def test_texts_of_two_requests_may_share_a_beginning(p: list[int], a: list[int], q: list[int], b: list[int]) -> None:
+def test_token_sequence_common_prefix_across_requests(p: list[int], a: list[int], q: list[int], b: list[int]) -> None:
     first, second = p + a, q + b
     together = 0
     while together < min(len(first), len(second)) and first[together] == second[together]:
@@ -49,7 +49,7 @@ def test_texts_of_two_requests_may_share_a_beginning(p: list[int], a: list[int],
     assert grown(p, a).common_prefix(grown(q, b)) == together
 
 
-def test_a_long_text_needs_no_recursion() -> None:
+def test_token_sequence_handles_long_texts() -> None:
     text = grown([], list(range(50_000)))
     assert text.since(49_998) == [49_998, 49_999]
     assert len(list(text)) == 50_000

@@ -30,7 +30,7 @@ def busy(found: Overlap) -> dict[str, Time]:
     return {each.server: each.busy for each in found.servers or ()}
 
 
-def test_plain_decoding_hides_nothing_and_is_its_own_ideal() -> None:
+def test_overlap_of_autoregressive_is_none() -> None:
     found = done(autoregressive(), replace(SETTING, sp=2))
     assert (found.hidden, found.lead, found.wasted_drafts, found.wasted_forwards) == (0, 0, 0, 0)
     assert (found.target_time, found.drafter_time, found.elapsed) == (20, None, 400)
@@ -39,7 +39,7 @@ def test_plain_decoding_hides_nothing_and_is_its_own_ideal() -> None:
     assert [each.idle_share for each in found.servers or ()] == [0.0, 1.0, 1.0]
 
 
-def test_dsi_loses_to_a_rejection_what_a_forward_exceeds_a_guess_by_and_nothing_else() -> None:
+def test_overlap_of_distributed_loses_one_forward_less_a_draft_per_rejection() -> None:
     """Tokens at 20, 22, ... 30; the sixth is put right, so the next comes at 50; likewise the tenth."""
     found = done(distributed(1))
     assert found.losses == (RejectionCost(5, 30, 18), RejectionCost(9, 56, 18))
@@ -48,13 +48,13 @@ def test_dsi_loses_to_a_rejection_what_a_forward_exceeds_a_guess_by_and_nothing_
     assert found.hidden == 17 / 20  # one forward for each token, and three tokens that nobody had guessed
 
 
-def test_patience_makes_each_rejection_cost_its_guesses() -> None:
+def test_overlap_min_draft_adds_to_the_cost_of_a_rejection() -> None:
     found = done(distributed(1, min_draft=3))
     assert [loss.lost for loss in found.losses] == [18 + 3 * 2] * 2
     assert found.lost == 48
 
 
-def test_si_hides_nothing_and_waits_for_each_block() -> None:
+def test_overlap_of_speculative_is_none() -> None:
     """Blocks of 26: three guesses and a forward; the last has room for one guess."""
     found = done(speculative(3))
     assert (found.hidden, found.lead, found.wasted_drafts, found.wasted_forwards) == (0, 0, 2, 0)
@@ -65,14 +65,14 @@ def test_si_hides_nothing_and_waits_for_each_block() -> None:
     assert found.gap == 152 / 148
 
 
-def test_pearl_is_in_between() -> None:
+def test_overlap_of_pearl_is_in_between() -> None:
     found = done(pearl(10))
     assert 0 < found.hidden < done(distributed(1)).hidden
     assert found.gap == 120 / 94
     assert found.lost == 2 * 18
 
 
-def test_the_lead_is_how_far_guesses_stand_beyond_the_sure_text() -> None:
+def test_overlap_lead_counts_draft_tokens_ahead() -> None:
     """All right, and a target ten times as slow: at 20 there are 10 guesses, of which one is sure now."""
     setting = replace(SETTING, rejected_positions=frozenset(), tokens=12)
     assert done(distributed(1), setting).lead == (9 + sum(range(10))) / 11  # 9, 9, 8, ... 0
@@ -81,7 +81,7 @@ def test_the_lead_is_how_far_guesses_stand_beyond_the_sure_text() -> None:
 
 @pytest.mark.parametrize("policy", [autoregressive(), speculative(3), pearl(10), distributed(1), distributed(4)])
 @pytest.mark.parametrize("pieces", [0, 4])
-def test_a_server_was_busy_for_as_long_as_its_forwards_lasted_until_the_end(policy: Policy, pieces: int) -> None:
+def test_overlap_busy_time_is_that_of_forwards(policy: Policy, pieces: int) -> None:
     log: list[Span] = []
     fleet = replace(SETTING, sp=4).with_latency(cancel_points=pieces).simulated(0, log)
     [text] = EngineLoop(fleet).run(Request((1, 2, 3), 20, policy))
@@ -93,7 +93,7 @@ def test_a_server_was_busy_for_as_long_as_its_forwards_lasted_until_the_end(poli
         assert each.busy == sum(min(span.end, text.elapsed) - span.start for span in mine)
 
 
-def test_what_a_server_still_does_for_the_last_request_is_not_counted_twice() -> None:
+def test_overlap_counts_no_forward_twice() -> None:
     """Forwards that cannot be stopped go on after the end of the request that wanted them."""
     fleet = replace(SETTING, sp=4).with_latency(cancel_points=1).simulated(0)
     loop = EngineLoop(fleet)
@@ -104,7 +104,7 @@ def test_what_a_server_still_does_for_the_last_request_is_not_counted_twice() ->
     assert total == fleet.busy
 
 
-def test_reading_a_prompt_counts_as_a_forward_only_with_an_answer() -> None:
+def test_overlap_counts_a_prefill_only_with_an_answer() -> None:
     """The first target answers at 50; the second reads the prompt meanwhile, and is never asked."""
     setting = SimulationConfig(LatencyModel(20, 2, target_ttft_ms=50), 1.0, 2, 4, spec=SpecConfig(lookahead=5))
     [text] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), 4, distributed(5)))
@@ -113,7 +113,7 @@ def test_reading_a_prompt_counts_as_a_forward_only_with_an_answer() -> None:
     assert text.overlap.target_time == (50 + 20) / 2
 
 
-def test_requests_that_share_a_fleet_do_not_say_whose_its_time_was() -> None:
+def test_overlap_has_no_server_times_where_requests_share() -> None:
     loop = EngineLoop(SETTING.simulated(0))
     together = [each.overlap for each in loop.run(*(Request((1, i), 20, distributed(2)) for i in range(2)))]
     assert [each and each.servers for each in together] == [None, None]
@@ -123,13 +123,13 @@ def test_requests_that_share_a_fleet_do_not_say_whose_its_time_was() -> None:
     assert after.overlap.servers is not None
 
 
-def test_a_request_for_no_token_has_no_ideal() -> None:
+def test_overlap_of_a_score_request_has_no_ideal() -> None:
     [text] = EngineLoop(SETTING.simulated(0)).run(ScoreRequest((1, 2, 3), Sampling(logprobs=1)))
     assert text.overlap is not None
     assert (text.overlap.ideal, text.overlap.gap, text.overlap.lead) == (None, None, 0)
 
 
-def test_a_cancelled_request_is_accounted_for_until_then() -> None:
+def test_overlap_of_a_cancelled_request_ends_there() -> None:
     loop = EngineLoop(SETTING.simulated(0))
     run = loop.submit(Request((1, 2, 3), 1000, autoregressive()))
     while len(run.tokens) < 5:
@@ -142,7 +142,7 @@ def test_a_cancelled_request_is_accounted_for_until_then() -> None:
     assert (found.elapsed, busy(found)["target-1"]) == (120, 120)
 
 
-def test_threads_are_timed_as_well() -> None:
+def test_overlap_is_measured_on_threads() -> None:
     fleet = ThreadFleet(replace(SETTING, sp=2, tokens=8).servers(0, 1000))
     try:
         [text] = EngineLoop(fleet).run(Request((1, 2, 3), 8, speculative(3)))
@@ -156,7 +156,7 @@ def test_threads_are_timed_as_well() -> None:
     assert 0 < busy(found)["target-1"] < text.elapsed
 
 
-def test_the_figures_are_in_milliseconds() -> None:
+def test_overlap_json_is_in_milliseconds() -> None:
     said = done(distributed(1), replace(SETTING, sp=11)).json(1)
     assert said.pop("idle_share").keys() == {*(f"target-{i}" for i in range(1, 12)), "drafter"}
     assert said == {
@@ -183,7 +183,7 @@ def of(
     return overlap(times, origins, Tally(), (), before, after, took, alone=True)
 
 
-def test_only_what_was_done_meanwhile_counts() -> None:
+def test_overlap_counts_only_usage_in_between() -> None:
     found = of(
         (10, 16),
         ("plain", "accepted"),
@@ -196,17 +196,17 @@ def test_only_what_was_done_meanwhile_counts() -> None:
     assert found.ideal == 8.5
 
 
-def test_a_server_that_came_later_had_done_nothing_before() -> None:
+def test_overlap_of_a_server_added_later() -> None:
     found = overlap((), (), Tally(), (), {}, {"new": ServerUsage("target", 4, 1, 4)}, 10, alone=True)
     assert found.servers == (ServerTime("new", "target", 4, 6),)
 
 
-def test_an_ideal_needs_the_time_of_what_it_counts() -> None:
+def test_overlap_ideal_needs_measured_latencies() -> None:
     assert of((10,), ("accepted",), 10).ideal is None
     assert of((10,), ("plain",), 10).ideal is None
 
 
-def test_a_rejection_whose_next_token_is_known_costs_nothing() -> None:
+def test_overlap_rejection_with_a_known_next_token_costs_nothing() -> None:
     drafts = ServerUsage("drafter"), ServerUsage("drafter", 4, 2, 4)
     found = of((10, 10, 30), ("corrected", "accepted", "corrected"), 30, drafter=drafts)
     assert [loss.lost for loss in found.losses] == [0, 0]
@@ -220,7 +220,7 @@ def test_a_rejection_whose_next_token_is_known_costs_nothing() -> None:
         ((), (), -1, "a last token at 0 of -1: must be within"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_overlap_refuses_impossible_times(
     times: tuple[Time, ...], origins: tuple[str, ...], took: Time, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):

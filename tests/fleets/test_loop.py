@@ -19,7 +19,7 @@ SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=3, tokens=30)
 PROMPT = (1, 2, 3)
 
 
-def test_streamed_tokens_are_the_completion_in_parts() -> None:
+def test_loop_streams_the_tokens_of_the_completion() -> None:
     [done] = EngineLoop(SETTING.simulated(1)).run(Request(PROMPT, 30, distributed(3)))
     parts = list(EngineLoop(SETTING.simulated(1)).tokens(Request(PROMPT, 30, distributed(3))))
     assert tuple(token for part in parts for token in part) == done.tokens
@@ -29,7 +29,7 @@ def test_streamed_tokens_are_the_completion_in_parts() -> None:
     assert sorted(done.times) == list(done.times)
 
 
-def test_a_stream_that_is_not_read_to_its_end_is_cancelled() -> None:
+def test_loop_cancels_a_stream_closed_early() -> None:
     fleet = SETTING.simulated(1)
     engine = EngineLoop(fleet)
     stream = engine.tokens(Request(PROMPT, 1000, distributed(3)))
@@ -40,7 +40,7 @@ def test_a_stream_that_is_not_read_to_its_end_is_cancelled() -> None:
         list(iter(fleet.next_event, None))
 
 
-def test_a_cancelled_request_keeps_what_it_has() -> None:
+def test_loop_cancel_keeps_verified_tokens() -> None:
     engine = EngineLoop(SETTING.simulated(1))
     run = engine.submit(Request(PROMPT, 1000, autoregressive()))
     while len(run.tokens) < 5:
@@ -52,26 +52,26 @@ def test_a_cancelled_request_keeps_what_it_has() -> None:
     assert (len(done.tokens), done.finish_reason) == (5, "cancelled")
 
 
-def test_no_job_outlives_its_request() -> None:
+def test_loop_leaves_no_job_behind() -> None:
     engine = EngineLoop(SETTING.simulated(1))
     engine.run(*(Request(PROMPT, 30, distributed(k)) for k in (1, 2, 3)))
     assert engine._owners == {}
 
 
-def test_requests_at_once_share_the_fleet_and_change_no_text() -> None:
+def test_loop_runs_requests_at_once_without_changing_texts() -> None:
     requests = [Request((i, i + 1), 20, distributed(1 + i % 3)) for i in range(6)]
     together = EngineLoop(SETTING.simulated(4)).run(*requests)
     apart: list[Tokens] = [EngineLoop(SETTING.simulated(4)).run(request)[0].tokens for request in requests]
     assert [done.tokens for done in together] == apart
 
 
-def test_more_requests_than_a_server_can_remember_all_end() -> None:
+def test_loop_runs_more_requests_than_are_tracked() -> None:
     requests = [Request((i,), 12, distributed(2)) for i in range(MAX_TRACKED_REQUESTS + 8)]
     done = EngineLoop(SETTING.with_latency(target_ttft_ms=50.0).simulated(4)).run(*requests)
     assert {len(completion.tokens) for completion in done} == {12}
 
 
-def test_no_root_waits_while_deeper_jobs_begin() -> None:
+def test_loop_starts_no_deeper_job_before_a_waiting_root() -> None:
     """Many requests, one target: every root is watched in turn, and hardly any speculation is."""
     log: list[Span] = []
     setting = SimulationConfig(LatencyModel(20.0, 1.0), 0.9, sp=1, tokens=10)
@@ -83,7 +83,7 @@ def test_no_root_waits_while_deeper_jobs_begin() -> None:
     assert slowest < 2.5 * fastest
 
 
-def test_a_request_whose_jobs_always_fail_ends_in_a_clear_error() -> None:
+def test_loop_ends_a_request_whose_jobs_always_fail() -> None:
     fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: isinstance(job, Verify))
     with pytest.raises(
         FleetError,
@@ -92,14 +92,14 @@ def test_a_request_whose_jobs_always_fail_ends_in_a_clear_error() -> None:
         EngineLoop(fleet).run(Request(PROMPT, 30, distributed(2)))
 
 
-def test_the_public_names_are_there() -> None:
+def test_loop_public_names() -> None:
     assert all(getattr(dsi, name) is not None for name in dsi.__all__)
     assert set(dsi.__all__) < set(dir(dsi))
     with pytest.raises(AttributeError, match="nothing_such"):
         _ = dsi.nothing_such
 
 
-def test_streams_at_once_lose_nothing() -> None:
+def test_loop_streams_at_once_lose_no_token() -> None:
     engine = EngineLoop(SETTING.simulated(4))
     requests = [Request((i,), 30, distributed(2)) for i in range(2)]
     streams = [engine.tokens(request) for request in requests]
@@ -111,7 +111,7 @@ def test_streams_at_once_lose_nothing() -> None:
     assert [tuple(text) for text in texts] == apart
 
 
-def test_one_request_that_fails_leaves_the_others_alone() -> None:
+def test_loop_failure_of_one_request_spares_the_others() -> None:
     doomed = Request((1,), 30, distributed(2))
     fleet = SimulatedFleet(SETTING.servers(0), fails=lambda job: job.context.origin.prompt == (1,))
     engine = EngineLoop(fleet)
@@ -124,13 +124,13 @@ def test_one_request_that_fails_leaves_the_others_alone() -> None:
     assert engine._owners == {}
 
 
-def test_many_lost_drafters_do_not_end_a_request() -> None:
+def test_loop_survives_many_missing_drafters() -> None:
     names = tuple(f"lost-{i}" for i in range(20))
     [done] = EngineLoop(SETTING.simulated(0)).run(Request(PROMPT, 10, distributed(2, (*names, "drafter"))))
     assert len(done.tokens) == 10
 
 
-def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> None:
+def test_loop_under_load_keeps_texts_and_hardly_speculates() -> None:
     loop = EngineLoop(SETTING.simulated(1))
     loop.current_load.targets = 3
     policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
@@ -144,7 +144,7 @@ def test_in_a_crowd_the_texts_are_the_same_and_targets_hardly_speculate() -> Non
     assert (loop.current_load.requests, loop.current_load.verifying) == (0, 0)
 
 
-def test_a_crowd_is_served_evenly() -> None:
+def test_loop_under_load_is_fair() -> None:
     loop = EngineLoop(SETTING.simulated(1))
     policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
     runs = [loop.submit(Request((1, 2, i), 200, policy)) for i in range(8)]
@@ -154,7 +154,7 @@ def test_a_crowd_is_served_evenly() -> None:
     assert min(lengths) > 0.6 * max(lengths)
 
 
-def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
+def test_loop_under_load_never_waits_for_a_slow_drafter() -> None:
     """With a drafter slower than the target, all together take no longer than plain decoding.
 
     But for the first and the last, which are alone for a moment and speculate then.
@@ -167,7 +167,7 @@ def test_in_a_crowd_a_slow_drafter_makes_no_target_wait() -> None:
     assert shared <= max(each.elapsed for each in plain) + 2 * 10
 
 
-def test_a_request_for_no_token_scores_its_prompt() -> None:
+def test_loop_runs_a_score_request() -> None:
     loop = EngineLoop(SETTING.simulated(1))
     [done] = loop.run(ScoreRequest(PROMPT, Sampling(logprobs=2)))
     assert (done.tokens, done.finish_reason, done.tally.forwards) == ((), "length", 1)

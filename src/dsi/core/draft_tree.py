@@ -37,7 +37,7 @@ class Node:
         self.jobs: set[int] = set()  # open jobs whose text ends here
         self.drafted_by: dict[str, int] = {}  # the next token according to each drafter
         self.draft_tokens: tuple[DraftToken, ...] = ()  # drafts of the next token, where the rule needs them
-        self.verifier: int | None = None  # the verification that will tell, or has told, the next token
+        self.verifier: int | None = None  # the verification that covers the next token, in flight or answered
         self.target_token: int | None = None  # the next token according to the target, once verified
         self.top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
         self.sampled = False  # whether the target sampled the next token instead of accepting a draft token

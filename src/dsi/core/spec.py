@@ -39,7 +39,7 @@ class SpecConfig:
     lookahead: int | None = _option(None, "Draft tokens per verification.")
     min_draft: int | None = _option(None, "dsi: draft tokens to wait for before a new root is verified.")
     max_lead: float | None = _option(None, "dsi: how many tokens a drafter may be ahead of the verified text.")
-    max_targets: int | None = _option(None, "dsi: verifications in flight at once, those of runner-ups aside.")
+    max_targets: int | None = _option(None, "dsi: verifications in flight at once, not counting those of runner-ups.")
     branches: int = _option(1, "dsi, rule match: draft tokens for each position, the runner-ups counted.")
     spare_targets: int = _option(1, "dsi: targets that verify what follows runner-ups, with more than one branch.")
     min_ratio: float = _option(MIN_RATIO, "dsi: least probability of a runner-up, relative to the first choice.")
