@@ -29,7 +29,7 @@ tails = st.lists(st.integers(0, 3), max_size=6)
     st.lists(tails, min_size=1, max_size=3),
     st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9), tails), max_size=12),
 )
-def test_every_job_arrives_as_it_was(prompts: list[list[int]], steps: list[tuple[int, int, list[int]]]) -> None:
+def test_encoder_round_trips_every_job(prompts: list[list[int]], steps: list[tuple[int, int, list[int]]]) -> None:
     encoder, decoder = JobEncoder(), JobDecoder()
     texts = [[TokenSequence.of(prompt)] for prompt in prompts]
     for id, (request, base, tail) in enumerate(steps):
@@ -46,7 +46,7 @@ def test_every_job_arrives_as_it_was(prompts: list[list[int]], steps: list[tuple
             assert (arrived.width, arrived.lead, arrived.sampling) == (2, 1, Sampling(0.5))
 
 
-def test_only_the_difference_travels() -> None:
+def test_encoder_sends_only_the_difference() -> None:
     encoder = JobEncoder()
     text = TokenSequence.of(range(1000))
     assert len(encoder.encode(Prefill(1, text))[4]) == 1000
@@ -55,7 +55,7 @@ def test_only_the_difference_travels() -> None:
     assert encoder.encode(Verify(3, text.then(5).then(7), 1))[3:5] == (1001, [7])
 
 
-def test_both_ends_forget_alike() -> None:
+def test_encoder_and_decoder_evict_alike() -> None:
     encoder, decoder = JobEncoder(), JobDecoder()
     texts = [TokenSequence.of((i,)) for i in range(MAX_REQUESTS + 3)]
     for _ in range(2):
@@ -64,11 +64,11 @@ def test_both_ends_forget_alike() -> None:
 
 
 @pytest.mark.parametrize("event", [Prefilled(7), Drafted(7, 3), Verified(7, (1, 2)), Failed(7, "why")])
-def test_every_event_arrives_as_it_was(event: Event) -> None:
+def test_events_round_trip(event: Event) -> None:
     assert decode_event(encode_event(event), 7) == event
 
 
-def test_a_wire_carries_messages_of_any_size_in_order() -> None:
+def test_connection_carries_messages_of_any_size_in_order() -> None:
     ours, theirs = Connection.pair()
     messages = [(0,), list(range(300_000)), "end"]
     sending = Thread(target=lambda: list(map(theirs.send, messages)))
@@ -84,7 +84,7 @@ def test_a_wire_carries_messages_of_any_size_in_order() -> None:
     ours.close()
 
 
-def test_second_guesses_and_the_wish_for_them_arrive_as_they_were() -> None:
+def test_encoder_round_trips_runners_up_and_alternates() -> None:
     encoder, decoder, text = JobEncoder(), JobDecoder(), TokenSequence.of((1, 2))
     draft = decoder.decode(encoder.encode(Draft(1, text, 3, branches=2, min_ratio=0.2)))
     assert isinstance(draft, Draft)

@@ -25,7 +25,7 @@ class Interrupted:
         return iter([None] * count)
 
 
-def test_a_job_that_an_interrupt_has_ended_fails_and_is_not_forgotten() -> None:
+def test_cuda_fleet_fails_an_interrupted_job() -> None:
     fleet = CudaFleet([Server("target-1", "target", Interrupted())])
     fleet.start(Verify(7, TokenSequence.of((1, 2)), 1))
     with pytest.raises(KeyboardInterrupt):

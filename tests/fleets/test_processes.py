@@ -49,7 +49,7 @@ def gone(pid: int) -> bool:
     return state in "ZX"
 
 
-def test_a_process_that_dies_is_noticed_and_started_again() -> None:
+def test_process_fleet_replaces_dead_workers() -> None:
     at = fleet()
     text: list[int] = []
     killed = False
@@ -66,7 +66,7 @@ def test_a_process_that_dies_is_noticed_and_started_again() -> None:
     at.close()
 
 
-def test_a_server_that_keeps_dying_is_given_up() -> None:
+def test_process_fleet_gives_up_a_server_that_keeps_dying() -> None:
     class Deadly:
         def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             os._exit(1)
@@ -83,7 +83,7 @@ def test_a_server_that_keeps_dying_is_given_up() -> None:
     at.close()
 
 
-def test_a_server_that_answers_between_its_deaths_always_comes_back() -> None:
+def test_process_fleet_always_replaces_a_server_that_answers_between_deaths() -> None:
     at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
     for id in range(MAX_RESTARTS + 3):
         at.start(Verify(id, TokenSequence.of((1,)), 1))
@@ -94,7 +94,7 @@ def test_a_server_that_answers_between_its_deaths_always_comes_back() -> None:
     at.close()
 
 
-def test_a_server_holds_nothing_open_that_was_its_parents() -> None:
+def test_worker_process_closes_its_parents_file_descriptors() -> None:
     one, other = socket.socketpair()
     at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
     at.start(Verify(1, TokenSequence.of((1,)), 1))
@@ -106,7 +106,7 @@ def test_a_server_holds_nothing_open_that_was_its_parents() -> None:
     at.close()
 
 
-def test_closing_leaves_no_process_behind() -> None:
+def test_process_fleet_close_leaves_no_process() -> None:
     at = fleet()
     EngineLoop(at).submit(REQUEST)
     running = pids(at)
@@ -136,7 +136,7 @@ SCRIPT = """
         "os.kill(os.getpid(), 2); time.sleep(60)",
     ],
 )
-def test_no_process_outlives_its_parent(ending: str) -> None:
+def test_worker_process_dies_with_its_parent(ending: str) -> None:
     """An exit, a crash, a kill and a Ctrl-C."""
     code = textwrap.dedent(SCRIPT).format(here=str(Path(__file__).parent), ending=ending)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -148,7 +148,7 @@ def test_no_process_outlives_its_parent(ending: str) -> None:
     assert all(gone(pid) for pid in orphans)
 
 
-def test_a_server_stays_on_its_cores() -> None:
+def test_worker_process_is_pinned_to_its_cores() -> None:
     class Where:
         def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             return (min(os.sched_getaffinity(0)) * 100 + len(os.sched_getaffinity(0)),)

@@ -67,7 +67,7 @@ CASES = [  # what, how, every how many of them, how often at least
 
 
 @pytest.mark.parametrize(("kind", "fault", "every", "least"), CASES, ids=[f"{k} {f}" for k, f, *_ in CASES])
-def test_whatever_goes_wrong_the_text_is_the_same(
+def test_ray_fleet_output_survives_faults(
     make: Make, tmp_path: Path, kind: str, fault: str, every: int, least: int
 ) -> None:
     log = tmp_path / "log"
@@ -81,13 +81,13 @@ def test_whatever_goes_wrong_the_text_is_the_same(
         assert done.tokens == expected
 
 
-def test_these_are_thirty_faults_of_every_kind() -> None:
+def test_fault_cases_cover_every_kind() -> None:
     assert sum(least for *_, least in CASES) >= 30
     assert {kind for kind, *_ in CASES} == {"answer", "cancel", "draft", "verify", "prefill"}
     assert {fault for _, fault, *_ in CASES} == {"die", "hang", "late", "lose", "twice"}
 
 
-def test_a_target_that_is_added_in_the_middle_is_used(make: Make) -> None:
+def test_ray_fleet_uses_a_target_added_midway(make: Make) -> None:
     fleet = make([*SETTING.servers(3, unit=1000)[1:]])
     loop = EngineLoop(fleet)
     run = loop.submit(Request((1, 2, 3), 400, distributed(2)))
@@ -100,7 +100,7 @@ def test_a_target_that_is_added_in_the_middle_is_used(make: Make) -> None:
     assert fleet.busy["new"] > 0
 
 
-def test_without_any_target_there_is_a_clear_error_within_a_deadline(make: Make) -> None:
+def test_ray_fleet_without_targets_raises(make: Make) -> None:
     fleet = make(restart=False)
     loop = EngineLoop(fleet)
     run = loop.submit(Request((1, 2, 3), 5000, distributed(2)))
@@ -112,7 +112,7 @@ def test_without_any_target_there_is_a_clear_error_within_a_deadline(make: Make)
         run.completion()
 
 
-def test_a_server_that_cannot_come_is_given_up(cluster: None) -> None:  # noqa: ARG001
+def test_ray_fleet_gives_up_a_server_that_cannot_start(cluster: None) -> None:  # noqa: ARG001
     fleet = RayFleet(
         [Server("target-1", "target", ToyTarget(3))],
         resources={"target": ResourceRequest(cpus=1000)},
@@ -125,7 +125,7 @@ def test_a_server_that_cannot_come_is_given_up(cluster: None) -> None:  # noqa: 
     fleet.close()
 
 
-def test_who_does_not_know_the_secret_is_sent_away(make: Make) -> None:
+def test_ray_fleet_rejects_connections_without_the_secret(make: Make) -> None:
     fleet = make([Server("target-1", "target", ToyTarget(3))])
     with socket.create_connection(fleet._listen_socket.getsockname()[:2]) as stranger:
         stranger.sendall(HELLO.pack(b"x" * 32, b"target-1", 1, 0.0) + b"rest")
@@ -139,7 +139,7 @@ def test_who_does_not_know_the_secret_is_sent_away(make: Make) -> None:
     assert fleet._pending_connections == []
 
 
-def test_what_a_server_needs_can_be_said() -> None:
+def test_parse_resources_reads_all_fields() -> None:
     assert parse_resources("cpus=2,gpus=0.5") == ResourceRequest(cpus=2, gpus=0.5)
     assert parse_resources("node=10.0.0.2, label=zone:a") == ResourceRequest(node="10.0.0.2", labels={"zone": "a"})
     assert parse_resources("cpus=2,node=10.0.0.2").bundle == {"CPU": 2, "node:10.0.0.2": 0.001}
@@ -148,14 +148,14 @@ def test_what_a_server_needs_can_be_said() -> None:
             parse_resources(bad)
 
 
-def test_a_cluster_that_is_not_there_is_said_at_once() -> None:
+def test_check_reachable_fails_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(ValueError, match=f"ray at 127.0.0.1:{port}: nobody answers there"):
         check_reachable(f"127.0.0.1:{port}")
 
 
-def test_no_actor_outlives_its_driver(cluster: None, tmp_path: Path) -> None:  # noqa: ARG001
+def test_ray_actor_dies_with_its_driver(cluster: None, tmp_path: Path) -> None:  # noqa: ARG001
     address = ray().get_runtime_context().gcs_address
     code = f"""
         import os, signal, time

@@ -44,11 +44,11 @@ def watch(id: int, context: TokenSequence = TEXT, width: int = 1) -> Verify:
     return Verify(id, context, width)
 
 
-def test_forwards_overlap_on_different_servers_and_queue_on_one() -> None:
+def test_simulated_forwards_overlap_on_servers_and_queue_on_one() -> None:
     assert answered_at(fleet(2), watch(1), watch(2), watch(3)) == {1: 8, 2: 8, 3: 16}
 
 
-def test_fractions_stay_fractions() -> None:
+def test_simulated_time_keeps_fractions() -> None:
     third = Latency(Fraction(1, 3))
     times = answered_at(fleet(1, third), *(watch(id) for id in range(3)))
     assert times == {0: Fraction(1, 3), 1: Fraction(2, 3), 2: 1}
@@ -56,7 +56,7 @@ def test_fractions_stay_fractions() -> None:
 
 
 @pytest.mark.parametrize(("cancel_points", "free_at"), [(0, 3), (8, 4), (4, 4), (2, 4), (1, 8)])
-def test_a_cancelled_forward_frees_its_server_where_it_can_stop(cancel_points: int, free_at: int) -> None:
+def test_simulated_cancel_frees_the_server_at_a_cancel_point(cancel_points: int, free_at: int) -> None:
     at = fleet(1, cancel_points=cancel_points)
     at.start(Draft(9, TEXT, 3))
     at.start(watch(1))
@@ -69,7 +69,7 @@ def test_a_cancelled_forward_frees_its_server_where_it_can_stop(cancel_points: i
 
 
 @pytest.mark.parametrize(("cancel_points", "free_at"), [(None, Fraction(3, 4)), (0, Fraction(1, 2)), (1, 1)])
-def test_a_drafter_may_stop_elsewhere_than_targets(cancel_points: int | None, free_at: Time) -> None:
+def test_simulated_drafters_have_their_own_cancel_points(cancel_points: int | None, free_at: Time) -> None:
     at = fleet(1, Latency(Fraction(1, 2)), cancel_points=4, drafter_cancel_points=cancel_points)
     at.start(Draft(1, TEXT, 3))
     assert answered_at(at, watch(2)) == {2: Fraction(1, 2)}  # in the middle of a guess
@@ -78,7 +78,7 @@ def test_a_drafter_may_stop_elsewhere_than_targets(cancel_points: int | None, fr
 
 
 @pytest.mark.parametrize(("thread_pool", "second_at"), [(True, 24), (False, 16)])
-def test_an_eager_server_begins_what_its_own_answer_makes_stale(thread_pool: bool, second_at: int) -> None:
+def test_simulated_thread_pool_starts_jobs_its_answer_makes_stale(thread_pool: bool, second_at: int) -> None:
     at = fleet(1, cancel_points=1, thread_pool=thread_pool)
     at.start(watch(1))
     at.start(watch(2, TEXT.then(4)))
@@ -87,13 +87,13 @@ def test_an_eager_server_begins_what_its_own_answer_makes_stale(thread_pool: boo
     assert answered_at(at, watch(3, TEXT.then(5))) == {3: second_at}
 
 
-def test_the_network_delays_each_way_but_does_not_break_a_stream() -> None:
+def test_simulated_network_delays_each_way_but_not_a_stream() -> None:
     at = fleet(1, network=5)
     assert answered_at(at, watch(1)) == {1: 5 + 8 + 5}
     assert answered_at(fleet(1, network=5), Draft(1, TEXT, 10)) == {1: 5 + 10 + 5}
 
 
-def test_a_stream_goes_on_until_it_hears_that_nobody_wants_it() -> None:
+def test_simulated_draft_goes_on_until_the_cancel_arrives() -> None:
     at = fleet(1, network=5)
     at.start(Draft(1, TEXT, 100))
     at.next_event()
@@ -103,7 +103,7 @@ def test_a_stream_goes_on_until_it_hears_that_nobody_wants_it() -> None:
     assert at.busy["drafter"] == 11 + 1  # from 5 to 16, when it heard; then one more
 
 
-def test_catching_up_is_not_fooled_by_work_that_was_given_up() -> None:
+def test_simulated_root_goes_to_a_server_that_has_prefilled_it() -> None:
     """Every guess is wrong and reading costs: the root's watch must go to a server that has read it."""
     setting = SimulationConfig(
         LatencyModel(20.0, 2.0, per_token_ms=1.0), 0.0, sp=5, tokens=20, thread_pool=False, spec=SpecConfig(lookahead=2)
@@ -111,12 +111,12 @@ def test_catching_up_is_not_fooled_by_work_that_was_given_up() -> None:
     assert setting.run("dsi", seed=0).ms <= setting.run("nonsi", seed=0).ms
 
 
-def test_busy_targets_slow_each_other_down() -> None:
+def test_simulated_contention_slows_busy_targets() -> None:
     at = fleet(3, contention=0.5)
     assert answered_at(at, watch(1), watch(2), watch(3)) == {1: 16, 2: 16, 3: 16}
 
 
-def test_they_do_for_as_long_as_both_compute() -> None:
+def test_simulated_contention_lasts_while_both_compute() -> None:
     """Alone for 4 of its 8, the first has 4 more at the slower pace; then the other has 4 left, alone."""
     at = fleet(2, contention=0.5)
     at.start(watch(1))
@@ -125,7 +125,7 @@ def test_they_do_for_as_long_as_both_compute() -> None:
     assert (at.next_event().id, at.now()) == (3, 14)
 
 
-def test_one_that_is_stopped_slows_nobody_down() -> None:
+def test_simulated_contention_ends_with_a_cancel() -> None:
     at = fleet(2, contention=0.5)
     at.start(watch(1))
     at.start(watch(2))
@@ -134,13 +134,13 @@ def test_one_that_is_stopped_slows_nobody_down() -> None:
     assert (at.next_event().id, at.now()) == (1, 10)
 
 
-def test_a_prompt_is_read_once_by_each_server() -> None:
+def test_simulated_servers_prefill_a_prompt_once() -> None:
     slow = Latency(tpot=8, ttft=100)
     assert answered_at(fleet(1, slow), watch(1), watch(2)) == {1: 100, 2: 108}
     assert answered_at(fleet(2, slow), watch(1), watch(2)) == {1: 100, 2: 100}
 
 
-def test_while_one_target_answers_the_others_read_the_prompt() -> None:
+def test_simulated_targets_prefill_while_another_verifies() -> None:
     """The second verification begins while the first still reads, and pays for no prompt of its own."""
     at = fleet(2, Latency(tpot=8, ttft=100))
     [done] = EngineLoop(at).run(Request((1, 2, 3), 3, distributed(1)))
@@ -148,7 +148,7 @@ def test_while_one_target_answers_the_others_read_the_prompt() -> None:
     assert done.times == (100, 100, 108)
 
 
-def test_what_other_servers_verified_is_new_to_this_one() -> None:
+def test_simulated_server_computes_tokens_verified_elsewhere() -> None:
     at = fleet(2, Latency(tpot=8, per_token=1))
     texts = [TEXT]
     for token in range(4):
@@ -157,7 +157,7 @@ def test_what_other_servers_verified_is_new_to_this_one() -> None:
     assert answered_at(at, watch(3, texts[4], width=2)) == {3: 8 + 8 + 3}
 
 
-def test_jitter_is_the_same_for_the_same_seed() -> None:
+def test_simulated_jitter_is_reproducible() -> None:
     def run() -> tuple[Time, ...]:
         [done] = EngineLoop(fleet(2, Latency(8.0, jitter=0.3))).run(Request((1, 2, 3), 20, distributed(2)))
         return done.times
@@ -166,31 +166,31 @@ def test_jitter_is_the_same_for_the_same_seed() -> None:
     assert len(set(run())) > 5
 
 
-def test_forwards_can_be_made_to_fail() -> None:
+def test_simulated_forwards_can_fail() -> None:
     doomed = {2, 3}
     at = fleet(1, fails=lambda job: job.id in doomed)
     [done] = EngineLoop(at).run(Request((1, 2, 3), 4, autoregressive()))
     assert (done.tally.failed, done.elapsed) == (2, 8 * 6)
 
 
-def test_nothing_happens_at_a_negative_time() -> None:
+def test_simulated_fleet_refuses_negative_latencies() -> None:
     with pytest.raises(ValueError, match="network -1"):
         fleet(1, network=-1)
 
 
-def test_each_server_may_be_at_a_distance_of_its_own() -> None:
+def test_simulated_network_latency_per_server() -> None:
     at = fleet(2, network={"target-1": 5})
     assert answered_at(at, watch(1), watch(2), Draft(3, TEXT, 4)) == {3: 4, 1: 8, 2: 5 + 8 + 5}
 
 
-def test_a_distance_in_fractions_stays_exact() -> None:
+def test_simulated_network_latency_keeps_fractions() -> None:
     third = Fraction(1, 3)
     times = answered_at(fleet(1, network={"target-0": third}), watch(1), watch(2))
     assert times == {1: 8 + 2 * third, 2: 16 + 4 * third}
     assert all(isinstance(time, Fraction) for time in times.values())
 
 
-def test_messages_with_uneven_delays_stay_in_order_and_are_the_same_for_the_same_seed() -> None:
+def test_simulated_network_jitter_keeps_order_and_is_reproducible() -> None:
     def arrivals(seed: int) -> list[Time]:
         at = fleet(1, network=50, network_jitter=0.5, seed=seed)
         at.start(Draft(1, TEXT, 30))
@@ -204,14 +204,14 @@ def test_messages_with_uneven_delays_stay_in_order_and_are_the_same_for_the_same
     assert 25 + 1 + 25 <= arrivals(1)[0] <= 75 + 1 + 75
 
 
-def test_a_server_that_does_not_exist_has_neither_distance_nor_outages() -> None:
+def test_simulated_fleet_refuses_unknown_servers() -> None:
     with pytest.raises(ValueError, match="there is no server 'target-9'"):
         fleet(1, network={"target-9": 1})
     with pytest.raises(ValueError, match="there is no server 'target-9'"):
         fleet(1, outages={"target-9": []})
 
 
-def test_the_job_of_a_server_that_fails_is_told_when_that_is_noticed() -> None:
+def test_simulated_outage_fails_the_job_when_detected() -> None:
     at = fleet(2, outages={"target-0": [Outage(down=3, back=100, notice=2)]})
     at.start(watch(1))
     assert at.next_event() == Failed(1, "server target-0 died")
@@ -219,7 +219,7 @@ def test_the_job_of_a_server_that_fails_is_told_when_that_is_noticed() -> None:
     assert answered_at(at, watch(2)) == {2: 5 + 8}  # by the other
 
 
-def test_a_job_given_to_a_server_that_is_down_and_not_missed_yet_is_lost_too() -> None:
+def test_simulated_outage_loses_jobs_before_detection() -> None:
     at = fleet(1, outages={"target-0": [Outage(down=1, back=20, notice=10)]})
     assert answered_at(at, Draft(1, TEXT, 2)) == {1: 2}
     at.start(watch(2))
@@ -227,7 +227,7 @@ def test_a_job_given_to_a_server_that_is_down_and_not_missed_yet_is_lost_too() -
     assert at.now() == 11
 
 
-def test_without_any_target_a_verification_waits_for_one_to_come_back() -> None:
+def test_simulated_outage_of_all_targets_delays_verifications() -> None:
     at = fleet(1, outages={"target-0": [Outage(Fraction(9, 2), Fraction(41, 2))]})
     [done] = EngineLoop(at).run(Request((1, 2, 3), 2, autoregressive()))
     assert done.times == (Fraction(41, 2) + 8, Fraction(41, 2) + 16)
@@ -235,36 +235,36 @@ def test_without_any_target_a_verification_waits_for_one_to_come_back() -> None:
 
 
 @pytest.mark.parametrize("policy", [speculative(3), distributed(3)])
-def test_without_the_drafter_a_text_goes_on_at_the_pace_of_the_target(policy: Policy) -> None:
+def test_simulated_outage_of_the_drafter_leaves_the_targets_speed(policy: Policy) -> None:
     at = fleet(1, outages={"drafter": [Outage(0, 1000)]})
     [done] = EngineLoop(at).run(Request((1, 2, 3), 10, policy))
     assert done.elapsed == 80
 
 
-def test_a_server_that_comes_back_has_forgotten_the_prompt() -> None:
+def test_simulated_outage_empties_the_kv_cache() -> None:
     at = fleet(1, Latency(tpot=8, ttft=100), outages={"target-0": [Outage(105, 110)]})
     [done] = EngineLoop(at).run(Request((1, 2, 3), 2, autoregressive()))
     assert done.times == (100, 110 + 100)
 
 
-def test_outages_without_end_keep_nobody_waiting_who_asked_for_nothing() -> None:
+def test_simulated_endless_outages_do_not_hang_an_idle_fleet() -> None:
     at = fleet(1, outages={"target-0": (Outage(10 * i, 10 * i + 1) for i in count(1))})
     with pytest.raises(RuntimeError, match="nothing to do"):
         at.next_event()
 
 
-def test_a_server_that_was_killed_does_not_come_back() -> None:
+def test_simulated_killed_server_does_not_recover() -> None:
     at = fleet(2, outages={"target-0": [Outage(3, 4)]})
     at.kill("target-0")
     assert answered_at(at, watch(1), watch(2)) == {1: 8, 2: 16}
 
 
-def test_an_outage_is_in_order() -> None:
+def test_outage_times_are_in_order() -> None:
     with pytest.raises(ValueError, match="down at 5, noticed 0 later, back at 4: must be in order"):
         Outage(5, 4)
 
 
-def test_an_answer_that_ends_as_its_server_fails_is_just_in_time() -> None:
+def test_simulated_answer_at_the_time_of_failure_counts() -> None:
     at = fleet(1, outages={"target-0": [Outage(8, 50)]})
     at.start(watch(1))
     assert isinstance(at.next_event(), Verified)

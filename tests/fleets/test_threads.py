@@ -13,7 +13,7 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 
-def test_closing_leaves_no_thread_behind() -> None:
+def test_thread_fleet_close_leaves_no_thread() -> None:
     setting = SimulationConfig(LatencyModel(5.0, 1.0), 0.8, sp=3, tokens=10)
     before = set(threading.enumerate())
     fleet = setting.real_time(seed=0)
@@ -23,7 +23,7 @@ def test_closing_leaves_no_thread_behind() -> None:
     assert set(threading.enumerate()) - before == set()
 
 
-def test_closing_does_not_wait_for_long_forwards() -> None:
+def test_thread_fleet_close_does_not_wait_for_long_forwards() -> None:
     fleet = SimulationConfig(LatencyModel(60_000.0, 60_000.0), 0.8, sp=2, tokens=10).real_time(seed=0)
     EngineLoop(fleet).submit(Request((1,), 10, distributed(1)))
     began = time.perf_counter()
@@ -31,7 +31,7 @@ def test_closing_does_not_wait_for_long_forwards() -> None:
     assert time.perf_counter() - began < 4
 
 
-def test_a_wish_in_pieces_notices_only_between_them() -> None:
+def test_thread_cancel_flag_is_checked_at_cancel_points() -> None:
     gone = ThreadCancelFlag(cancel_points=2)
     gone.set()
     began = time.perf_counter()
@@ -40,7 +40,7 @@ def test_a_wish_in_pieces_notices_only_between_them() -> None:
     assert ThreadCancelFlag(cancel_points=2).wait(0.001) is False
 
 
-def test_the_timer_is_asked_for_a_little_less_than_is_meant() -> None:
+def test_on_time_subtracts_the_timer_lateness() -> None:
     late, share = timer_lateness()
     assert late >= 0
     assert 0 <= share < 0.5
@@ -48,7 +48,7 @@ def test_the_timer_is_asked_for_a_little_less_than_is_meant() -> None:
     assert on_time(0.0) == 0
 
 
-def test_a_waited_run_takes_at_least_its_virtual_time() -> None:
+def test_thread_fleet_takes_at_least_the_virtual_time() -> None:
     setting = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=20)
     virtual = setting.run("dsi", seed=1)
     waited = setting.run("dsi", seed=1, real_time=True)
@@ -56,6 +56,6 @@ def test_a_waited_run_takes_at_least_its_virtual_time() -> None:
     assert waited.ms > 0.97 * virtual.ms
 
 
-def test_pieces_below_zero_are_refused() -> None:
+def test_thread_fleet_refuses_negative_cancel_points() -> None:
     with pytest.raises(ValueError, match="cancel points -1"):
         ThreadFleet([], cancel_points=-1)

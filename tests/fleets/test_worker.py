@@ -31,7 +31,7 @@ def done(job: Job, at: Server) -> list[object]:
     return list(work(job, at))
 
 
-def test_a_server_reads_only_what_it_lacks() -> None:
+def test_worker_computes_only_uncached_tokens() -> None:
     at, model = server()
     text = TokenSequence.of((1, 2))
     done(Prefill(0, text), at)
@@ -40,7 +40,7 @@ def test_a_server_reads_only_what_it_lacks() -> None:
     assert [(places, kept) for _, places, kept in model.asked] == [(0, None), (1, 2), (2, 3)]
 
 
-def test_servers_that_fill_one_cache_need_no_reminder() -> None:
+def test_worker_with_shared_kv_needs_no_prefill() -> None:
     """Nor does one make them forget what they have read beyond the sure text."""
     at, model = server()
     at.prefixes.shared_kv = True
@@ -51,7 +51,7 @@ def test_servers_that_fill_one_cache_need_no_reminder() -> None:
     assert [(places, kept) for _, places, kept in model.asked] == [(2, None), (1, 4)]
 
 
-def test_a_rejected_guess_is_cut_off_the_memory() -> None:
+def test_worker_truncates_rejected_tokens() -> None:
     at, model = server()
     text = TokenSequence.of((1, 2))
     done(Verify(1, text.then(3).then(4), 3), at)
@@ -59,7 +59,7 @@ def test_a_rejected_guess_is_cut_off_the_memory() -> None:
     assert model.asked[-1] == ((1, 2, 9), 1, 2)
 
 
-def test_a_drafter_keeps_its_own_guesses_and_knows_them_again() -> None:
+def test_worker_keeps_its_draft_tokens_cached() -> None:
     at, model = server()
     text = TokenSequence.of((1, 2))
     guesses = [event.token for event in done(Draft(1, text, 3), at) if isinstance(event, Drafted)]
@@ -69,7 +69,7 @@ def test_a_drafter_keeps_its_own_guesses_and_knows_them_again() -> None:
     assert model.asked[-1] == ((1, 2, *guesses[:2], 77), 1, 4)
 
 
-def test_a_cancelled_forward_leaves_nothing_behind() -> None:
+def test_worker_caches_nothing_of_a_cancelled_forward() -> None:
     at, model = server()
     text = TokenSequence.of((1, 2))
     model.cancels = True
@@ -83,7 +83,7 @@ def test_a_cancelled_forward_leaves_nothing_behind() -> None:
     assert model.asked[-1] == ((1, 2), 1, None)
 
 
-def test_requests_with_the_same_prompt_do_not_disturb_each_other() -> None:
+def test_worker_keeps_requests_of_one_prompt_apart() -> None:
     at, model = server()
     one, two = TokenSequence.of((1, 2)), TokenSequence.of((1, 2))
     done(Verify(1, one.then(3), 1), at)
@@ -92,7 +92,7 @@ def test_requests_with_the_same_prompt_do_not_disturb_each_other() -> None:
     assert [kept for *_, kept in model.asked] == [None, None, 3]
 
 
-def test_memory_is_bounded_and_forgets_the_oldest() -> None:
+def test_prefix_table_evicts_the_oldest() -> None:
     prefixes = PrefixTable(capacity=3)
     texts = [TokenSequence.of((i,)) for i in range(4)]
     for text in texts:
@@ -102,7 +102,7 @@ def test_memory_is_bounded_and_forgets_the_oldest() -> None:
     assert texts[-1] in prefixes.entries
 
 
-def test_an_empty_prompt_is_read_once_too() -> None:
+def test_worker_prefills_an_empty_prompt_once() -> None:
     at, model = server()
     text = TokenSequence.of(())
     done(Verify(1, text, 1), at)
@@ -110,7 +110,7 @@ def test_an_empty_prompt_is_read_once_too() -> None:
     assert [kept for *_, kept in model.asked] == [None, 0]
 
 
-def test_an_answer_of_the_wrong_length_fails_the_job() -> None:
+def test_worker_fails_an_answer_of_the_wrong_length() -> None:
     class Short:
         def answer(self, request: ForwardRequest) -> Tokens:  # noqa: ARG002
             return (1,)
@@ -119,7 +119,7 @@ def test_an_answer_of_the_wrong_length_fails_the_job() -> None:
     assert event == Failed(1, "ValueError: 1 tokens in answer to 2 places")
 
 
-def test_two_servers_of_one_name_are_refused() -> None:
+def test_by_name_refuses_duplicates() -> None:
     with pytest.raises(ValueError, match="two servers are called 's'"):
         by_name([server()[0], server()[0]])
 
@@ -132,7 +132,7 @@ class Doubtful(Notebook):
         return (token, *(token + 100 * i for i in range(1, count) if min_ratio < 0.5))
 
 
-def test_a_model_is_asked_for_runners_up_where_they_are_wanted() -> None:
+def test_worker_drafts_runners_up_for_branches() -> None:
     model = Doubtful()
     at, text = Server("d", "drafter", model), TokenSequence.of((1, 2))
     assert done(Draft(1, text, 2, branches=2), at) == [
@@ -144,6 +144,6 @@ def test_a_model_is_asked_for_runners_up_where_they_are_wanted() -> None:
     assert len(model.asked) == 4  # a forward for each place, and no more
 
 
-def test_a_model_that_knows_no_runners_up_has_its_guess_alone() -> None:
+def test_worker_drafts_alone_without_top_k() -> None:
     at, _ = server()
     assert done(Draft(1, TokenSequence.of((1, 2)), 1, branches=2), at) == [Drafted(1, 2)]

@@ -129,7 +129,7 @@ def node(command: str, address: str) -> "subprocess.Popen[bytes]":
     raise RuntimeError(f"no Ray at {address}")
 
 
-def test_a_node_that_is_cut_off_in_the_middle_costs_time_and_no_token(hosts: Hosts) -> None:
+def test_ray_fleet_loses_no_token_when_a_node_is_cut_off(hosts: Hosts) -> None:
     found = hosts.drive(cut=True)
     assert found["equal"]
     assert found["deaths"] == {"target-2": 1}
@@ -179,7 +179,7 @@ class Road:
         writer.close()
 
 
-def test_a_slow_road_that_loses_things_costs_time_and_no_token(hosts: Hosts) -> None:
+def test_ray_fleet_loses_no_token_on_a_slow_lossy_network(hosts: Hosts) -> None:
     listen, reach = (HERE, 7101), (HERE, 7102)
     with Road(reach, listen, seconds=0.005, lost=0.01) as road:
         found = hosts.drive(listen=listen, reach=reach)
