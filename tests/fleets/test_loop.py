@@ -132,8 +132,8 @@ def test_loop_survives_many_missing_drafters() -> None:
 
 def test_loop_under_load_keeps_texts_and_hardly_speculates() -> None:
     loop = EngineLoop(SETTING.simulated(1))
-    loop.current_load.targets = 3
-    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
+    loop.load.targets = 3
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.load)
     done = loop.run(*(Request((1, 2, i), 30, policy) for i in range(12)))
     alone = [EngineLoop(SETTING.simulated(1)).run(Request((1, 2, i), 30, autoregressive()))[0] for i in range(12)]
     assert [each.tokens for each in done] == [each.tokens for each in alone]
@@ -141,12 +141,12 @@ def test_loop_under_load_keeps_texts_and_hardly_speculates() -> None:
     stale, would_be = (sum(each.tally.abandoned for each in runs) for runs in (done, greedy))
     assert stale < would_be / 4
     assert max(each.elapsed for each in done) < max(each.elapsed for each in greedy)
-    assert (loop.current_load.requests, loop.current_load.verifying) == (0, 0)
+    assert (loop.load.requests, loop.load.verifying) == (0, 0)
 
 
 def test_loop_under_load_is_fair() -> None:
     loop = EngineLoop(SETTING.simulated(1))
-    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.load)
     runs = [loop.submit(Request((1, 2, i), 200, policy)) for i in range(8)]
     for _ in range(2000):
         loop.step()
@@ -161,7 +161,7 @@ def test_loop_under_load_never_waits_for_a_slow_drafter() -> None:
     """
     slow = SimulationConfig(LatencyModel(10.0, 40.0), 0.5, sp=1, tokens=20)
     loop = EngineLoop(slow.simulated(1))
-    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.current_load)
+    policy = load_aware(distributed(3), SpecConfig(lookahead=3), loop.load)
     shared = max(each.elapsed for each in loop.run(*(Request((1, 2, i), 20, policy) for i in range(4))))
     plain = EngineLoop(slow.simulated(1)).run(*(Request((1, 2, i), 20, autoregressive()) for i in range(4)))
     assert shared <= max(each.elapsed for each in plain) + 2 * 10

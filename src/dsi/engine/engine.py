@@ -72,7 +72,7 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> None:
         self.deployment, self.spec = deployment, spec or SpecConfig()
         self.loop = EngineLoop(deployment.fleet)
-        self.loop.current_load.targets = deployment.sp
+        self.loop.load.targets = deployment.sp
         self._acceptance = acceptance  # the prior of `auto`
         self.plans: Sequence[DeploymentPlan] = ()  # what `plan="auto"` chose from, the fastest first
 
@@ -187,7 +187,7 @@ class Engine(AbstractContextManager["Engine"]):
     def policy(self, spec: SpecConfig) -> Policy:
         """Build the policy of a request; beside other requests it speculates less."""
         spec = fill_spec(spec, self.spec)
-        deployment, load = self.deployment, self.loop.current_load
+        deployment, load = self.deployment, self.loop.load
         shared = SpecConfig(lookahead=deployment.shared_lookahead, drafters=deployment.drafters)
         if spec.algorithm == AUTO:
             return load_aware(self._controller, shared, load)

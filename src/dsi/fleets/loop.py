@@ -96,7 +96,7 @@ class ActiveRequest:
 class EngineLoop:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
-        self.current_load = Load()
+        self.load = Load()
         self.latency_monitor: LatencyMonitor | None = None  # of an adaptive policy
         self._ids = count()
         self._owners: dict[int, ActiveRequest] = {}  # the request of each open job
@@ -110,7 +110,7 @@ class EngineLoop:
         if len(self._active) > 1:
             for other in self._active:
                 other.alone = False
-        self.current_load.requests = len(self._active)
+        self.load.requests = len(self._active)
         self._apply(active, active.generation.start())
         return active
 
@@ -179,10 +179,10 @@ class EngineLoop:
 
     def _replan_waiting(self) -> None:
         """While a target is idle, let the next request in turn verify its root without more draft tokens."""
-        if self.current_load.requests < 2 or not self.current_load.idle:
+        if self.load.requests < 2 or not self.load.idle:
             return
         for active in [active for active in self._active if active.generation.root_unverified]:
-            if not self.current_load.idle:
+            if not self.load.idle:
                 return
             self._active.pop(active)  # and to the end of the line
             self._active[active] = None
@@ -221,7 +221,7 @@ class EngineLoop:
         if active.done:
             active.end()
             self._active.pop(active, None)
-        self.current_load.requests, self.current_load.verifying = len(self._active), len(self._verifying)
+        self.load.requests, self.load.verifying = len(self._active), len(self._verifying)
 
     def _start(self, active: ActiveRequest, job: Job) -> None:
         self._owners[job.id] = active

@@ -163,10 +163,10 @@ class SimulationConfig:
         log: list[Span] = []
         fleet = self.real_time(seed, log) if real_time else self.simulated(seed, log)
         loop = EngineLoop(fleet)
-        loop.current_load.targets = self.sp
+        loop.load.targets = self.sp
         unit = SECOND if real_time else 1
         make = self._adaptive() if algorithm == AUTO else algorithm
-        policy = self.policy(make, loop.current_load) if isinstance(make, str) else make(loop, unit)
+        policy = self.policy(make, loop.load) if isinstance(make, str) else make(loop, unit)
         try:
             done = loop.run(*(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests)))
         finally:
