@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup browser demo test lint bench clean
+.PHONY: setup browser demo check test lint bench clean
 
 setup: .venv/installed
 
@@ -30,22 +30,19 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The fast two thirds, for all day.
+check: lint
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
+# All that need no GPU.
+BENCHMARKS := core threads grid pair_cpu parallel budget orchestration stale branches adaptive vocabularies rules \
+	unbiased serve cluster ray_cluster
+
 bench: setup
-	$(BIN)/python benchmarks/core.py
-	$(BIN)/python benchmarks/threads.py
-	$(BIN)/python benchmarks/grid.py
-	$(BIN)/python benchmarks/pair_cpu.py
-	$(BIN)/python benchmarks/budget.py
-	$(BIN)/python benchmarks/orchestration.py
-	$(BIN)/python benchmarks/stale.py
-	$(BIN)/python benchmarks/vocabularies.py
-	$(BIN)/python benchmarks/rules.py
-	$(BIN)/python benchmarks/serve.py
-	$(BIN)/python benchmarks/cluster.py
-	$(BIN)/python benchmarks/ray_cluster.py
+	set -e; for name in $(BENCHMARKS); do echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

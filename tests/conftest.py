@@ -9,6 +9,7 @@ from live_server import Live, Serving, start
 # Two tests at once on two cores, each with threads for all of them, mostly wait for one another. Who needs
 # more threads says so; this is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
 settings.register_profile("dsi", deadline=None, print_blob=True)
 settings.load_profile("dsi")
 

@@ -1,12 +1,11 @@
 """Who may import whom, and what importing the core brings along."""
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "dsi"
 
@@ -70,52 +69,57 @@ def test_packages_are_all_in_the_order() -> None:
     assert {part for part, *_ in imports()} - {"__init__", "__main__", "assets"} == set(PACKAGES)
 
 
-def loaded(statement: str) -> set[str]:
-    code = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+def run_script(script: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+LOADED = "\nimport sys\nprint(*sorted({name.split('.')[0] for name in sys.modules}))"
 CORE = "import dsi.core.sequence, dsi.core.scheduler, dsi.core.generation, dsi.core.policies"
+HELP = "from dsi.cli.main import app; [app([*c.split(), '--help'], standalone_mode=False) for c in ('', 'generate')]"
 
 
-@pytest.mark.parametrize("heavy", ["threading", "asyncio", "numpy", "torch", "multiprocessing", "queue", "socket"])
-def test_the_core_is_pure(heavy: str) -> None:
-    assert heavy not in loaded(CORE)
+def test_core_imports_no_clock_no_thread_and_nothing_heavy() -> None:
+    heavy = {"threading", "asyncio", "numpy", "torch", "multiprocessing", "queue", "socket"}
+    assert not heavy & set(run_script(CORE + LOADED).split())
 
 
-def test_help_loads_nothing_heavy() -> None:
-    assert not {"numpy", "torch", "matplotlib", "rich"} & loaded("import dsi.cli.main")
+def test_help_imports_nothing_heavy() -> None:
+    assert not {"numpy", "torch", "matplotlib", "rich"} & set(run_script(HELP + LOADED).splitlines()[-1].split())
 
 
-REFUSED = """
+MISTAKES = {
+    "generate hi --sp 0": "SP degree 0:",
+    "generate hi --target no/such/folder": "no/such/folder:",
+    "generate hi --temperature -1": "temperature -1.0:",
+    "generate hi --algorithm auto --lookahead 3": "lookahead 3 with",
+    "generate hi --target-devices gpu": "device 'gpu':",
+    "generate hi --fleet magic": "fleet 'magic':",
+    "chat --vocab magic": "vocab 'magic':",
+    "compare --dtype int4": "dtype 'int4':",
+    "serve --port 0 --drafter /nowhere": "/nowhere:",
+    "plan --cores 1 --target /nowhere": "/nowhere:",
+    "measure latency --threads 0": "threads 0:",
+    "measure acceptance --out nowhere/a.json": "nowhere/a.json:",
+}
+# Runs commands one after another, and prints of each its status, message and the heavy modules loaded by then.
+REFUSALS = """
+import json, sys
+from contextlib import redirect_stderr
 from io import StringIO
 from dsi.cli.main import main
-sys.argv, real, sys.stderr = {words}, sys.stderr, StringIO()
-try:
-    main()
-except SystemExit as ended:
-    assert ended.code == 2, ended.code
-said, sys.stderr = sys.stderr.getvalue(), real
-assert said.startswith("dsi: " + {begin!r}), said
+for command in sys.argv[1:]:
+    with redirect_stderr(StringIO()) as message:
+        try:
+            main(command.split())
+        except SystemExit as exit:
+            code = exit.code
+    print(json.dumps([code, message.getvalue(), sorted({"torch", "transformers"} & sys.modules.keys())]))
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "begin"),
-    [
-        ("generate hi --sp 0", "SP degree 0:"),
-        ("generate hi --target no/such/folder", "no/such/folder:"),
-        ("generate hi --temperature -1", "temperature -1.0:"),
-        ("generate hi --algorithm auto --lookahead 3", "lookahead 3 with"),
-        ("generate hi --target-devices gpu", "device 'gpu':"),
-        ("generate hi --fleet magic", "fleet 'magic':"),
-        ("chat --vocab magic", "vocab 'magic':"),
-        ("compare --dtype int4", "dtype 'int4':"),
-        ("serve --port 0 --drafter /nowhere", "/nowhere:"),
-        ("plan --cores 1 --target /nowhere", "/nowhere:"),
-        ("measure latency --threads 0", "threads 0:"),
-        ("measure acceptance --out nowhere/a.json", "nowhere/a.json:"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_heavy_is_loaded(command: str, begin: str) -> None:
-    assert not {"torch", "transformers"} & loaded(REFUSED.format(words=["dsi", *command.split()], begin=begin))
+def test_mistakes_are_reported_before_anything_heavy_is_imported() -> None:
+    refusals = [json.loads(line) for line in run_script(REFUSALS, *MISTAKES).splitlines()]
+    for (command, begin), (code, message, heavy) in zip(MISTAKES.items(), refusals, strict=True):
+        assert (code, heavy) == (2, []), command
+        assert message.startswith(f"dsi: {begin}"), command

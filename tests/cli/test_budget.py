@@ -1,4 +1,4 @@
-"""`dsi compare --budget` as a user meets it: the same processors for every algorithm."""
+"""`dsi compare --budget`: the same processors for every algorithm."""
 
 import os
 import re
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from command import document, dsi
-from dsi.cli.budget import check_options
+from command import document, dsi_here, refused
+from dsi.cli.budget import check_given
 from dsi.experiments.profile import Profile
 
 LATENCY = {
@@ -29,15 +29,15 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_same_cores_measured_with_a_picture(tmp_path: Path) -> None:
+def test_budget_measures_cores_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("Once upon a time\n")
     picture = tmp_path / "a.svg"
     cores = min(2, HERE)
-    found = document(
+    result = document(
         "compare", "--budget", "--prompts", tmp_path / "tales.txt", "--cores", cores, "--out", picture, *QUICK
     )
-    assert (found["label"], found["cores"], found["equal"]) == ("measured", cores, True)
-    [tales] = found["classes"]
+    assert (result["label"], result["cores"], result["equal"]) == ("measured", cores, True)
+    [tales] = result["classes"]
     assert tales["class"] == "tales"
     names = [row["algorithm"] for row in tales["results"]]
     assert names == (["nonsi"] * 2 + ["si"] * 2 if cores == 2 else ["nonsi", "si"]) + ["pearl", "dsi", "auto"]
@@ -47,36 +47,37 @@ def test_the_same_cores_measured_with_a_picture(tmp_path: Path) -> None:
     assert plain["speed_over_nonsi"] == 1
     assert (plain["ms_to_token_10"], plain["ms_to_last_token"] > plain["ms_to_token_1"] > 0) == (None, True)
     assert tales["verdict"]["winner"] in [row["name"] for row in tales["results"]]
-    assert found["files"] == [str(picture)]
+    assert result["files"] == [str(picture)]
     assert "measured" in picture.read_text()
 
 
-def test_more_cores_than_there_are_are_simulated_from_what_is_here(tmp_path: Path) -> None:
+def test_budget_simulates_more_cores_than_this_machine_has(tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("Once upon a time\n")
     asked = (
         "--cores",
         HERE + 1,
         "--algorithm",
         "dsi",
-        "--scales",
+        "--parallel-fraction",
         "0.5",
         "--prompts",
         tmp_path / "tales.txt",
     )
-    found = document("compare", "--budget", *asked, *QUICK)
-    assert (found["label"], found["cores"], found["scales"]) == ("simulated", HERE + 1, 0.5)
-    [tales] = found["classes"]
+    result = document("compare", "--budget", *asked, *QUICK)
+    assert (result["label"], result["cores"], result["parallel_fraction"]) == ("simulated", HERE + 1, 0.5)
+    assert result["scales"] == result["parallel_fraction"]  # its old name, for one release
+    [tales] = result["classes"]
     assert 0 < tales["acceptance"] <= 1
     assert {row["label"] for row in tales["results"]} == {"simulated"}
     assert {row["algorithm"] for row in tales["results"]} == {"nonsi", "dsi"}
     rates = [row["tokens_per_second"] for row in tales["results"]]
-    one = 1000 / found["target_ms"]  # non-SI with all, half of whose forwards scales, and with one
+    one = 1000 / result["target_ms"]  # non-SI with all, half of whose forwards scales, and with one
     assert rates[:2] == pytest.approx([one / (0.5 + 0.5 / (HERE + 1)), one])
 
 
-def test_gpus_are_simulated_from_a_profile(profile: Path, tmp_path: Path) -> None:
+def test_budget_simulates_gpus_from_a_profile(profile: Path, tmp_path: Path) -> None:
     asked = ("--budget", "--gpus", 4, "--profile", profile, "--repeats", 1, "--max-new-tokens", 40)
-    done = dsi("compare", *asked, "--out", tmp_path / "a.png")
+    done = dsi_here("compare", *asked, "--out", tmp_path / "a.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("essays, acceptance 0.80 (simulated)\n")
     for words in ("non-SI, all 4 GPUs", "DSI, 3 targets of 1 GPU", "auto, 1 target of 3 GPUs", "\nwinner: "):
@@ -96,8 +97,11 @@ ARRANGES = "not with --budget, which arranges the processors for each algorithm"
     ("command", "sentence"),
     [
         ("--budget --cores 0", "cores 0: must be between 1 and 1000"),
-        ("--budget --cores 1 --scales 0.5", f"--scales 0.5: 1 core of {HERE} here, so all is measured"),
-        ("--budget --cores 999 --scales 2", "scales 2.0: must be between 0 and 1"),
+        (
+            "--budget --cores 1 --parallel-fraction 0.5",
+            f"--parallel-fraction 0.5: 1 core of {HERE} here, so all is measured",
+        ),
+        ("--budget --cores 999 --parallel-fraction 2", "parallel fraction 2.0: must be between 0 and 1"),
         ("--budget --max-new-tokens 0", "max new tokens 0: must be at least 1"),
         ("--budget --fleet ray", f"--fleet ray: {ARRANGES}"),
         (
@@ -113,9 +117,8 @@ ARRANGES = "not with --budget, which arranges the processors for each algorithm"
         ("--cores 2", "--cores 2: is for --budget"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_status_2(command: str, sentence: str) -> None:
-    done = dsi("compare", *command.split())
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"dsi: {sentence}\n")
+def test_budget_reports_a_mistake_in_one_sentence(command: str, sentence: str) -> None:
+    assert refused("compare", *command.split()) == sentence
 
 
 @pytest.mark.parametrize(
@@ -133,17 +136,26 @@ def test_bad_input_is_one_sentence_and_exit_status_2(command: str, sentence: str
         ),
     ],
 )
-def test_nothing_that_is_given_is_left_without_effect(given: dict[str, Any], sentence: str) -> None:
+def test_check_given_refuses_options_without_effect(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        check_options(given)
+        check_given(given)
 
 
-def test_what_goes_together_is_taken() -> None:
-    check_options({"repeats": 2, "sp": 3})
-    check_options({"budget": True, "cores": 8, "scales": 0.5, "drafter": ["ngram"], "out": []})
-    check_options({"budget": True, "gpus": 8, "profile": Path("a.json"), "algorithm": "dsi"})
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"repeats": 2, "sp": 3},
+        {"budget": True, "cores": 8, "parallel_fraction": 0.5, "drafter": ["ngram"], "out": []},
+        {"budget": True, "gpus": 8, "profile": Path("a.json"), "algorithm": "dsi"},
+    ],
+)
+def test_check_given_accepts_options_that_go_together(given: dict[str, Any]) -> None:
+    options = dict(given)
+    check_given(given)
+    assert given == options
+    with pytest.raises(ValueError, match=r"^--"):  # one more option is one too many
+        check_given(given | ({"fleet": "ray"} if "budget" in given else {"cores": 2}))
 
 
-def test_one_gpu_is_too_few(profile: Path) -> None:
-    done = dsi("compare", "--budget", "--gpus", 1, "--profile", profile)
-    assert done.stderr == "dsi: gpus 1: must be between 2 and 1000\n"
+def test_budget_refuses_one_gpu(profile: Path) -> None:
+    assert refused("compare", "--budget", "--gpus", 1, "--profile", profile) == "gpus 1: must be between 2 and 1000"

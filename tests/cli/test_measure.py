@@ -1,4 +1,4 @@
-"""The measuring commands as a user meets them, and what reads their profiles."""
+"""`dsi measure`, and the commands that read its profiles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from command import document, dsi
+from command import document, document_here, dsi, refused
 from dsi.experiments.profile import Profile
 from dsi.models.names import model_path
 
@@ -18,14 +18,6 @@ LATENCY = {
     "per_token_ms": 0.5,
 }
 PROFILE = Profile("big", "small", "stories").with_part("latency", LATENCY)
-
-
-def refused(*arguments: object) -> str:
-    done = dsi(*arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("dsi: ")
-    assert len(done.stderr.splitlines()) == 1
-    return done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_both_measure_into_one_profile_that_others_read(tmp_path: Path) -> None:
+def test_measure_writes_one_profile_that_other_commands_read(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     table = dsi("measure", "latency", "--count", 3, "--tokens", 4, "--out", out)
     assert "TTFT/TPOT" in table.stdout
@@ -58,13 +50,13 @@ def test_both_measure_into_one_profile_that_others_read(tmp_path: Path) -> None:
     assert found["label"] == "measured"
     assert 0.4 < found["acceptance"]["rate"] < 1
     assert profile.number("drafter_ms") < profile.number("target_ms") < profile.number("target_ttft_ms")
-    plan = document("plan", "--profile", out, "--gpus", 8)
+    plan = document_here("plan", "--profile", out, "--gpus", 8)
     assert plan["sp"] >= 1
-    simulated = document("simulate", "--algorithm", "dsi", "--profile", out, "--tokens", 20, "--repeats", 2)
+    simulated = document_here("simulate", "--algorithm", "dsi", "--profile", out, "--tokens", 20, "--repeats", 2)
     assert simulated["acceptance"] == found["acceptance"]["rate"]
 
 
-def test_rules_are_compared_on_the_same_texts(tmp_path: Path) -> None:
+def test_measure_compares_rules_on_the_same_texts(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     few = ("measure", "acceptance", "--count", 2, "--tokens", 10, "--lookahead", 2, "--out", out)
     table = dsi(*few, "--rule", "reject,specinfer", "--rule", "block", "--temperature", "0,0.7")
@@ -103,11 +95,11 @@ def test_rules_are_compared_on_the_same_texts(tmp_path: Path) -> None:
         ("--temperature 1", "temperature 1: needs a --rule"),
     ],
 )
-def test_a_rule_that_cannot_be_measured_is_refused(options: str, sentence: str) -> None:
+def test_measure_refuses_rules_that_cannot_be_measured(options: str, sentence: str) -> None:
     assert sentence in refused("measure", "acceptance", *options.split())
 
 
-def test_a_pair_from_folders_on_a_file_of_prompts(tmp_path: Path, tiny: Path) -> None:
+def test_measure_loads_a_pair_from_folders_and_prompts_from_a_file(tmp_path: Path, tiny: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     texts = ["Tom had a cat.", "A very long story. " * 30, "The sun was up.", "Lily sang."]
     prompts.write_text("".join(json.dumps({"turns": [text, "and then?"]}) + "\n" for text in texts))
@@ -151,7 +143,7 @@ def test_a_pair_from_folders_on_a_file_of_prompts(tmp_path: Path, tiny: Path) ->
         ("--drafter ngram --out FOLDER/a.json", "ngram: is no model"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path: Path, options: str, sentence: str) -> None:
+def test_measure_reports_a_mistake_and_writes_nothing(tmp_path: Path, options: str, sentence: str) -> None:
     (tmp_path / "fields.jsonl").write_text('{"prompt": "a"}\n{"text": "b", "code": "c"}\n')
     (tmp_path / "broken.jsonl").write_text("{prompt}\n")
     (tmp_path / "empty.jsonl").write_text("")
@@ -163,25 +155,25 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path: Path, option
     assert {file: file.read_text() for file in tmp_path.iterdir()} == before
 
 
-def test_options_come_before_the_profile(tmp_path: Path) -> None:
+def test_profile_gives_only_what_options_do_not(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     PROFILE.save(path)
-    assert document("plan", "--profile", path, "--gpus", 6)["inequality"] == "ceil(20 / (2 * 2)) = 5 <= 5"
-    own = document("plan", "--profile", path, "--gpus", 6, "--target-ms", 10)
+    assert document_here("plan", "--profile", path, "--gpus", 6)["inequality"] == "ceil(20 / (2 * 2)) = 5 <= 5"
+    own = document_here("plan", "--profile", path, "--gpus", 6, "--target-ms", 10)
     assert own["inequality"] == "ceil(10 / (1 * 2)) = 5 <= 5"
     quick = ("simulate", "--algorithm", "nonsi", "--tokens", 10, "--repeats", 2, "--profile", path)
     assert "profile.json: has no number acceptance.rate" in refused(*quick)
-    assert document(*quick, "--acceptance", 0.5)["mean_ms"] == 30 + 9 * 20
-    assert document(*quick, "--acceptance", 0.5, "--target-ms", 40)["mean_ms"] == 10 * 40
+    assert document_here(*quick, "--acceptance", 0.5)["mean_ms"] == 30 + 9 * 20
+    assert document_here(*quick, "--acceptance", 0.5, "--target-ms", 40)["mean_ms"] == 10 * 40
     PROFILE.with_part("acceptance", {"rate": 0.9}).save(path)
-    assert document(*quick)["acceptance"] == 0.9
+    assert document_here(*quick)["acceptance"] == 0.9
 
 
-def test_a_bad_profile_is_one_sentence(tmp_path: Path) -> None:
+def test_profile_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     assert "profile.json: cannot be read" in refused("plan", "--gpus", 8, "--profile", path)
     path.write_text("{")
     assert "profile.json: is not JSON" in refused("simulate", "--profile", path)
     PROFILE.with_part("latency", {"target": {}}).save(path)
     assert "has no number latency.target.tpot_ms.mean" in refused("plan", "--gpus", 8, "--profile", path)
-    assert refused("plan", "--gpus", 8) == "dsi: --target-ms is missing: give it, or a --profile that has it\n"
+    assert refused("plan", "--gpus", 8) == "--target-ms is missing: give it, or a --profile that has it"

@@ -1,4 +1,4 @@
-"""What commands say of a text, from decisions and times that are given."""
+"""What commands print about a completion with given decisions and times, and where they may write."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def done(*decisions: Decision) -> Completion:
     return Completion((1, 2, 3), "length", times, Tally(), origins, decisions=turns, overlap=found)
 
 
-def test_figures_tell_each_rejection_and_each_decision() -> None:
+def test_figures_report_each_rejection_and_each_decision() -> None:
     decisions = (
         Decision(0, AHEAD, "start", 0.7),
         Decision(1, PLAIN, "latency", 0.25),
@@ -55,7 +55,7 @@ def test_figures_tell_each_rejection_and_each_decision() -> None:
     assert "decisions" not in figures(done())
 
 
-def test_a_summary_says_where_speculation_was_given_up() -> None:
+def test_summary_reports_tokens_without_speculation() -> None:
     ahead, plain = Decision(0, AHEAD, "start", 0.7), Decision(1, PLAIN, "acceptance", 0.1)
     again = Decision(2, AHEAD, "acceptance", 0.5)
     assert "0 target forwards, 2 tokens without speculation (acceptance) (measured)" in summary(
@@ -66,7 +66,7 @@ def test_a_summary_says_where_speculation_was_given_up() -> None:
     assert "without speculation" not in summary("dsi", done())
 
 
-def test_what_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
+def test_writable_refuses_what_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
     for path, sentence in (
         (tmp_path / "a.txt", "the name must end in .json"),

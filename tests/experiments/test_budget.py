@@ -274,7 +274,7 @@ def test_non_si_is_always_asked_and_names_are_checked() -> None:
 def test_bad_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="cores 0: must be between 1 and 1000"):
         check_processors("cores", 0, 1)
-    with pytest.raises(ValueError, match=r"scales 1\.5: must be between 0 and 1"):
+    with pytest.raises(ValueError, match=r"parallel fraction 1\.5: must be between 0 and 1"):
         check_share(1.5)
     with pytest.raises(ValueError, match=r"rule reject at temperature 0\.7 with --budget"):
         check_one_text("reject", 0.7)

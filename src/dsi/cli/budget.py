@@ -1,42 +1,62 @@
-"""`dsi compare --budget`: the same processors for every algorithm, here or in virtual time."""
+"""`dsi compare --budget`: the same processors for every algorithm, measured here or in virtual time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsi.cli import output as show
-from dsi.cli.engine_options import load_engine
+from dsi.cli.engine import load_engine, sampling_arguments
+from dsi.core.fields import option
+from dsi.core.messages import Sampling
+from dsi.core.spec import SpecConfig
+from dsi.engine.config import EngineConfig
 
 if TYPE_CHECKING:
+    from dsi.engine.engine import Engine
     from dsi.experiments.budget import Contender, Table
     from dsi.planning.simulation import SimulationConfig
 
-Options = dict[str, Any]  # of the command
-Classes = Mapping[str, Sequence[str]]
-ARRANGED = (  # what each algorithm gets its own of
+Classes = Mapping[str, Sequence[str]]  # prompts by class
+ARRANGED = (  # options of which each algorithm gets its own values
     "sp",
     "target_mp",
     "lookahead",
-    "patience",
+    "min_draft",
     "threads",
     "target_devices",
     "drafter_device",
     "fleet",
-    "target_needs",
-    "drafter_needs",
+    "target_resources",
+    "drafter_resources",
 )
-ONLY_HERE = ("cores", "gpus", "profile", "scales", "out")
-SPOKEN = ("target", "drafter", "vocab", "prompts", "temperature", "top_p", "top_k", "rule", "dtype")
-DRAWS = 4  # texts for each repeat where a profile stands for the prompts
+BUDGET_ONLY = ("cores", "gpus", "profile", "parallel_fraction", "out")
+MODEL_OPTIONS = ("target", "drafter", "vocab", "prompts", "temperature", "top_p", "top_k", "rule", "dtype")
+CANCEL_POINTS = 5  # of a target's forward on a GPU: every few layers
+RUNS_PER_REPEAT = 4  # where a profile stands for the prompts
 
 
-def check_options(given: Mapping[str, Any]) -> None:
-    """Of what the user gave, nothing may be left without effect."""
+@dataclass(frozen=True)
+class BudgetOptions:
+    cores: int | None = option(
+        "With --budget: so many cores, simulated if there are fewer; without it, all of them.", None
+    )
+    gpus: int | None = option("With --budget: so many GPUs instead, simulated from a --profile.", None)
+    profile: Path | None = option("With --gpus: a file of `dsi measure`, which has what one GPU takes.", None)
+    parallel_fraction: float | None = option(
+        "Where --budget simulates: the share of a target forward, 0 to 1, that is divided among its processors; "
+        "0.8 without it.",
+        None,
+    )
+    out: tuple[Path, ...] = option("With --budget: also write a picture (.svg, .png); repeatable.", ())
+
+
+def check_given(given: Mapping[str, Any]) -> None:
+    """Refuse options that would be without effect, of those that the user gave."""
     if not given.get("budget"):
-        _refuse(given, ONLY_HERE, "is for --budget")
+        _refuse(given, BUDGET_ONLY, "is for --budget")
         return
     _refuse(given, ARRANGED, "not with --budget, which arranges the processors for each algorithm")
     if ("gpus" in given) != ("profile" in given):
@@ -44,112 +64,145 @@ def check_options(given: Mapping[str, Any]) -> None:
         raise ValueError(f"--{name} {given[name]}: --gpus and --profile go together")
     if "gpus" in given:
         _refuse(given, ("cores",), "not with --gpus")
-        _refuse(given, SPOKEN, "not with --profile, from which all is simulated")
+        _refuse(given, MODEL_OPTIONS, "not with --profile, from which all is simulated")
 
 
 def _refuse(given: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
     for name in names:
         if name in given:
             value = given[name]
-            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else value
             raise ValueError(f"--{name.replace('_', '-')} {shown}: {reason}")
 
 
-def on_cores(options: Options, blocks: Sequence[int], classes: Classes, said: Options) -> None:
-    """Measured where there are so many cores; `said` is what every text is written with."""
-    from dsi.experiments import budget
+@dataclass(frozen=True)
+class BudgetComparison:
+    """A comparison with the same number of processors for every algorithm."""
 
-    here = budget.cores_here()
-    cores = here if options["cores"] is None else budget.check_processors("cores", options["cores"], 1)
-    budget.check_one_text(said["rule"], said["temperature"])
-    if said["max_new_tokens"] < 1:
-        raise ValueError(f"max new tokens {said['max_new_tokens']}: must be at least 1")
-    entrants = budget.contenders(budget.check_entrants(options["algorithm"]), cores, blocks)
-    if cores > here:
-        _beyond(options, cores, entrants, classes, said)
-        return
-    if options["scales"] is not None:  # which would be without effect
-        cores_asked = budget.plural(cores, "core")
-        raise ValueError(f"--scales {options['scales']}: {cores_asked} of {here} here, so all is measured")
-    texts = sum(map(len, classes.values())) * options["repeats"]
-    with (
-        budget.engines(partial(load_engine, options), entrants) as running,
-        show.progress("texts", len(entrants) * texts) as advance,
-    ):
-        tables = budget.measured(running, classes, options["repeats"], said, advance)
-    about = f"{_runs(tables)} on {budget.plural(cores, 'core')}, all equal"
-    _report(tables, options, about, cores=cores, equal=True)
+    config: EngineConfig
+    sampling: Sampling
+    max_new_tokens: int
+    repeats: int
+    algorithms: str
+    si_lookaheads: Sequence[int]
+    options: BudgetOptions
+    json: bool
 
+    def run(self, classes: Callable[[], Classes]) -> None:
+        for path in self.options.out:
+            show.writable(path, show.PICTURES)
+        if self.options.profile is None:
+            self._on_cores(classes())
+        else:
+            self._on_gpus(self.options.profile)
 
-def _beyond(options: Options, cores: int, entrants: Sequence[Contender], classes: Classes, said: Options) -> None:
-    """More cores than there are: latencies and acceptance from here, all else in virtual time."""
-    from dataclasses import replace
+    def _on_cores(self, classes: Classes) -> None:
+        """Measure, or simulate where this machine has too few cores."""
+        from dsi.experiments import budget
 
-    from dsi.experiments import budget
+        here, asked = budget.cores_here(), self.options.cores
+        cores = here if asked is None else budget.check_processors("cores", asked, 1)
+        budget.check_one_text(self.sampling.rule, self.sampling.temperature)
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max new tokens {self.max_new_tokens}: must be at least 1")
+        entrants = self._contenders(cores)
+        if cores > here:
+            self._simulate_cores(cores, entrants, classes)
+            return
+        if self.options.parallel_fraction is not None:
+            count = budget.plural(cores, "core")
+            raise ValueError(
+                f"--parallel-fraction {self.options.parallel_fraction}: {count} of {here} here, so all is measured"
+            )
+        texts = sum(map(len, classes.values())) * self.repeats
+        with (
+            budget.engines(self._load, entrants) as running,
+            show.progress("texts", len(entrants) * texts) as advance,
+        ):
+            tables = budget.measured(running, classes, self.repeats, self._arguments, advance)
+        about = f"{_runs(tables)} on {budget.plural(cores, 'core')}, all equal"
+        self._report(tables, about, cores=cores, equal=True)
 
-    share = _share(options)
-    prompts = sum(map(len, classes.values()))
-    chosen = options | {"algorithm": "dsi"}
-    with load_engine(chosen, sp=1) as engine, show.progress("texts", prompts) as advance:
-        rates = budget.counted(engine, classes, said, advance)
-        setting = engine.deployment.simulation(1, said["max_new_tokens"])
-    settings = {name: replace(setting, acceptance=rate) for name, rate in rates.items()}
-    count = max(map(len, classes.values())) * options["repeats"]
-    origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"
-    _simulate(settings, options, cores, "core", entrants, share, count, f"as measured on one {origin}")
+    def _simulate_cores(self, cores: int, entrants: Sequence[Contender], classes: Classes) -> None:
+        """Measure latencies and acceptance rates here, and simulate more cores than there are."""
+        from dsi.experiments import budget
 
+        fraction = self._parallel_fraction()
+        prompts = sum(map(len, classes.values()))
+        with self._load("dsi", sp=1) as engine, show.progress("texts", prompts) as advance:
+            rates = budget.counted(engine, classes, self._arguments, advance)
+            setting = engine.deployment.simulation(1, self.max_new_tokens)
+        settings = {name: replace(setting, acceptance=rate) for name, rate in rates.items()}
+        count = max(map(len, classes.values())) * self.repeats
+        origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"
+        self._simulate(settings, cores, "core", entrants, fraction, count, f"as measured on one {origin}")
 
-def on_gpus(options: Options, blocks: Sequence[int], name: str, setting: SimulationConfig) -> None:
-    """In virtual time, with what a profile has of one GPU."""
-    from dsi.experiments import budget
+    def _on_gpus(self, path: Path) -> None:
+        """Simulate GPUs by the latencies of one in a profile."""
+        from dsi.experiments import budget
+        from dsi.experiments.profile import Profile
+        from dsi.planning.simulation import SimulationConfig
 
-    gpus = budget.check_processors("gpus", options["gpus"], 2)
-    entrants = budget.contenders(budget.check_entrants(options["algorithm"]), gpus, blocks)
-    origin = f"from {options['profile']}"
-    count = DRAWS * options["repeats"]
-    _simulate({name: setting}, options, gpus, "GPU", entrants, _share(options), count, origin)
+        profile = Profile.load(path)
+        latency = profile.latency(path, cancel_points=CANCEL_POINTS, drafter_cancel_points=1)
+        acceptance = profile.number("acceptance", path)
+        setting = SimulationConfig(latency, acceptance, sp=1, tokens=self.max_new_tokens, thread_pool=False)
+        gpus = budget.check_processors("gpus", self.options.gpus or 0, 2)
+        count = RUNS_PER_REPEAT * self.repeats
+        settings, entrants = {profile.dataset: setting}, self._contenders(gpus)
+        self._simulate(settings, gpus, "GPU", entrants, self._parallel_fraction(), count, f"from {path}")
 
+    def _simulate(
+        self,
+        settings: Mapping[str, SimulationConfig],
+        total: int,
+        unit: str,
+        entrants: Sequence[Contender],
+        fraction: float,
+        count: int,
+        origin: str,
+    ) -> None:
+        from dsi.experiments import budget
 
-def _share(options: Options) -> float:
-    from dsi.experiments import budget
-    from dsi.planning.equation_1 import SCALES
+        seeds = range(self.sampling.seed, self.sampling.seed + count)
+        with show.progress("contenders", len(settings) * len(entrants)) as advance:
+            tables = budget.simulated(settings, entrants, fraction, seeds, unit, advance)
+        latency = next(iter(settings.values())).latency
+        about = (
+            f"{_runs(tables)} on {budget.plural(total, unit)}; a target forward {latency.target_ms:.2f} ms and a "
+            f"drafter's {latency.drafter_ms:.2f} ms on one {unit}, {origin}; {fraction:.0%} of a target forward is "
+            f"divided among its {unit}s"
+        )
+        figures = {"target_ms": latency.target_ms, "drafter_ms": latency.drafter_ms, "parallel_fraction": fraction}
+        self._report(tables, about, **{f"{unit.lower()}s": total}, **figures, scales=fraction)
 
-    return SCALES if options["scales"] is None else budget.check_share(options["scales"])
+    def _load(self, algorithm: str, texts: int | None = None, **changes: Any) -> Engine:
+        return load_engine(replace(self.config, max_num_seqs=texts, **changes), SpecConfig(algorithm))
 
+    def _contenders(self, processors: int) -> list[Contender]:
+        from dsi.experiments import budget
 
-def _simulate(
-    settings: Mapping[str, SimulationConfig],
-    options: Options,
-    total: int,
-    unit: str,
-    entrants: Sequence[Contender],
-    share: float,
-    count: int,
-    origin: str,
-) -> None:
-    from dsi.experiments import budget
+        return budget.contenders(budget.check_entrants(self.algorithms), processors, self.si_lookaheads)
 
-    seeds = range(options["seed"], options["seed"] + count)
-    with show.progress("contenders", len(settings) * len(entrants)) as advance:
-        tables = budget.simulated(settings, entrants, share, seeds, unit, advance)
-    first = next(iter(settings.values()))
-    about = (
-        f"{_runs(tables)} on {budget.plural(total, unit)}; a target forward {first.latency.target_ms:.2f} ms and a "
-        f"drafter's {first.latency.drafter_ms:.2f} ms on one {unit}, {origin}; {share:.0%} of a target forward is "
-        f"divided among its {unit}s"
-    )
-    known = {"target_ms": first.latency.target_ms, "drafter_ms": first.latency.drafter_ms, "scales": share}
-    _report(tables, options, about, **{f"{unit.lower()}s": total}, **known)
+    def _parallel_fraction(self) -> float:
+        from dsi.experiments import budget
+        from dsi.planning.equation_1 import SCALES
+
+        fraction = self.options.parallel_fraction
+        return SCALES if fraction is None else budget.check_share(fraction)
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """What `Engine.generate` takes besides the prompt."""
+        return {"max_new_tokens": self.max_new_tokens, **sampling_arguments(self.sampling)}
+
+    def _report(self, tables: list[Table], about: str, **figures: Any) -> None:
+        for path in self.options.out:
+            from dsi.plot.budget import save
+
+            save(tables, f"The same processors for every algorithm: {about.partition(';')[0]}", path)
+        show.budget(tables, about, self.json, self.options.out, **figures)
 
 
 def _runs(tables: Sequence[Table]) -> str:
     return f"{tables[0].entries[0].runs} texts of each class and contender"
-
-
-def _report(tables: list[Table], options: Options, about: str, **known: Any) -> None:
-    paths: list[Path] = options["out"] or []
-    for path in paths:
-        from dsi.plot.budget import save
-
-        save(tables, f"The same processors for every algorithm: {about.partition(';')[0]}", path)
-    show.budget(tables, about, options["json"], paths, **known)

@@ -3,84 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from dsi.cli import budget as cli_budget
 from dsi.cli import output as show
-from dsi.cli.engine_options import load_engine
-from dsi.cli.options import (
-    Algorithm,
-    AutoPatience,
-    Budget,
-    BudgetOut,
-    BudgetProfile,
-    Cores,
-    Degree,
-    Drafter,
-    DrafterDevice,
-    DrafterNeeds,
-    Dtype,
-    Fleet,
-    Gpus,
-    HangSeconds,
-    Json,
-    MaxNewTokens,
-    Rule,
-    Scales,
-    Seed,
-    StartSeconds,
-    Target,
-    TargetDevices,
-    TargetMp,
-    TargetNeeds,
-    Temperature,
-    Threads,
-    TopK,
-    TopP,
-    Vocab,
-)
-from dsi.cli.toy import algorithms, given, numbers, profiled, setting_of
+from dsi.cli.budget import BudgetComparison, BudgetOptions, check_given
+from dsi.cli.engine import SPEC, load_engine, sampling_arguments
+from dsi.cli.options import Algorithms, Fields, Json, MaxNewTokens, algorithms, given, options, whole_numbers
+from dsi.core.messages import Sampling
+from dsi.core.spec import SpecConfig
+from dsi.engine.config import EngineConfig
 
-CANCEL_POINTS = 5  # where a target's forward on a GPU is taken to end if it is cancelled: a few layers each
 EXAMPLE = "Example: dsi compare --repeats 5 --json. Example: dsi compare --budget --cores 2 --out budget.svg"
+OWN_SPEC = Fields(
+    only=("lookahead", "min_draft"),
+    auto=SPEC.auto,
+    help={**SPEC.help, "lookahead": "For pearl and dsi: a number, or auto by Eq. (1)."},
+)
 
 
+@options
 def compare(
     context: typer.Context,
-    target: Target = "builtin",
-    drafter: Drafter = None,
-    vocab: Vocab = "auto",
-    algorithm: Algorithm = "nonsi,si,pearl,dsi",
+    algorithm: Algorithms = "nonsi,si,pearl,dsi",
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt on each line.")] = None,
-    sp: Degree = None,
-    target_mp: TargetMp = 1,
-    lookahead: Annotated[str, typer.Option(help="For pearl and dsi: a number, or auto by Eq. (1).")] = "auto",
-    si_lookaheads: Annotated[str, typer.Option(help="Blocks that si tries; its best is shown.")] = "3,5,8,12",
-    patience: AutoPatience = "auto",
+    si_lookaheads: Annotated[str, typer.Option(help="Lookaheads that si tries; its best is shown.")] = "3,5,8,12",
     max_new_tokens: MaxNewTokens = 96,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    rule: Rule = "match",
-    seed: Seed = 0,
     repeats: Annotated[int, typer.Option(help="Times that each prompt is run under each algorithm.")] = 3,
-    dtype: Dtype = "float32",
-    threads: Threads = None,
-    target_devices: TargetDevices = None,
-    drafter_device: DrafterDevice = None,
-    fleet: Fleet = None,
-    target_needs: TargetNeeds = None,
-    drafter_needs: DrafterNeeds = None,
-    hang_seconds: HangSeconds = None,
-    start_seconds: StartSeconds = None,
-    budget: Budget = False,
-    cores: Cores = None,
-    gpus: Gpus = None,
-    profile: BudgetProfile = None,
-    scales: Scales = None,
-    out: BudgetOut = None,
+    *,
+    config: EngineConfig,
+    spec: Annotated[SpecConfig, OWN_SPEC],
+    sampling: Annotated[Sampling, Fields(without=("min_p",))],
+    budget: Annotated[
+        bool,
+        typer.Option(
+            "--budget",
+            help="The same cores for every algorithm and auto, in arrangements of their own, by prompt class.",
+        ),
+    ] = False,
+    budget_options: BudgetOptions,
     json: Json = False,
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.
@@ -91,46 +53,25 @@ def compare(
     from dsi.experiments.compare import compare as measured
     from dsi.experiments.compare import contenders
 
-    cli_budget.check_options({name: each for name, each in locals().items() if given(context, name)})
+    options_given = given(context)
+    check_given(options_given)
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: must be at least 1")
-    blocks = numbers("si lookaheads", si_lookaheads, 1)
-    options: dict[str, Any] = {
-        "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "seed": seed,
-        "rule": rule,
-    }
+    lookaheads = whole_numbers("si lookaheads", si_lookaheads, 1)
     if budget:
-        _compare_budget(context, locals(), blocks, options)
+        names = algorithm if "algorithm" in options_given else f"{algorithm},auto"
+        run = BudgetComparison(config, sampling, max_new_tokens, repeats, names, lookaheads, budget_options, json)
+        run.run(lambda: _classes(prompts))
         return
-    names = contenders(algorithms(algorithm), blocks)
+    names_and_lookaheads = contenders(algorithms(algorithm), lookaheads)
     texts = _prompts(prompts)
     with (
-        load_engine(locals() | {"algorithm": "dsi"}) as engine,
-        show.progress("texts", len(names) * len(texts) * repeats) as advance,
+        load_engine(config, spec) as engine,
+        show.progress("texts", len(names_and_lookaheads) * len(texts) * repeats) as advance,
     ):
-        rows = measured(engine, names, texts, repeats, options, advance)
-    show.comparison(rows, json, rule == "match" or temperature == 0)
-
-
-def _compare_budget(context: typer.Context, options: dict[str, Any], blocks: list[int], said: dict[str, Any]) -> None:
-    for path in options["out"] or []:
-        show.writable(path, show.PICTURES)
-    if not given(context, "algorithm"):
-        options = options | {"algorithm": f"{options['algorithm']},auto"}
-    if options["profile"] is None:
-        cli_budget.on_cores(options, blocks, _classes(options["prompts"]), said)
-        return
-    from dsi.experiments.profile import NUMBERS, Profile
-
-    name = Profile.load(options["profile"]).dataset
-    measured = profiled(context, options["profile"], dict.fromkeys(NUMBERS))
-    fixed = {"sp": 1, "tokens": said["max_new_tokens"], "eager": False, "pieces": CANCEL_POINTS}
-    fixed["drafter_pieces"] = 1  # a guess that is on its way cannot be called back
-    cli_budget.on_gpus(options, blocks, name, setting_of(measured, **fixed))
+        arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling)}
+        rows = measured(engine, names_and_lookaheads, texts, repeats, arguments, advance)
+    show.comparison(rows, json, sampling.rule == "match" or sampling.temperature == 0)
 
 
 def _prompts(file: Path | None) -> list[str]:
@@ -143,7 +84,7 @@ def _prompts(file: Path | None) -> list[str]:
 
 
 def _classes(file: Path | None) -> dict[str, list[str]]:
-    """A file is a class of its own."""
+    """Prompts by class; a file is a class of its own."""
     from dsi.experiments.compare import CLASSES
 
     if file is not None:

@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dsi.cli import chat, compare, generate, measure, paper, plan, serve, simulate, timeline
+from dsi.cli.options import current_name
 
 app = typer.Typer(
     help="Distributed speculative inference: lossless decoding that never takes turns.",
@@ -15,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"token_normalize_func": current_name},
     epilog="Example: dsi simulate --algorithm si,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4",
 )
 app.command(epilog=generate.EXAMPLE)(generate.generate)
@@ -28,12 +30,12 @@ app.add_typer(measure.app, name="measure")
 app.add_typer(paper.app, name="paper")
 
 
-def main() -> None:
-    """A user's mistake is one sentence and exit status 2, never a traceback."""
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; a user's mistake is one sentence and exit status 2, never a traceback."""
     try:
-        code = app(standalone_mode=False)
-    except typer.Exit as ended:
-        sys.exit(ended.exit_code)
+        code = app(arguments, standalone_mode=False)
+    except typer.Exit as exit:
+        sys.exit(exit.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except (ValueError, OSError) as error:
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """What the options' parser says, or a fleet that cannot go on; anything else is ours to mend."""
+    """The message of a parser's or a fleet's error; any other error is a bug, and is raised again."""
     from dsi.fleets.loop import FleetError
 
     if isinstance(error, FleetError):
@@ -60,7 +62,7 @@ def _refuse(sentence: str) -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def callback(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
     if version:
         from dsi import __version__
 

@@ -1,158 +1,177 @@
-"""The options that commands share: what each is called, and what its help says."""
+"""Options derived from the fields of configuration dataclasses, so that each option is written once.
+
+A command declares parameters of configuration types, as `engine: EngineConfig`. `@options` replaces each of them
+by one option for every field that has `metadata={"help": ...}`, builds the configurations from the values, and
+calls the command with them. A field that two configurations share is one option. The metadata `option` is a
+field's name on the command line where it differs.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
+import dataclasses
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import wraps
+from inspect import Parameter, signature
+from types import NoneType, SimpleNamespace
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
-Algorithm = Annotated[str, typer.Option(help="nonsi, si, pearl, dsi or auto; several, with commas.")]
-TargetMs = Annotated[float, typer.Option(help="A target forward, in milliseconds.")]
-DrafterMs = Annotated[float, typer.Option(help="A drafter forward, in milliseconds.")]
-Acceptance = Annotated[float, typer.Option(help="How often a guess is right: 0 to 1.")]
-Sp = Annotated[int, typer.Option(help="SP degree: how many target servers.")]
-Tokens = Annotated[int, typer.Option(help="Tokens to generate.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same texts and guesses.")]
-Drafters = Annotated[int, typer.Option(help="Drafter servers, each with errors of its own.")]
-Horizon = Annotated[float, typer.Option(help="dsi: how far beyond the sure text a drafter may guess.")]
-Pieces = Annotated[int, typer.Option(help="A cancelled forward ends after the current one of so many; 0: at once.")]
-Eager = Annotated[
-    bool,
-    typer.Option(
-        help="A target that has answered takes the next waiting job at once, as in a thread pool, or only "
-        "when its answer has been handled and stale jobs are gone."
-    ),
-]
-TargetTtftMs = Annotated[float | None, typer.Option(help="The target's first forward over a prompt.")]
-DrafterTtftMs = Annotated[float | None, typer.Option(help="The drafter's first forward over a prompt.")]
-PerTokenMs = Annotated[float, typer.Option(help="What each further new token adds to a target forward.")]
-Jitter = Annotated[
-    float, typer.Option(help="Each forward takes evenly up to this share more or less: 0 to 0.99, by seed.")
-]
-NetworkMs = Annotated[
-    float,
-    typer.Option(
-        help="Delay of a message, each way (virtual time only): of every one, or with nodes of those between machines."
-    ),
-]
-NetworkJitter = Annotated[
-    float, typer.Option(help="Each message is delayed evenly up to this share more or less: 0 to 0.99.")
-]
-Nodes = Annotated[
-    int | None,
-    typer.Option(
-        help="Machines over which the servers are spread evenly, at most one for each server; the drafter is "
-        "on the first, where the text is put together. Without it, every message takes network-ms."
-    ),
-]
-Requests = Annotated[
-    int,
-    typer.Option(
-        help="Texts at once on the same servers; dsi goes less far ahead the more there are, as in dsi serve."
-    ),
-]
-DrafterCopies = Annotated[int, typer.Option(help="Servers of each drafter, which guess alike; for many requests.")]
-FailuresPerHour = Annotated[
-    float, typer.Option(help="Of each server, at random; its job is asked for again (virtual time only).")
-]
-RepairS = Annotated[float, typer.Option(help="Seconds until a server that failed is back, with nothing read.")]
-NoticeMs = Annotated[float, typer.Option(help="Milliseconds until a failure is noticed.")]
-Contention = Annotated[float, typer.Option(help="Share by which each other busy target slows one (virtual time only).")]
-Rule = Annotated[str, typer.Option(help="How guesses are judged: match, reject, block or specinfer; all are lossless.")]
-OneCache = Annotated[
-    bool, typer.Option(help="Targets fill one cache: none reads what another is reading (virtual time only).")
-]
-Target = Annotated[str, typer.Option(help="A model folder, a name on the hub or in the paper, or builtin.")]
-Drafter = Annotated[
-    list[str] | None,
-    typer.Option(help="A smaller model, likewise, or ngram; dsi can use several."),
-]
-Vocab = Annotated[
-    str,
-    typer.Option(
-        help="How guesses reach the target: same tokens or, with another vocabulary, tli (the tokens both "
-        "have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem."
-    ),
-]
-OneAlgorithm = Annotated[
-    str,
-    typer.Option(help="nonsi, si, pearl or dsi, or auto, which learns what pays; the text is the same."),
-]
-Degree = Annotated[int | None, typer.Option(help="SP degree: how many targets. 1, or with devices the fastest.")]
-TargetMp = Annotated[
-    int,
-    typer.Option(
-        help="MP degree: processes that each target is split over, on its cores; on Ray each asks for the "
-        "CPUs of a whole one."
-    ),
-]
-TargetDevices = Annotated[
-    str | None,
-    typer.Option(
-        help="GPUs for the targets: cuda:1,cuda:2, slices of one, cuda:0/8, or one target over several, "
-        "cuda:1+cuda:2; the CPU without it."
-    ),
-]
-DrafterDevice = Annotated[
-    str | None, typer.Option(help="The drafter's GPU, cuda:0; without it, the last of the target devices.")
-]
-Fleet = Annotated[
-    str | None,
-    typer.Option(
-        help="Where the servers run: ray starts a Ray cluster here, ray=ADDRESS joins one; without it, "
-        "processes on this machine."
-    ),
-]
-TargetNeeds = Annotated[
-    str | None,
-    typer.Option(help="On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a."),
-]
-DrafterNeeds = Annotated[str | None, typer.Option(help="On Ray, what the drafter asks for, likewise.")]
-HangSeconds = Annotated[
-    float | None,
-    typer.Option(help="On Ray, how long a server may be silent at its work before it counts as dead: 60."),
-]
-StartSeconds = Annotated[
-    float | None, typer.Option(help="On Ray, how long a server may take to come, its model loaded: 120.")
-]
-AutoLookahead = Annotated[str, typer.Option(help="Guesses per verification, or auto: measured, by Eq. (1).")]
-AutoPatience = Annotated[str, typer.Option(help="Guesses to have before a fresh root is watched, or auto.")]
+OLD_NAMES = {  # kept for one release
+    "patience": "min-draft",
+    "horizon": "max-lead",
+    "pieces": "cancel-points",
+    "one-cache": "shared-kv",
+    "no-one-cache": "no-shared-kv",
+    "eager": "thread-pool",
+    "no-eager": "no-thread-pool",
+    "waited": "real-time",
+    "waited-repeats": "real-time-repeats",
+    "spare": "spare-targets",
+    "second-hit": "runner-up-acceptance",
+    "sure": "no-runner-up-rate",
+    "scales": "parallel-fraction",
+    "notice-ms": "detection-ms",
+    "target-needs": "target-resources",
+    "drafter-needs": "drafter-resources",
+}
+
+
+def current_name(name: str) -> str:
+    """The name of an option, for its name or the one it had in the last release."""
+    return OLD_NAMES.get(name, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """Which fields of a configuration a command takes, and what it changes about them."""
+
+    only: Collection[str] = ()  # empty: all
+    without: Collection[str] = ()
+    auto: Collection[str] = ()  # the word auto stands for None
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    help: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __contains__(self, name: str) -> bool:
+        return name not in self.without and (not self.only or name in self.only)
+
+
+def options(command: Callable[..., None]) -> Callable[..., None]:
+    """Derive the options of a command from its configurations, and call it with them."""
+    hints = get_type_hints(command, include_extras=True)
+    configs: dict[str, tuple[type, Fields]] = {}
+    parameters: dict[str, Parameter] = {}
+    for name, parameter in signature(command).parameters.items():
+        config, *rest = get_args(hints[name]) or (hints[name],)
+        if isinstance(config, type) and dataclasses.is_dataclass(config):
+            configs[name] = config, next((each for each in rest if isinstance(each, Fields)), Fields())
+            for derived in _parameters(*configs[name]):
+                parameters.setdefault(derived.name, derived)
+        else:
+            parameters[name] = parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY)
+
+    @wraps(command)
+    def parsed(**values: Any) -> None:
+        built = {name: _build(config, chosen, values) for name, (config, chosen) in configs.items()}
+        own = {name: value for name, value in values.items() if name in hints}
+        command(**own, **built)
+
+    parsed.__signature__ = signature(command).replace(parameters=list(parameters.values()))  # type: ignore[attr-defined]
+    parsed.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    return parsed
+
+
+def option(config: Any, name: str, help: str | None = None) -> Any:
+    """The option of one field, for a command that takes it by itself."""
+    [field] = [each for each in dataclasses.fields(config) if each.name == name]
+    return _option(field, Fields(help={} if help is None else {name: help}))
+
+
+def _parameters(config: Any, chosen: Fields) -> Iterator[Parameter]:
+    for field, kind in _taken(config, chosen):
+        if dataclasses.is_dataclass(kind):
+            yield from _parameters(kind, chosen)
+            continue
+        default = chosen.defaults.get(field.name, None if field.default is dataclasses.MISSING else field.default)
+        if default is None and field.name in chosen.auto:
+            default = "auto"
+        parsed = str if field.name in chosen.auto else _parsed_as(kind)
+        annotation = Annotated[parsed, _option(field, chosen)]  # type: ignore[valid-type]
+        yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _build(config: Any, chosen: Fields, values: Mapping[str, Any]) -> Any:
+    arguments: dict[str, Any] = {}
+    for field, kind in _taken(config, chosen):
+        value = _build(kind, chosen, values) if dataclasses.is_dataclass(kind) else values[field.name]
+        if field.name in chosen.auto:
+            value = number_or_auto(field.name.replace("_", " "), value)
+        arguments[field.name] = tuple(value) if isinstance(value, list) else value
+    return config(**arguments)
+
+
+def _taken(config: Any, chosen: Fields) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
+    """The fields that the command takes, and the configurations that contain some, each with its type."""
+    scope = vars(sys.modules[config.__module__])
+    for field in dataclasses.fields(config):
+        if "help" in field.metadata and field.name in chosen:
+            yield field, get_type_hints(SimpleNamespace(__annotations__={"type": field.type}), scope)["type"]
+            continue
+        nested = scope.get(str(field.type))
+        if isinstance(nested, type) and dataclasses.is_dataclass(nested) and any(_taken(nested, chosen)):
+            yield field, nested
+
+
+def _parsed_as(kind: Any) -> Any:
+    """The type that typer parses for a field: a list for a tuple, a float for any kind of number."""
+    if get_origin(kind) is tuple:
+        return list[get_args(kind)[0]]  # type: ignore[misc]
+    if float in get_args(kind):
+        return float | None if NoneType in get_args(kind) else float
+    return kind
+
+
+def _option(field: dataclasses.Field[Any], chosen: Fields) -> Any:
+    name = field.metadata.get("option", field.name.replace("_", "-"))
+    flags = f"--{name}/--no-{name}" if isinstance(field.default, bool) else f"--{name}"
+    return typer.Option(flags, help=chosen.help.get(field.name, field.metadata["help"]))
+
+
+def given(context: typer.Context) -> dict[str, Any]:
+    """The options that the user gave, without those left at their defaults."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name: context.params[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+
+
+def number_or_auto(name: str, text: str) -> int | None:
+    """Parse a whole number, or auto as None."""
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise ValueError(f"{name} {text!r}: must be a whole number or auto") from None
+
+
+def whole_numbers(name: str, text: str, least: int) -> list[int]:
+    """Parse whole numbers separated by commas."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{name} {text!r}: must be whole numbers separated by commas") from None
+    if min(numbers) < least:
+        raise ValueError(f"{name} {min(numbers)}: must be at least {least}")
+    return numbers
+
+
+def algorithms(text: str) -> list[str]:
+    """Parse names of algorithms separated by commas."""
+    from dsi.core.spec import check_algorithm
+
+    return [check_algorithm(name.strip(), auto=True) for name in text.split(",")]
+
+
+Algorithms = Annotated[str, typer.Option("--algorithm", help="nonsi, si, pearl, dsi or auto; several, with commas.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="Only the k likeliest tokens; 0: all.")]
-TopP = Annotated[float, typer.Option(help="Only the likeliest tokens that together reach p.")]
-MinP = Annotated[float, typer.Option(help="Only tokens at least this share as likely as the likeliest.")]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of each server; without it, one for each of its cores.")]
-Profile = Annotated[
-    Path | None,
-    typer.Option(help="Take what is measured from a file of `dsi measure`; what is given here comes first."),
-]
-Budget = Annotated[
-    bool,
-    typer.Option(
-        "--budget",
-        help="The same cores for every algorithm and auto, in arrangements of their own, by prompt class.",
-    ),
-]
-Cores = Annotated[
-    int | None,
-    typer.Option(help="With --budget: so many cores, simulated if there are fewer; without it, all of them."),
-]
-Gpus = Annotated[int | None, typer.Option(help="With --budget: so many GPUs instead, simulated from a --profile.")]
-BudgetProfile = Annotated[
-    Path | None, typer.Option(help="With --gpus: a file of `dsi measure`, which has what one GPU takes.")
-]
-Scales = Annotated[
-    float | None,
-    typer.Option(
-        help="Where --budget simulates: the share of a target forward, 0 to 1, that is divided among its "
-        "processors; 0.8 without it."
-    ),
-]
-BudgetOut = Annotated[
-    list[Path] | None, typer.Option(help="With --budget: also write a picture (.svg, .png); repeatable.")
-]
-Waited = Annotated[bool, typer.Option("--waited", help="Real threads that wait instead of computing.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same texts and drafts.")]
+RealTime = Annotated[bool, typer.Option("--real-time", help="Real threads that wait instead of computing.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]

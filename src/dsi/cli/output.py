@@ -134,7 +134,7 @@ def choices(found: Iterable[DeploymentPlan]) -> str:
     beside = ", ".join(f"{each.algorithm} {each.ms:.2f}" for each in others)
     return (
         f"auto: {first.algorithm}, SP {first.sp}, lookahead {first.spec.lookahead}, "
-        f"patience {first.spec.min_draft or 0}: "
+        f"min draft {first.spec.min_draft or 0}: "
         f"{first.ms:.2f} ms a token in rehearsal with measured latencies ({beside})"
     )
 
@@ -259,7 +259,7 @@ def _column(result: Result, results: list[Result]) -> dict[str, str]:
         **{f"speed over {other.title}": f"{speedups[other.algorithm]:.2f}" for other in results[:-1]},
         **_failures(result),
         "lookahead": "-" if result.lookahead is None else str(result.lookahead),
-        "patience": str(result.patience) if result.algorithm == "dsi" else "-",
+        "min draft": str(result.min_draft) if result.algorithm == "dsi" else "-",
         "target forwards": f"{result.target_forwards:.1f}",
         "  their time hidden": f"{result.hidden:.0%}",
         "  begun and given up": f"{result.stale_forwards:.1f}",

@@ -1,22 +1,25 @@
-"""dsi plan: what to do with so many processors."""
+"""`dsi plan`: the fastest deployment on so many processors."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsi.cli import output as show
-from dsi.cli.options import Dtype, Json, Profile
+from dsi.cli.options import Json, option
 from dsi.engine.config import EngineConfig
+from dsi.planning.equation_1 import SCALES, check_latencies
+from dsi.planning.latency import LatencyModel
+from dsi.planning.simulation import SimulationConfig
 
 if TYPE_CHECKING:
     from dsi.planning.search import DeploymentPlan, PairProfile, Sensitivity
 
 EXAMPLE = "Example: dsi plan --target builtin --drafter builtin --cores 2"
-ACCEPTANCE = 0.8  # taken where nobody says
+ACCEPTANCE = 0.8  # assumed where it is not known
 CANCEL_POINTS = 8  # of a forward that was not measured here
 POINTS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000)  # of the picture
 
@@ -30,25 +33,24 @@ def plan(
     cores: Annotated[
         int | None, typer.Option(help="Instead: cores of this machine, for models that are measured here.")
     ] = None,
-    profile: Profile = None,
-    target_ms: Annotated[float | None, typer.Option(help="A target forward, in milliseconds.")] = None,
-    drafter_ms: Annotated[float | None, typer.Option(help="A drafter forward, in milliseconds.")] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Take what is measured from a file of `dsi measure`; what is given here comes first."),
+    ] = None,
+    target_ms: Annotated[float | None, option(LatencyModel, "target_ms")] = None,
+    drafter_ms: Annotated[float | None, option(LatencyModel, "drafter_ms")] = None,
     acceptance: Annotated[
-        float | None, typer.Option(help="How often a guess is right: 0 to 1; 0.8 where nobody says.")
+        float | None, typer.Option(help="How often a draft token is right: 0 to 1; 0.8 where it is not known.")
     ] = None,
-    contention: Annotated[
-        float | None, typer.Option(help="By what share each other busy target slows one down.")
-    ] = None,
-    second_hit: Annotated[
-        float, typer.Option(help="How often a second guess is right where the first is wrong: 0 to 1.")
-    ] = 0.0,
+    contention: Annotated[float | None, option(LatencyModel, "contention")] = None,
+    runner_up_acceptance: Annotated[float, option(SimulationConfig, "runner_up_acceptance")] = 0.0,
     target_gpus: Annotated[int | None, typer.Option(help="GPUs that one target needs; 1 by itself.")] = None,
     drafter_gpus: Annotated[int | None, typer.Option(help="GPUs that the drafter needs; 1 by itself.")] = None,
-    scales: Annotated[
+    parallel_fraction: Annotated[
         float | None,
-        typer.Option(help="The share of a target forward that scales with its GPUs: 0 to 1; 0.8 by itself."),
+        typer.Option(help="The share of a target forward that is divided among its GPUs: 0 to 1; 0.8 by itself."),
     ] = None,
-    dtype: Dtype = "float32",
+    dtype: Annotated[str, option(EngineConfig, "dtype")] = "float32",
     plot: Annotated[
         Path | None, typer.Option(help="Draw expected latency by number of processors (.svg, .png).")
     ] = None,
@@ -59,97 +61,119 @@ def plan(
     The pair is measured here (--target, --drafter, --cores), or its figures are given or read from a file of
     `dsi measure`. The best five, why, what would change them, and the command to run the first.
     """
-    from dsi.planning.equation_1 import SCALES
     from dsi.planning.search import SHOWN, count_candidates, search_processors, sensitivities
 
-    given = {"target_ms": target_ms, "drafter_ms": drafter_ms, "acceptance": acceptance}
-    given |= {"contention": contention}
-    processors = counted(gpus, cores)
-    check_spread(cores, {"target-gpus": target_gpus, "drafter-gpus": drafter_gpus, "scales": scales})
-    target_gpus, drafter_gpus = (1 if each is None else each for each in (target_gpus, drafter_gpus))
-    scales = SCALES if scales is None else scales
-    check(given | {"second hit": second_hit, "scales": scales}, target_gpus, drafter_gpus)
+    given = GivenFigures(target_ms, drafter_ms, acceptance, contention)
+    processors = _count_processors(gpus, cores)
+    _check_split(cores, target_gpus, drafter_gpus, parallel_fraction)
+    target_gpus, drafter_gpus = (1 if gpus is None else gpus for gpus in (target_gpus, drafter_gpus))
+    fraction = SCALES if parallel_fraction is None else parallel_fraction
+    _check_share("runner-up acceptance", runner_up_acceptance)
+    _check_share("parallel fraction", fraction)
+    if target_gpus < 1 or drafter_gpus < 1:
+        raise ValueError(f"{target_gpus} GPUs per target, {drafter_gpus} per drafter: each needs at least 1")
     if plot is not None:
         show.writable(plot, show.PICTURES)
-    evidence = gathered(target, drafter, cores, profile, given, dtype)
+    pair = _pair_profile(target, drafter, cores, profile, given, dtype)
     if cores is None:
-        evidence = spread_out(evidence, processors, target_gpus, drafter_gpus, scales)
-    evidence = evidence.for_all(runner_up_acceptance=second_hit)
-    with show.progress("arrangements", 5 * count_candidates(evidence, processors)) as advance:
-        found = search_processors(evidence, processors, advance)
-        changes = sensitivities(evidence, found[0], processors, advance)
+        pair = _split(pair, processors, target_gpus, drafter_gpus, fraction)
+    pair = pair.for_all(runner_up_acceptance=runner_up_acceptance)
+    with show.progress("arrangements", 5 * count_candidates(pair, processors)) as advance:
+        plans = search_processors(pair, processors, advance)
+        changes = sensitivities(pair, plans[0], processors, advance)
     if plot is not None:
-        draw(evidence, processors, plot)
+        _draw(pair, processors, plot)
     unnamed = ("builtin", "builtin") if cores is not None else ("TARGET", "DRAFTER")
-    models = (target or unnamed[0], found[0].drafter or (drafter or [unnamed[1]])[0])
-    first = command(found[0], models, processors, cores is not None)
-    rule = equation(evidence, processors, target_gpus)
+    models = (target or unnamed[0], plans[0].drafter or (drafter or [unnamed[1]])[0])
+    first = _command(plans[0], models, processors, cores is not None)
+    equation = _equation(pair, processors, target_gpus)
     if json:
         show.document(
-            **(rule or {}),
+            **(equation or {}),
             label="forecast",
-            evidence=evidence.json(),
-            offers=[offer.json() for offer in found[:SHOWN]],
-            sensitivity=[asked(change) for change in changes],
+            evidence=pair.json(),
+            offers=[plan.json() for plan in plans[:SHOWN]],
+            sensitivity=[{"what": change.change, "ms": change.ms, "best": change.best.json()} for change in changes],
             command=first,
         )
         return
-    print_offers(found[:SHOWN], evidence, cores is not None)
-    print_changes(changes, found[0])
+    _print_plans(plans[:SHOWN], pair, cores is not None)
+    _print_changes(changes, plans[0])
     print(f"\nto run the first: {first}")
-    if rule:
-        print_equation(rule, processors, target_gpus, drafter_gpus, "GPU" if cores is None else "core")
+    if equation:
+        _print_equation(equation, processors, target_gpus, drafter_gpus, "GPU" if cores is None else "core")
     if plot is not None:
         print(f"wrote {plot}")
 
 
-def counted(gpus: int | None, cores: int | None) -> int:
+@dataclass(frozen=True)
+class GivenFigures:
+    """What the user says of the pair instead of measuring it; None: nothing."""
+
+    target_ms: float | None
+    drafter_ms: float | None
+    acceptance: float | None
+    contention: float | None
+
+    def __post_init__(self) -> None:
+        check_latencies(*(1.0 if ms is None else ms for ms in (self.target_ms, self.drafter_ms)))
+        _check_share("acceptance", self.acceptance)
+
+    def over(self, pair: PairProfile) -> PairProfile:
+        """Replace the acceptance rate and the contention of a profile."""
+        sources = {"acceptance": "assumed", "contention": "assumed", **pair.sources}
+        if self.acceptance is not None:
+            pair, sources["acceptance"] = pair.for_all(acceptance={"match": self.acceptance}), "given"
+        if self.contention is not None:
+            pair, sources["contention"] = pair.with_latency(contention=self.contention), "given"
+        return replace(pair, sources=sources)
+
+
+def _count_processors(gpus: int | None, cores: int | None) -> int:
     if (gpus is None) == (cores is None):
         raise ValueError("processors: give --gpus, or --cores of this machine")
     return gpus if gpus is not None else cores or 0
 
 
-def check_spread(cores: int | None, spread: dict[str, float | None]) -> None:
-    said = [f"--{name} {value:g}" for name, value in spread.items() if value is not None]
-    if cores is not None and said:
-        raise ValueError(f"cores {cores}: are measured as they are; {', '.join(said)} would be for --gpus")
+def _check_split(
+    cores: int | None, target_gpus: int | None, drafter_gpus: int | None, parallel_fraction: float | None
+) -> None:
+    split = {"target-gpus": target_gpus, "drafter-gpus": drafter_gpus, "parallel-fraction": parallel_fraction}
+    given = [f"--{name} {value:g}" for name, value in split.items() if value is not None]
+    if cores is not None and given:
+        raise ValueError(f"cores {cores}: are measured as they are; {', '.join(given)} would be for --gpus")
 
 
-def check(shares: dict[str, float | None], target_gpus: int, drafter_gpus: int) -> None:
-    from dsi.planning.equation_1 import check_latencies
-
-    known = [1.0 if shares[name] is None else shares[name] or 0.0 for name in ("target_ms", "drafter_ms")]
-    check_latencies(*known)
-    for name in ("acceptance", "second hit", "scales"):
-        value = shares[name]
-        if value is not None and not 0 <= value <= 1:
-            raise ValueError(f"{name} {value:g}: must be between 0 and 1")
-    if target_gpus < 1 or drafter_gpus < 1:
-        raise ValueError(f"{target_gpus} GPUs per target, {drafter_gpus} per drafter: each needs at least 1")
+def _check_share(name: str, share: float | None) -> None:
+    if share is not None and not 0 <= share <= 1:
+        raise ValueError(f"{name} {share:g}: must be between 0 and 1")
 
 
-def gathered(
+def _pair_profile(
     target: str | None,
     drafter: list[str] | None,
     cores: int | None,
     profile: Path | None,
-    given: dict[str, float | None],
+    given: GivenFigures,
     dtype: str,
 ) -> PairProfile:
-    """What is given comes first, then a profile, then what is measured here."""
+    """Given figures come first, then a profile, then what is measured here."""
+    drafters = drafter or ["builtin"]
     if cores is not None:
-        if profile is not None or given["target_ms"] is not None:
+        if profile is not None or given.target_ms is not None:
             raise ValueError(f"cores {cores}: are measured here; with given figures say --gpus {cores}")
-        return overridden(here(target or "builtin", drafter or ["builtin"], cores, dtype), given)
-    if profile is None and (given["target_ms"] is None or given["drafter_ms"] is None):
-        if target is None:
-            missing = "target-ms" if given["target_ms"] is None else "drafter-ms"
-            raise ValueError(f"--{missing} is missing: give it, or a --profile that has it")
-        return overridden(here(target, drafter or ["builtin"], 1, dtype), given)
-    return overridden(told(profile, given), given)
+        return given.over(_measured_here(target or "builtin", drafters, cores, dtype))
+    if profile is not None:
+        return given.over(_from_profile(profile, given))
+    if given.target_ms is not None and given.drafter_ms is not None:
+        return given.over(_from_figures(given.target_ms, given.drafter_ms))
+    if target is None:
+        missing = "target-ms" if given.target_ms is None else "drafter-ms"
+        raise ValueError(f"--{missing} is missing: give it, or a --profile that has it")
+    return given.over(_measured_here(target, drafters, 1, dtype))
 
 
-def here(target: str, drafters: list[str], cores: int, dtype: str) -> PairProfile:
+def _measured_here(target: str, drafters: list[str], cores: int, dtype: str) -> PairProfile:
     config = EngineConfig(target, tuple(drafters), dtype=dtype)
     config.check_measurable()  # before anything that takes seconds
     with show.working(f"loading {target} and {', '.join(drafters)}"):
@@ -158,145 +182,131 @@ def here(target: str, drafters: list[str], cores: int, dtype: str) -> PairProfil
         return profile_host(config, cores, advance)
 
 
-def told(path: Path | None, given: dict[str, float | None]) -> PairProfile:
-    """From a profile, or from numbers alone."""
-    from dsi.planning.latency import LatencyModel
+def _from_figures(target_ms: float, drafter_ms: float) -> PairProfile:
     from dsi.planning.search import PairProfile
 
-    if path is None:
-        target_ms, drafter_ms = float(given["target_ms"] or 0), float(given["drafter_ms"] or 0)
-        latency = LatencyModel(target_ms, drafter_ms, by_width=((1, target_ms),), cancel_points=CANCEL_POINTS)
-        return PairProfile({1: latency}, {"match": ACCEPTANCE}, sources=dict.fromkeys(("target", "drafter"), "given"))
+    latency = LatencyModel(target_ms, drafter_ms, by_width=((1, target_ms),), cancel_points=CANCEL_POINTS)
+    return PairProfile({1: latency}, {"match": ACCEPTANCE}, sources=dict.fromkeys(("target", "drafter"), "given"))
+
+
+def _from_profile(path: Path, given: GivenFigures) -> PairProfile:
     from dsi.experiments.profile import Profile
+    from dsi.planning.search import PairProfile
 
-    known = Profile.load(path)
+    profile = Profile.load(path)
     sources = dict.fromkeys(("target", "drafter"), "measured")
-    widths = ((1, given["target_ms"]),) if given["target_ms"] is not None else known.by_width(path)
-    fast = given["drafter_ms"] if given["drafter_ms"] is not None else known.number("drafter_ms", path)
-    latency = LatencyModel(widths[0][1], fast, by_width=widths, cancel_points=CANCEL_POINTS)
-    if not {"acceptance", "rules"} & known.parts.keys():
+    by_width = profile.by_width(path) if given.target_ms is None else ((1, given.target_ms),)
+    drafter_ms = profile.number("drafter_ms", path) if given.drafter_ms is None else given.drafter_ms
+    latency = LatencyModel(by_width[0][1], drafter_ms, by_width=by_width, cancel_points=CANCEL_POINTS)
+    if not {"acceptance", "rules"} & profile.parts.keys():
         return PairProfile({1: latency}, {"match": ACCEPTANCE}, sources=sources)
-    return PairProfile({1: latency}, known.acceptance_by_rule(path), sources=sources | {"acceptance": "measured"})
+    return PairProfile({1: latency}, profile.acceptance_by_rule(path), sources=sources | {"acceptance": "measured"})
 
 
-def overridden(evidence: PairProfile, given: dict[str, float | None]) -> PairProfile:
-    rate, crowd = given["acceptance"], given["contention"]
-    sources = dict(evidence.sources)
-    if rate is not None:
-        evidence, sources["acceptance"] = evidence.for_all(acceptance={"match": rate}), "given"
-    if crowd is not None:
-        evidence, sources["contention"] = evidence.with_latency(contention=crowd), "given"
-    return replace(evidence, sources={"acceptance": "assumed", "contention": "assumed"} | sources)
+def _split(pair: PairProfile, processors: int, target_gpus: int, drafter_gpus: int, fraction: float) -> PairProfile:
+    """Assume how a target's forward scales over several processors, where it was not measured."""
+    sources = {**pair.sources, "mp": f"{fraction:g} of a forward scales, assumed"}
+    split = pair.split(target_gpus, max(processors, target_gpus), fraction)
+    alternatives = tuple(
+        replace(other, drafter_processors=drafter_gpus * other.drafters) for other in split.alternatives
+    )
+    return replace(split, drafter_processors=drafter_gpus, sources=sources, alternatives=alternatives)
 
 
-def spread_out(
-    evidence: PairProfile, processors: int, target_gpus: int, drafter_gpus: int, scales: float
-) -> PairProfile:
-    """How a target scales over several processors is a parameter where it is not measured."""
-    sources = {**evidence.sources, "mp": f"{scales:g} of a forward scales, assumed"}
-    split = evidence.split(target_gpus, max(processors, target_gpus), scales)
-    others = tuple(replace(each, drafter_processors=drafter_gpus * each.drafters) for each in split.alternatives)
-    return replace(split, drafter_processors=drafter_gpus, sources=sources, alternatives=others)
-
-
-def draw(evidence: PairProfile, processors: int, path: Path) -> None:
+def _draw(pair: PairProfile, processors: int, path: Path) -> None:
     from dsi.planning.search import count_candidates, ms_by_processors
     from dsi.plot.processors import save
 
-    least = min(evidence.by_mp)
-    counts = sorted({each for each in POINTS if least <= each < processors} | {processors})
-    with show.progress("arrangements", sum(count_candidates(evidence, each) for each in counts)) as advance:
-        lines = ms_by_processors(evidence, counts, advance)
-    save(lines, path, "forecast from " + said_sources(evidence))
+    least = min(pair.by_mp)
+    counts = sorted({count for count in POINTS if least <= count < processors} | {processors})
+    with show.progress("arrangements", sum(count_candidates(pair, count) for count in counts)) as advance:
+        lines = ms_by_processors(pair, counts, advance)
+    save(lines, path, "forecast from " + _sources(pair))
 
 
-def command(offer: DeploymentPlan, models: tuple[str, str], processors: int, cores: bool) -> str:
-    """What runs it, where it can be run; the rest of the options are found by `auto`."""
+def _command(plan: DeploymentPlan, models: tuple[str, str], processors: int, cores: bool) -> str:
+    """The command that runs a plan where it can be run; the engine chooses the other options."""
     drafters = " ".join(f"--drafter {name}" for name in models[1].split("+"))
-    said = f"dsi generate --target {models[0]} {drafters} --algorithm {offer.algorithm}"
-    if offer.sp > 1:
-        said += f" --sp {offer.sp}"
-    if offer.spec.lookahead:
-        said += f" --lookahead {offer.spec.lookahead}"
-    if offer.algorithm == "dsi":
-        said += f" --patience {offer.spec.min_draft or 0}"
-    if offer.spec.rule != "match":
-        said += f" --rule {offer.spec.rule} --temperature 1"
-    return said + (threads(offer, processors) if cores else devices(offer))
+    command = f"dsi generate --target {models[0]} {drafters} --algorithm {plan.algorithm}"
+    if plan.sp > 1:
+        command += f" --sp {plan.sp}"
+    if plan.spec.lookahead:
+        command += f" --lookahead {plan.spec.lookahead}"
+    if plan.algorithm == "dsi":
+        command += f" --min-draft {plan.spec.min_draft or 0}"
+    if plan.spec.rule != "match":
+        command += f" --rule {plan.spec.rule} --temperature 1"
+    return command + (_threads(plan, processors) if cores else _devices(plan))
 
 
-def threads(offer: DeploymentPlan, cores: int) -> str:
-    """By itself, an engine gives the drafter a core and the targets the rest."""
-    usual = max(1, (cores - 1) // offer.sp)
-    alone = offer.algorithm in ("nonsi", "si")
-    return f" --threads {offer.mp}" if alone or offer.mp != usual else ""
+def _threads(plan: DeploymentPlan, cores: int) -> str:
+    """The option for threads, unless an engine would by itself: a core for the drafter, the rest for targets."""
+    usual = max(1, (cores - 1) // plan.sp)
+    alone = plan.algorithm in ("nonsi", "si")
+    return f" --threads {plan.mp}" if alone or plan.mp != usual else ""
 
 
-def devices(offer: DeploymentPlan) -> str:
-    if offer.mp > 1:
+def _devices(plan: DeploymentPlan) -> str:
+    if plan.mp > 1:
         return "  # with targets that are tensor parallel over GPUs, which dsi does not have yet"
-    first = offer.processors - offer.sp
-    places = ",".join(f"cuda:{first + i}" for i in range(offer.sp))
+    first = plan.processors - plan.sp
+    places = ",".join(f"cuda:{first + i}" for i in range(plan.sp))
     return f" --target-devices {places} --drafter-device cuda:0"
 
 
-def equation(evidence: PairProfile, processors: int, target_gpus: int) -> dict[str, Any] | None:
-    """The paper's own answer, which knows nothing of acceptance; None where there is no room for a pair."""
-    from dsi.planning import equation_1 as planner
+def _equation(pair: PairProfile, processors: int, target_gpus: int) -> dict[str, Any] | None:
+    """The plan by Eq. (1), which does not depend on acceptance; None where there is no room for a pair."""
+    from dsi.planning import equation_1
 
-    least = min(evidence.by_mp)
-    if processors < least + evidence.drafter_processors:
+    least = min(pair.by_mp)
+    if processors < least + pair.drafter_processors:
         return None
-    slow = round(float(evidence.latency.target_ms), 6)
-    fast = round(float(evidence.latency.drafter_ms), 6)
-    found = planner.plan(slow, fast, processors, target_gpus, evidence.drafter_processors)
+    target_ms = round(float(pair.latency.target_ms), 6)
+    drafter_ms = round(float(pair.latency.drafter_ms), 6)
+    planned = equation_1.plan(target_ms, drafter_ms, processors, target_gpus, pair.drafter_processors)
     return {
-        "sp": found.sp,
-        "lookahead": found.lookahead,
-        "gpus_used": found.gpus_used,
-        "gpus_spare": processors - found.gpus_used,
-        "busy_targets": found.busy,
-        "inequality": found.inequality,
+        "sp": planned.sp,
+        "lookahead": planned.lookahead,
+        "gpus_used": planned.gpus_used,
+        "gpus_spare": processors - planned.gpus_used,
+        "busy_targets": planned.busy,
+        "inequality": planned.inequality,
     }
 
 
-def asked(change: Sensitivity) -> dict[str, Any]:
-    return {"what": change.change, "ms": change.ms, "best": change.best.json()}
+def _sources(pair: PairProfile) -> str:
+    return ", ".join(f"{name} {source}" for name, source in pair.sources.items())
 
 
-def said_sources(evidence: PairProfile) -> str:
-    return ", ".join(f"{name} {source}" for name, source in evidence.sources.items())
-
-
-def print_offers(found: list[DeploymentPlan], evidence: PairProfile, cores: bool) -> None:
+def _print_plans(plans: list[DeploymentPlan], pair: PairProfile, cores: bool) -> None:
     from dsi.planning.search import explanation
 
-    several = bool(evidence.alternatives)
+    several = bool(pair.alternatives)
     heads = ["", "algorithm", "SP", "MP", "cores" if cores else "GPUs", "tokens/s", "ms a token", "why"]
     heads += ["drafter"] * several
     rows = [
         [
             str(place),
-            offer.title + (f", {offer.spec.rule}" if offer.spec.rule != "match" else ""),
-            str(offer.sp),
-            str(offer.mp),
-            str(offer.processors),
-            f"{offer.tokens_per_second:.1f}",
-            f"{offer.ms:.2f}",
-            explanation(offer, evidence),
-            *([offer.drafter] * several),
+            plan.title + (f", {plan.spec.rule}" if plan.spec.rule != "match" else ""),
+            str(plan.sp),
+            str(plan.mp),
+            str(plan.processors),
+            f"{plan.tokens_per_second:.1f}",
+            f"{plan.ms:.2f}",
+            explanation(plan, pair),
+            *([plan.drafter] * several),
         ]
-        for place, offer in enumerate(found, 1)
+        for place, plan in enumerate(plans, 1)
     ]
     show.table(heads, rows)
     rates = "; ".join(
-        " ".join([each.drafter] * several) + ", ".join(f" {rule} {rate:.2f}" for rule, rate in each.acceptance.items())
-        for each in evidence.all
+        " ".join([one.drafter] * several) + ", ".join(f" {rule} {rate:.2f}" for rule, rate in one.acceptance.items())
+        for one in pair.all
     ).strip()
-    print(f"forecast, rehearsed in virtual time: acceptance {rates}; {said_sources(evidence)}")
+    print(f"forecast, simulated in virtual time: acceptance {rates}; {_sources(pair)}")
 
 
-def print_changes(changes: list[Sensitivity], first: DeploymentPlan) -> None:
+def _print_changes(changes: list[Sensitivity], first: DeploymentPlan) -> None:
     print()
     for change in changes:
         better = change.best
@@ -305,10 +315,10 @@ def print_changes(changes: list[Sensitivity], first: DeploymentPlan) -> None:
         print(f"with {change.change}: {change.ms:.2f} ms a token; {then}")
 
 
-def print_equation(rule: dict[str, Any], processors: int, target_gpus: int, drafter_gpus: int, unit: str) -> None:
-    each = f"{target_gpus} {unit}{'s' * (target_gpus > 1)} each"
+def _print_equation(equation: dict[str, Any], processors: int, target_gpus: int, drafter_gpus: int, unit: str) -> None:
+    size = f"{target_gpus} {unit}{'s' * (target_gpus > 1)} each"
     print("\nby Eq. (1) of the paper, which keeps targets from waiting and does not ask about acceptance:")
-    print(f"SP degree   {rule['sp']} ({each}), and one drafter on {drafter_gpus}")
-    print(f"lookahead   {rule['lookahead']}, the smallest that Eq. (1) allows:")
-    print(f"            {rule['inequality']}")
-    print(f"allocation  {rule['gpus_used']} of {processors} {unit}s, {rule['gpus_spare']} spare")
+    print(f"SP degree   {equation['sp']} ({size}), and one drafter on {drafter_gpus}")
+    print(f"lookahead   {equation['lookahead']}, the smallest that Eq. (1) allows:")
+    print(f"            {equation['inequality']}")
+    print(f"allocation  {equation['gpus_used']} of {processors} {unit}s, {equation['gpus_spare']} spare")

@@ -1,4 +1,4 @@
-"""`dsi timeline`: draw who computed what, when."""
+"""`dsi timeline`: draw which server computed what, when."""
 
 from __future__ import annotations
 
@@ -9,61 +9,41 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsi.cli import output as show
-from dsi.cli.toy import algorithms, numbers, setting_of
+from dsi.cli.options import Algorithms, Fields, Json, RealTime, Seed, algorithms, options, whole_numbers
+from dsi.planning.simulation import SimulationConfig
 
 if TYPE_CHECKING:
     from dsi.experiments.records import Record
 
-from dsi.cli.options import (
-    Acceptance,
-    Algorithm,
-    Contention,
-    DrafterMs,
-    Drafters,
-    DrafterTtftMs,
-    Eager,
-    Horizon,
-    Jitter,
-    Json,
-    NetworkMs,
-    OneCache,
-    PerTokenMs,
-    Pieces,
-    Rule,
-    Seed,
-    Sp,
-    TargetMs,
-    TargetTtftMs,
-    Tokens,
-    Waited,
+EXAMPLE = "Example: dsi timeline --algorithm si,dsi --acceptance 0.9 --out figure.svg --out trace.json"
+SETTING = Fields(
+    without=(
+        "algorithm",
+        "lookahead",
+        "branches",
+        "runner_up_acceptance",
+        "no_runner_up_rate",
+        "spare_targets",
+        "requests",
+        "drafter_copies",
+        "nodes",
+        "network_jitter",
+        "failures_per_hour",
+        "repair_s",
+        "detection_ms",
+    ),
+    defaults={"target_ms": 7.0, "drafter_ms": 1.0, "acceptance": 0.8, "sp": 7, "tokens": 16, "min_draft": 0},
 )
 
-EXAMPLE = "Example: dsi timeline --algorithm si,dsi --acceptance 0.9 --out figure.svg --out trace.json"
 
-
+@options
 def timeline(
-    algorithm: Algorithm = "nonsi,si,dsi",
-    target_ms: TargetMs = 7.0,
-    drafter_ms: DrafterMs = 1.0,
-    acceptance: Acceptance = 0.8,
-    lookahead: Annotated[str, typer.Option(help="Guesses per verification, or auto (see simulate).")] = "auto",
-    sp: Sp = 7,
-    tokens: Tokens = 16,
+    algorithm: Algorithms = "nonsi,si,dsi",
+    lookahead: Annotated[str, typer.Option(help="Draft tokens per verification, or auto (see simulate).")] = "auto",
     seed: Seed = 0,
-    drafters: Drafters = 1,
-    patience: Annotated[int, typer.Option(help="dsi: guesses to have before a fresh root is watched.")] = 0,
-    horizon: Horizon = float("inf"),
-    pieces: Pieces = 0,
-    target_ttft_ms: TargetTtftMs = None,
-    drafter_ttft_ms: DrafterTtftMs = None,
-    per_token_ms: PerTokenMs = 0.0,
-    jitter: Jitter = 0.0,
-    network_ms: NetworkMs = 0.0,
-    contention: Contention = 0.0,
-    one_cache: OneCache = False,
-    rule: Rule = "match",
-    eager: Eager = True,
-    waited: Waited = False,
+    *,
+    setting: Annotated[SimulationConfig, SETTING],
+    real_time: RealTime = False,
     trace: Annotated[
         Path | None, typer.Option(help="Draw a trace instead: what `dsi serve` gives at /v1/traces/ID.")
     ] = None,
@@ -74,26 +54,30 @@ def timeline(
     json: Json = False,
 ) -> None:
     """Draw who computed what, when: Figure 1 of the paper for any setting."""
-    from dsi.experiments.records import record
-
     paths = [show.writable(path) for path in out or []]
-    if trace is not None:
-        records = _traced(trace)
+    if trace is None:
+        setting = setting.with_spec(lookahead=_one_lookahead(lookahead))
+        records = _simulated(setting, algorithms(algorithm), seed, real_time)
     else:
-        names = algorithms(algorithm)
-        setting = setting_of(locals(), lookahead=_one_lookahead(lookahead))
-        with show.progress("algorithms", len(names)) as advance:
-            records = []
-            for name in names:
-                records.append(record(setting, name, seed, waited))
-                advance()
+        records = _traced(trace)
     for path in paths:
         _save(records, path)
     show.timelines(records, paths, json)
 
 
+def _simulated(setting: SimulationConfig, names: list[str], seed: int, real_time: bool) -> list[Record]:
+    from dsi.experiments.records import record
+
+    records = []
+    with show.progress("algorithms", len(names)) as advance:
+        for name in names:
+            records.append(record(setting, name, seed, real_time))
+            advance()
+    return records
+
+
 def _traced(path: Path) -> list[Record]:
-    """The runs of a trace, those in which a token came."""
+    """The runs in a trace that have a token."""
     from dsi.plot.trace import read
 
     try:
@@ -111,10 +95,10 @@ def _traced(path: Path) -> list[Record]:
 def _one_lookahead(text: str) -> int | None:
     if text == "auto":
         return None
-    blocks = numbers("lookahead", text, 1)
-    if len(blocks) > 1:
+    lookaheads = whole_numbers("lookahead", text, 1)
+    if len(lookaheads) > 1:
         raise ValueError(f"lookahead {text!r}: a timeline shows one run, so must be one number or auto")
-    return blocks[0]
+    return lookaheads[0]
 
 
 def _save(records: list[Record], path: Path) -> None:

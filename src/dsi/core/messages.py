@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from dsi.core.fields import option
 from dsi.core.sequence import Tokens, TokenSequence
 
 Time = Any  # float seconds, or a Fraction where virtual time is to be exact
@@ -12,6 +13,7 @@ Time = Any  # float seconds, or a Fraction where virtual time is to be exact
 TARGET = "target"
 DRAFTER = "drafter"
 RULES = ("match", "reject", "block", "specinfer")
+RULE_HELP = "How draft tokens are accepted: match, reject, block or specinfer; all are lossless."
 
 TopLogprobs = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the likeliest first
 DraftToken = tuple[int, Any]  # a token and the draft probabilities that a rule needs: only servers read them
@@ -28,12 +30,12 @@ def check_rule(name: str) -> str:
 class Sampling:
     """How a token is sampled from logits. The core passes it on; only servers read it."""
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    rule: str = "match"
+    temperature: float = option("0 is greedy.", 0.0)
+    top_k: int = option("Only the k likeliest tokens; 0: all.", 0)
+    top_p: float = option("Only the likeliest tokens that together reach p.", 1.0)
+    min_p: float = option("Only tokens at least this share as likely as the likeliest.", 0.0)
+    seed: int = option("Same seed, same text, whatever the algorithm.", 0)
+    rule: str = option(RULE_HELP, "match")
     candidates: int = 2  # specinfer: draft tokens for each position
     logprobs: int | None = None  # how many of the likeliest tokens to return for each position; None: no logprobs
 

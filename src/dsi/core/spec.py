@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any
 
-from dsi.core.messages import DRAFTER, check_rule
+from dsi.core.fields import option
+from dsi.core.messages import DRAFTER, RULE_HELP, check_rule
 
 ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
 AUTO = "auto"  # switches between configurations of the others as it learns acceptance rates and latencies
@@ -27,24 +27,20 @@ def default_max_lead(targets: int, lookahead: int, min_draft: int = 0) -> int:
     return max(min_draft + 1, (targets + 1) * lookahead)
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class SpecConfig:
     """How to speculate; None leaves a value to the engine, the planner or the simulator."""
 
-    algorithm: str = _option("dsi", "nonsi, si, pearl, dsi, or auto, which adapts to acceptance rates and latencies.")
-    lookahead: int | None = _option(None, "Draft tokens per verification.")
-    min_draft: int | None = _option(None, "dsi: draft tokens to wait for before a new root is verified.")
-    max_lead: float | None = _option(None, "dsi: how many tokens a drafter may be ahead of the verified text.")
-    max_targets: int | None = _option(None, "dsi: verifications in flight at once, not counting those of runner-ups.")
-    branches: int = _option(1, "dsi, rule match: draft tokens for each position, the runner-ups counted.")
-    spare_targets: int = _option(1, "dsi: targets that verify what follows runner-ups, with more than one branch.")
-    min_ratio: float = _option(MIN_RATIO, "dsi: least probability of a runner-up, relative to the first choice.")
-    drafters: tuple[str, ...] = _option((DRAFTER,), "Names of the drafters.")
-    rule: str = _option("match", "How draft tokens are accepted: match, reject, block or specinfer.")
+    algorithm: str = option("nonsi, si, pearl, dsi, or auto, which learns what pays; the text is the same.", "dsi")
+    lookahead: int | None = option("Draft tokens per verification.", None)
+    min_draft: int | None = option("dsi: draft tokens to have before a new root is verified.", None)
+    max_lead: float | None = option("dsi: how far beyond the verified text a drafter may draft, in tokens.", None)
+    max_targets: int | None = None  # dsi: verifications in flight at once, not counting those of runner-ups
+    branches: int = option("dsi, rule match: draft tokens for each position; 2 has runner-ups.", 1)
+    spare_targets: int = option("dsi: targets, of the SP degree, that verify what follows runner-ups.", 1)
+    min_ratio: float = MIN_RATIO  # dsi: least probability of a runner-up, relative to the first choice
+    drafters: tuple[str, ...] = (DRAFTER,)  # roles of the drafter servers
+    rule: str = option(RULE_HELP, "match")
 
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm, auto=True)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from dsi.core.fields import option
 from dsi.core.spec import AUTO as AUTO_ALGORITHM
 from dsi.core.spec import SpecConfig
 from dsi.engine.devices import Placement, parse_placement
@@ -27,78 +28,49 @@ OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_dra
 class EngineConfig:
     """The models of an engine and where they run.
 
-    Arguments of `Engine.load` and options of the commands are these fields; `help` is the text of an option.
+    Arguments of `Engine.load` and options of the commands are these fields.
     """
 
-    target: str = field(
-        default=BUILTIN, metadata={"help": "A model folder, a name on the hub or in the paper, or builtin."}
+    target: str = option("A model folder, a name on the hub or in the paper, or builtin.", BUILTIN)
+    drafter: tuple[str, ...] = option("A smaller model, likewise, or ngram; dsi can use several.", (BUILTIN,))
+    vocab: str = option(
+        "How draft tokens reach the target: same tokens or, with another vocabulary, tli (the tokens both "
+        "have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem.",
+        AUTO,
     )
-    drafter: tuple[str, ...] = field(
-        default=(BUILTIN,), metadata={"help": "A smaller model, likewise, or ngram; dsi can use several."}
+    sp: int | None = option("SP degree: how many targets. 1, or with devices the fastest.", None)
+    target_mp: int = option(
+        "MP degree: processes that each target is split over, on its cores; on Ray each asks for the CPUs of "
+        "a whole one.",
+        1,
     )
-    vocab: str = field(
-        default=AUTO,
-        metadata={
-            "help": "How draft tokens reach the target: same tokens or, with another vocabulary, tli (the tokens "
-            "both have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem."
-        },
+    dtype: str = option("float32 or bfloat16.", DTYPES[0])
+    threads: int | None = option("Threads of each server; without it, one for each of its cores.", None)
+    target_devices: str | None = option(
+        "GPUs for the targets: cuda:1,cuda:2, slices of one, cuda:0/8, or one target over several, "
+        "cuda:1+cuda:2; the CPU without it.",
+        None,
     )
-    sp: int | None = field(
-        default=None, metadata={"help": "SP degree: how many targets. 1, or with devices the fastest."}
+    drafter_device: str | None = option("The drafter's GPU, cuda:0; without it, the last of the target devices.", None)
+    fleet: str | None = option(
+        "Where the servers run: ray starts a Ray cluster here, ray=ADDRESS joins one; without it, processes "
+        "on this machine.",
+        None,
     )
-    target_mp: int = field(
-        default=1,
-        metadata={
-            "help": "MP degree: processes that each target is split over, on its cores; on Ray each asks for the "
-            "CPUs of a whole one."
-        },
+    target_resources: str | None = option(
+        "On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a.",
+        None,
     )
-    dtype: str = field(default=DTYPES[0], metadata={"help": "float32 or bfloat16."})
-    threads: int | None = field(
-        default=None, metadata={"help": "Threads of each server; without it, one for each of its cores."}
+    drafter_resources: str | None = option("On Ray, what the drafter asks for, likewise.", None)
+    hang_seconds: float | None = option(
+        "On Ray, how long a server may be silent at its work before it counts as dead: 60.",
+        None,
     )
-    target_devices: str | None = field(
-        default=None,
-        metadata={
-            "help": "GPUs for the targets: cuda:1,cuda:2, slices of one, cuda:0/8, or one target over several, "
-            "cuda:1+cuda:2; the CPU without it."
-        },
-    )
-    drafter_device: str | None = field(
-        default=None, metadata={"help": "The drafter's GPU, cuda:0; without it, the last of the target devices."}
-    )
-    fleet: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where the servers run: ray starts a Ray cluster here, ray=ADDRESS joins one; without it, "
-            "processes on this machine."
-        },
-    )
-    target_resources: str | None = field(
-        default=None,
-        metadata={"help": "On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a."},
-    )
-    drafter_resources: str | None = field(
-        default=None, metadata={"help": "On Ray, what the drafter asks for, likewise."}
-    )
-    resources: Mapping[str, ResourceRequest] = field(
-        default_factory=dict,
-        metadata={"help": "On Ray, what servers ask for, by server name or role; from Python only."},
-    )
-    hang_seconds: float | None = field(
-        default=None,
-        metadata={"help": "On Ray, how long a server may be silent at its work before it counts as dead: 60."},
-    )
-    start_seconds: float | None = field(
-        default=None, metadata={"help": "On Ray, how long a server may take to come, its model loaded: 120."}
-    )
-    max_num_seqs: int | None = field(
-        default=None, metadata={"help": "Sequences that each server keeps in its KV cache; 4 without it."}
-    )
-    plan: str | None = field(
-        default=None,
-        metadata={"help": "auto: measure the pair on this machine's cores and use the fastest configuration."},
-    )
+    start_seconds: float | None = option("On Ray, how long a server may take to come, its model loaded: 120.", None)
+    # From Python only.
+    resources: Mapping[str, ResourceRequest] = field(default_factory=dict)  # on Ray, by server name or role
+    max_num_seqs: int | None = None  # sequences that each server keeps in its KV cache; None: 4
+    plan: str | None = None  # auto: measure the pair on this machine's cores and use the fastest configuration
 
     def __post_init__(self) -> None:
         names = (self.drafter,) if isinstance(self.drafter, str) else tuple(self.drafter)

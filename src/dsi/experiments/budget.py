@@ -197,7 +197,7 @@ def check_processors(name: str, count: int, least: int) -> int:
 
 def check_share(share: float) -> float:
     if not 0 <= share <= 1:
-        raise ValueError(f"scales {share}: must be between 0 and 1")
+        raise ValueError(f"parallel fraction {share}: must be between 0 and 1")
     return share
 
 

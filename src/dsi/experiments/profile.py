@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from dsi.planning.latency import Curve, monotone
+from dsi.planning.latency import Curve, LatencyModel, monotone
 
 NAMES = ("target", "drafter", "dataset")
 PARTS = ("latency", "acceptance", "rules")  # the last is what `dsi measure acceptance --rule` gives
@@ -88,6 +88,13 @@ class Profile:
             if highest and result["temperature"] == highest and result.get("places")
         }
         return rates or {"match": self.number("acceptance", source)}
+
+    def latency(self, source: Path | str = "profile", **fields: Any) -> LatencyModel:
+        """The latencies of the pair; a first forward that was measured as faster than later ones takes as long."""
+        ms: dict[str, Any] = {name: self.number(name, source) for name in NUMBERS if name.endswith("_ms")}
+        for role in ("target", "drafter"):
+            ms[f"{role}_ttft_ms"] = max(ms[f"{role}_ttft_ms"], ms[f"{role}_ms"])
+        return LatencyModel(**ms, **fields)
 
     def with_part(self, name: str, figures: Mapping[str, Any]) -> Profile:
         return replace(self, parts={**self.parts, name: figures})

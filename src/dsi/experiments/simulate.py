@@ -24,19 +24,19 @@ class Result:
     """
 
     algorithm: str
-    label: str  # simulated or real_time
+    label: str  # simulated or waited
     mean_ms: float
     stdev_ms: float
     ci95_ms: float  # half the width of the 95% confidence interval of the mean
     tokens_per_second: float
     lookahead: int | None
-    patience: int
+    min_draft: int
     sp: int
     tokens: int
     repeats: int
     acceptance: float
     target_forwards: float  # computed to their end, per run, as are all counts below
-    hidden: float  # share of the useful ones' time that nobody real_time for
+    hidden: float  # share of the useful ones' time that nobody waited for
     stale_forwards: float  # begun and given up
     drafted: float
     wasted_drafts: float
@@ -56,7 +56,7 @@ class Result:
         return TITLES[self.algorithm]
 
     def json(self) -> dict[str, object]:
-        return asdict(self)
+        return asdict(self) | {"patience": self.min_draft}  # its old name, for one release
 
 
 @dataclass(frozen=True)
@@ -122,25 +122,25 @@ def best(
     setting: SimulationConfig,
     algorithm: str,
     lookaheads: Iterable[int | None],
-    patiences: Iterable[int],
+    min_drafts: Iterable[int],
     repeats: int = 30,
     seed: int = 0,
     real_time: bool = False,
     progress: Progress = no_progress,
 ) -> Result:
-    """The fastest of several lookaheads and patiences; an algorithm without them is run once."""
+    """The fastest of several lookaheads and min_drafts; an algorithm without them is run once."""
     tried = [
         simulate(choice, algorithm, repeats, seed, real_time, progress)
-        for choice in choices(setting, algorithm, lookaheads, patiences)
+        for choice in choices(setting, algorithm, lookaheads, min_drafts)
     ]
     return min(tried, key=lambda result: result.mean_ms)
 
 
 def choices(
-    setting: SimulationConfig, algorithm: str, lookaheads: Iterable[int | None], patiences: Iterable[int]
+    setting: SimulationConfig, algorithm: str, lookaheads: Iterable[int | None], min_drafts: Iterable[int]
 ) -> list[SimulationConfig]:
     blocks = [None] if algorithm in ("nonsi", AUTO) else list(lookaheads)
-    waits = list(patiences) if algorithm == "dsi" else [0]
+    waits = list(min_drafts) if algorithm == "dsi" else [0]
     return [setting.with_spec(lookahead=block, min_draft=wait) for block, wait in product(blocks, waits)]
 
 
@@ -156,7 +156,7 @@ def summary(setting: SimulationConfig, algorithm: str, runs: list[Sample], label
         ci95_ms=1.96 * spread / len(times) ** 0.5,
         tokens_per_second=1000 * setting.tokens * setting.requests / fmean(run.all_ms for run in runs),
         lookahead=setting.lookahead_for(algorithm),
-        patience=setting.spec.min_draft or 0,
+        min_draft=setting.spec.min_draft or 0,
         sp=setting.sp,
         tokens=setting.tokens,
         repeats=len(runs),

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from dsi.core.fields import option
 from dsi.planning.equation_1 import Number, check_latencies
 
 if TYPE_CHECKING:
@@ -21,27 +22,31 @@ Curve = tuple[tuple[int, Number], ...]  # ms by width in new tokens, or by numbe
 class LatencyModel:
     """Latencies of a target and its drafter in milliseconds, and how servers delay one another."""
 
-    target_ms: Number
-    drafter_ms: Number
-    target_ttft_ms: Number | None = None  # the prefill with the first token; None: as any other forward
-    drafter_ttft_ms: Number | None = None
-    per_token_ms: Number = 0  # added to a target forward by each new token after the first
+    target_ms: Number = option("A target forward, in milliseconds.")
+    drafter_ms: Number = option("A drafter forward, in milliseconds.")
+    target_ttft_ms: Number | None = option("The target's first forward, over the prompt.", None)
+    drafter_ttft_ms: Number | None = option("The drafter's first forward, over the prompt.", None)
+    per_token_ms: Number = option("What each further new token adds to a target forward.", 0)
     by_width: Curve = ()  # instead: target forwards of up to so many new tokens, padded to that width
-    jitter: float = 0  # spreads each forward evenly by this share to either side
-    contention: float = 0  # share by which each other busy target slows a target forward down
+    jitter: float = option("Each forward takes evenly up to this share more or less: 0 to 0.99, by seed.", 0)
+    contention: float = option("Share by which each other busy target slows one (virtual time only).", 0)
     by_busy_targets: Curve = ()  # instead: a target forward by the number of targets that compute at once
     drafter_by_busy_targets: Curve = ()  # a drafter forward by the number of targets that compute beside it
-    cancel_points: int = 0  # per forward; 0: a forward stops at once
+    cancel_points: int = option("Points at which a cancelled forward can end; 0: it ends at once.", 0)
     drafter_cancel_points: int | None = None  # None: as many as a target's
-    shared_kv: bool = False  # the targets fill one KV cache: none computes what another is computing
-    network_ms: Number = 0  # of one message
-    network_jitter: float = 0
+    shared_kv: bool = option(
+        "The targets fill one KV cache: none computes what another is computing (virtual time only).", False
+    )
+    network_ms: Number = option(
+        "Delay of a message, each way (virtual time only): of every one, or with nodes of those between machines.", 0
+    )
+    network_jitter: float = option("Each message is delayed evenly up to this share more or less: 0 to 0.99.", 0)
 
     def __post_init__(self) -> None:
         check_latencies(self.target_ms, self.drafter_ms)
         check_ranges(
-            ("pieces", self.cancel_points, 0, inf),
-            ("drafter pieces", self.drafter_cancel_points, 0, inf),
+            ("cancel points", self.cancel_points, 0, inf),
+            ("drafter cancel points", self.drafter_cancel_points, 0, inf),
             ("target latency in ms", self.target_ms, LEAST_MS, MOST_MS),
             ("drafter latency in ms", self.drafter_ms, LEAST_MS, MOST_MS),
             ("target time to first token in ms", self.target_ttft_ms, self.target_ms, MOST_MS),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil, inf
 from random import Random
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dsi.core.fields import option
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Sampling, Time
 from dsi.core.policies import Load, load_aware, policy_for
@@ -16,14 +17,15 @@ from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.simulated import Outage, SimulatedFleet
-from dsi.fleets.spans import Span
-from dsi.fleets.threads import ThreadFleet
-from dsi.fleets.worker import Server
-from dsi.models.toy import ToyDrafter, ToyTarget
-from dsi.models.wait import Wait
 from dsi.planning.equation_1 import Number, suitable_lookahead
 from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
+
+if TYPE_CHECKING:  # these import numpy, which the help of a command does without
+    from dsi.fleets.simulated import Outage, SimulatedFleet
+    from dsi.fleets.spans import Span
+    from dsi.fleets.threads import ThreadFleet
+    from dsi.fleets.worker import Server
+    from dsi.models.toy import ToyDrafter, ToyTarget
 
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI", "auto": "auto"}
 PROMPT = (1, 2, 3)
@@ -40,20 +42,30 @@ class SimulationConfig:
     """One experiment with toy models: latencies, acceptance, servers, and how to speculate."""
 
     latency: LatencyModel
-    acceptance: float
-    sp: int
-    tokens: int
+    acceptance: float = option("How often a draft token is right: 0 to 1.")
+    sp: int = option("SP degree: how many target servers.")
+    tokens: int = option("Tokens to generate.")
     spec: SpecConfig = field(default_factory=SpecConfig)
-    drafters: int = 1
-    drafter_copies: int = 1  # servers of each drafter, which draft the same tokens
-    runner_up_acceptance: float = 0.0  # where the first choice is rejected: how often the runner-up is right
-    no_runner_up_rate: float = 0.0  # where the first choice is right: how often there is no runner-up
-    nodes: int | None = None  # machines: only messages between them take latency.network_ms. None: all messages do
-    requests: int = 1  # at once
-    failures_per_hour: float = 0  # of each server
-    repair_s: float = 10
-    detection_ms: Number = 0  # after which a failure is detected
-    thread_pool: bool = True  # as in the paper: a server takes its next job before its answer was handled
+    drafters: int = option("Drafter servers, each with errors of its own.", 1)
+    drafter_copies: int = option("Servers of each drafter, which draft the same tokens; for many requests.", 1)
+    runner_up_acceptance: float = option("How often a runner-up is right where the first choice is wrong: 0 to 1.", 0.0)
+    no_runner_up_rate: float = option("How often there is no runner-up where the first choice is right: 0 to 1.", 0.0)
+    nodes: int | None = option(
+        "Machines over which the servers are spread evenly, at most one for each server; the drafter is on the "
+        "first, where the text is put together. Without it, every message takes network-ms.",
+        None,
+    )
+    requests: int = option(
+        "Texts at once on the same servers; dsi speculates less far the more there are, as in dsi serve.", 1
+    )
+    failures_per_hour: float = option("Of each server, at random; its job is asked for again (virtual time only).", 0)
+    repair_s: float = option("Seconds until a server that failed is back, with nothing read.", 10)
+    detection_ms: Number = option("Milliseconds until a failure is detected.", 0)
+    thread_pool: bool = option(
+        "A target that has answered takes the next queued job at once, as in a thread pool, or only when its "
+        "answer has been handled and stale jobs are gone.",
+        True,
+    )
     acceptance_change: tuple[int, float] | None = None  # after so many tokens, another acceptance
     rejected_positions: frozenset[int] = frozenset()  # tokens that no drafter drafts correctly
 
@@ -128,6 +140,10 @@ class SimulationConfig:
 
     def servers(self, seed: int, unit: int = 1) -> list[Server]:
         """The targets, then the drafters, each with errors of its own; time is in units of so many ms."""
+        from dsi.fleets.worker import Server
+        from dsi.models.toy import ToyTarget
+        from dsi.models.wait import Wait
+
         target, latency = ToyTarget(seed), self.latency.target(unit)
         fleet = [Server(f"{TARGET}-{i}", TARGET, Wait(target, latency, seed * 1009 + i)) for i in range(1, self.sp + 1)]
         if self.latency.shared_kv:
@@ -139,12 +155,17 @@ class SimulationConfig:
         return fleet
 
     def _drafter(self, target: ToyTarget, seed: int) -> ToyDrafter:
+        from dsi.models.toy import ToyDrafter
+
         change = self.acceptance_change and (len(PROMPT) + self.acceptance_change[0], self.acceptance_change[1])
         rejected = frozenset(len(PROMPT) + position for position in self.rejected_positions)
         runner_ups = self.runner_up_acceptance, self.no_runner_up_rate
         return ToyDrafter(target, self.acceptance, seed, *runner_ups, change, rejected)
 
     def _drafter_servers(self, name: str, drafter: ToyDrafter, seed: int, unit: int) -> list[Server]:
+        from dsi.fleets.worker import Server
+        from dsi.models.wait import Wait
+
         latency = self.latency.drafter(unit)
         copies = range(2, self.drafter_copies + 1)
         return [
@@ -171,7 +192,7 @@ class SimulationConfig:
             done = loop.run(*(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests)))
         finally:
             fleet.close()
-        failures = fleet.outages if isinstance(fleet, SimulatedFleet) else 0
+        failures = getattr(fleet, "outages", 0)  # only virtual time has them
         return SimulatedRun(tuple(done), dict(fleet.busy), log, unit, failures)
 
     def _adaptive(self) -> PolicyFactory:
@@ -182,6 +203,8 @@ class SimulationConfig:
 
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
         """A fleet in virtual time, which counts milliseconds, so that whole ones stay exact."""
+        from dsi.fleets.simulated import SimulatedFleet
+
         servers = self.servers(seed)
         names = [server.name for server in servers]
         return SimulatedFleet(
@@ -208,6 +231,8 @@ class SimulationConfig:
 
     def outages(self, name: str, seed: int) -> Iterator[Outage]:
         """The failures of one server, each server with its own. Whole milliseconds are exact in any arithmetic."""
+        from dsi.fleets.simulated import Outage
+
         random, back = Random(f"{seed} {name}"), 0
         while True:
             down = back + round(random.expovariate(self.failures_per_hour / HOUR))
@@ -216,6 +241,8 @@ class SimulationConfig:
 
     def real_time(self, seed: int, log: list[Span] | None = None) -> ThreadFleet:
         """A fleet of threads that sleep as long as forwards take."""
+        from dsi.fleets.threads import ThreadFleet
+
         network, contention = self.latency.network_ms, self.latency.contention
         if self.latency.shared_kv:
             raise ValueError(f"one KV cache for {self.sp} targets: only virtual time has it")

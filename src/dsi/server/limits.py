@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from dsi.core.fields import option
+
 MAX_STOP_LENGTH = 1000  # characters of one stop string
 
 
 @dataclass(frozen=True)
 class Limits:
-    running: int = 16  # texts generated at once
-    waiting: int = 64  # texts in the queue; beyond that, 429
-    choices: int = 16  # texts of one request: its prompts times n
-    new_tokens: int = 4096  # of one text
+    running: int = option("Texts generated at once; on devices 1.", 16, "max-running")
+    waiting: int = option("Texts in the queue; then 429.", 64, "max-waiting")
+    choices: int = option("Texts of one request at most: prompts times n.", 16, "max-choices")
+    new_tokens: int = option("New tokens of one text at most.", 4096, "max-tokens")
     stops: int = 16  # stop strings of one request
-    body_bytes: int = 1 << 20
+    body_bytes: int = option("Of one request.", 1 << 20, "max-body-bytes")
     head_bytes: int = 1 << 14  # request line and headers
-    connections: int = 512
-    seconds: float = 600.0  # from a request to the end of its response
+    connections: int = option("At once; more are closed.", 512, "max-connections")
+    seconds: float = option("Seconds until a response must be complete.", 600.0, "timeout")
     receive_seconds: float = 10.0  # for the head of a request to arrive, and then for its body
     send_seconds: float = 30.0  # for a client to read what is sent to it
-    shutdown_seconds: float = 10.0  # for running requests to end
+    shutdown_seconds: float = option("Seconds that running requests have to end.", 10.0, "shutdown-timeout")
     traces: int = 32  # of finished requests that are kept
 
     def __post_init__(self) -> None:
