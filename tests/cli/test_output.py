@@ -36,7 +36,7 @@ def test_figures_report_each_rejection_and_each_decision() -> None:
         {
             "at_ms": 0,
             "tokens": 0,
-            "way": "SP 2, lookahead 4, patience 1",
+            "way": "SP 2, lookahead 4, min draft 1",
             "speculates": True,
             "drafters": ["drafter"],
             "cause": "start",
