@@ -1,4 +1,4 @@
-"""What a hostile client does over a bare socket, and what it must find there."""
+"""A hostile client over a bare socket, and the checks of what it gets."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-TELLTALE = re.compile(r"Traceback|File \"|\.py\b|/site-packages/|/src/|/home/|/root/")
+INTERNALS = re.compile(r"Traceback|File \"|\.py\b|/site-packages/|/src/|/home/|/root/")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Answer:
     body: bytes
 
 
-def dial(url: str, seconds: float = 30.0) -> socket.socket:
+def connect(url: str, seconds: float = 30.0) -> socket.socket:
     parts = urlsplit(url)
     return socket.create_connection((parts.hostname, parts.port), timeout=seconds)
 
@@ -32,7 +32,7 @@ def head(first: str, *headers: str) -> bytes:
     return "\r\n".join((f"{first} HTTP/1.1", "Host: localhost", *headers, "", "")).encode()
 
 
-def read(connection: socket.socket) -> Answer:
+def read_response(connection: socket.socket) -> Answer:
     response = HTTPResponse(connection)
     try:
         response.begin()
@@ -42,16 +42,16 @@ def read(connection: socket.socket) -> Answer:
         response.close()
 
 
-def ask(url: str, *pieces: bytes) -> Answer:
-    """Say this, whatever it is, and hear what comes back."""
-    with dial(url) as connection:
-        for piece in pieces:
-            connection.sendall(piece)
-        return read(connection)
+def send_raw(url: str, *parts: bytes) -> Answer:
+    """Send these bytes, whatever they are, and read the response."""
+    with connect(url) as connection:
+        for part in parts:
+            connection.sendall(part)
+        return read_response(connection)
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side ends this connection while we wait."""
+    """Whether the server closes this connection before the timeout."""
     try:
         while connection.recv(65536):
             pass
@@ -63,7 +63,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def check_error(status: int, headers: Any, body: bytes) -> dict[str, Any]:
-    """It must be an error object, and say nothing about where and how the server runs."""
+    """Check that it is an error object that shows nothing of the server's internals."""
     assert status >= 400
     assert headers["content-type"].startswith("application/json")
     assert headers["x-content-type-options"] == "nosniff"
@@ -74,47 +74,47 @@ def check_error(status: int, headers: Any, body: bytes) -> dict[str, Any]:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert error["type"]
-    assert not TELLTALE.search(body.decode())
+    assert not INTERNALS.search(body.decode())
     return error
 
 
-def refused(answer: httpx.Response | Answer, *statuses: int) -> dict[str, Any]:
-    """One of these, and properly."""
+def check_refused(answer: httpx.Response | Answer, *statuses: int) -> dict[str, Any]:
+    """Check that the status is one of these, and the body an error object."""
     if isinstance(answer, Answer):
-        found, body = answer.status, answer.body
+        status, body = answer.status, answer.body
     else:
-        found, body = answer.status_code, answer.content
-    assert found in statuses, (found, body[:500])
-    return check_error(found, answer.headers, body)
+        status, body = answer.status_code, answer.content
+    assert status in statuses, (status, body[:500])
+    return check_error(status, answer.headers, body)
 
 
-def until(true: Callable[[], bool], seconds: float = 20.0) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         if time.monotonic() > end:
             return False
         time.sleep(0.05)
     return True
 
 
-def memory(pid: int) -> int:
-    """Bytes that a process holds."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found
-    return 1024 * int(found[1])
+def memory_bytes(pid: int) -> int:
+    """Resident memory of a process."""
+    resident = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert resident
+    return 1024 * int(resident[1])
 
 
-def is_there(pid: int) -> bool:
-    """Whether a process still runs; one that is dead and not yet buried does not."""
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def writing(url: str, state: str = "running") -> int:
-    """How many texts a server says it is writing, or has `waiting`."""
-    text = ask(url, head("GET /metrics", "Connection: close")).body.decode()
-    found = re.search(rf"^dsi:num_requests_{state} (\S+)", text, re.MULTILINE)
-    assert found
-    return int(float(found[1]))
+def num_requests(url: str, state: str = "running") -> int:
+    """How many texts a server says are `running` or `waiting`."""
+    text = send_raw(url, head("GET /metrics", "Connection: close")).body.decode()
+    count = re.search(rf"^dsi:num_requests_{state} (\S+)", text, re.MULTILINE)
+    assert count
+    return int(float(count[1]))

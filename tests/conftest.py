@@ -16,7 +16,7 @@ settings.load_profile("dsi")
 
 @pytest.fixture(scope="session")
 def live() -> Iterator[Live]:
-    """One server for all tests that leave it as they found it."""
+    """One server for all tests that do not change its state."""
     server = start("--sp", "2", "--max-running", "8", "--max-waiting", "16", "--max-tokens", "400")
     yield server
     server.kill()
@@ -24,7 +24,7 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture
 def serving() -> Iterator[Serving]:
-    """A server with options of its own."""
+    """Starts a server with other options for one test."""
     started: list[Live] = []
 
     def make(*options: str, env: dict[str, str] | None = None) -> Live:

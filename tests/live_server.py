@@ -1,4 +1,4 @@
-"""A real server on a real socket: `dsi serve` in a process of its own, on the built-in pair."""
+"""`dsi serve` with the built-in pair, in a process of its own."""
 
 import os
 import re
@@ -18,26 +18,26 @@ START_SECONDS = 60.0
 
 @dataclass
 class Live:
-    """A server that runs; `log` is what it has said so far."""
+    """A running server and its log so far."""
 
     process: subprocess.Popen[str]
     log: list[str] = field(default_factory=list)
     url: str = ""
 
     def start(self) -> None:
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
+        self._log_reader = threading.Thread(target=self._read_log, daemon=True)
+        self._log_reader.start()
         end = time.monotonic() + START_SECONDS
         while not self.url:
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"the server did not start: {''.join(self.log)}")
             time.sleep(0.02)
 
-    def _listen(self) -> None:
+    def _read_log(self) -> None:
         for line in self.process.stderr or ():
             self.log.append(line)
-            if found := LISTENING.search(line):
-                self.url = found[1]
+            if address := LISTENING.search(line):
+                self.url = address[1]
 
     def post(self, path: str, **body: object) -> httpx.Response:
         return httpx.post(self.url + path, json=body, timeout=60)
@@ -45,21 +45,26 @@ class Live:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=30)
 
+    def metric(self, name: str) -> float:
+        """The sum over all labels of a metric."""
+        lines = self.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
     @property
     def children(self) -> list[int]:
-        """The processes of its servers."""
+        """The processes of its drafter and targets."""
         task = Path(f"/proc/{self.process.pid}/task")
-        return [int(pid) for each in task.iterdir() for pid in (each / "children").read_text().split()]
+        return [int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()]
 
     def stop(self) -> int:
-        """Ask it to end; returns its exit status."""
+        """Send SIGTERM; returns the exit status."""
         self.process.terminate()
         return self.process.wait(30)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
-        self._listener.join(10)
+        self._log_reader.join(10)
         if self.process.stderr:
             self.process.stderr.close()
 

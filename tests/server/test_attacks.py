@@ -1,4 +1,4 @@
-"""Attacks by hand on a real server: each is properly refused, and the next client is served."""
+"""Attacks on a real server: each is refused with an error object, and the next client is served."""
 
 import json
 import resource
@@ -14,7 +14,19 @@ from typing import Any
 import httpx
 import pytest
 
-from attackers import Answer, ask, dial, head, is_closed, is_there, memory, read, refused, until, writing
+from attackers import (
+    Answer,
+    check_refused,
+    connect,
+    head,
+    is_closed,
+    is_running,
+    memory_bytes,
+    num_requests,
+    read_response,
+    send_raw,
+    until,
+)
 from dsi.server.schema import ChatBody, CompletionBody
 from live_server import Live, Serving, start
 
@@ -27,7 +39,7 @@ ENV_KEY = "secret-of-the-environment"
 
 @pytest.fixture(scope="module")
 def client(live: Live) -> Iterator[httpx.Client]:
-    """And after all of it the server must still write."""
+    """Afterwards the server must still generate text."""
     with httpx.Client(base_url=live.url, timeout=30, headers=JSON) as client:
         yield client
         assert client.post(COMPLETIONS, json={"prompt": "Once", "max_tokens": 2}).status_code == 200
@@ -35,7 +47,7 @@ def client(live: Live) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server with keys, one text at a time, one that waits, and few connections."""
+    """A server with API keys, room for one running and one waiting text, and few connections."""
     path = tmp_path_factory.mktemp("keys") / "keys"
     path.write_text("# two of them\n" + "\n".join(KEYS) + "\n")
     limits = ("--max-running", "1", "--max-waiting", "1", "--max-connections", "64")
@@ -47,20 +59,20 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 # Bodies.
 
 
-def test_a_body_that_says_it_is_too_long_is_refused_before_it_comes(live: Live) -> None:
-    with dial(live.url) as connection:
+def test_body_with_too_large_a_length_is_refused_before_it_arrives(live: Live) -> None:
+    with connect(live.url) as connection:
         connection.sendall(head(f"POST {COMPLETIONS}", f"Content-Length: {10**15}"))
-        refused(read(connection), 413)
+        check_refused(read_response(connection), 413)
         assert is_closed(connection)
 
 
-def test_a_body_that_grows_too_long_is_refused(live: Live) -> None:
+def test_body_that_grows_too_large_is_refused(live: Live) -> None:
     def pieces() -> Iterator[bytes]:
         for _ in range(64):
             yield b" " * (BODY_BYTES // 16)
 
-    refused(httpx.post(live.url + COMPLETIONS, content=pieces(), headers=JSON, timeout=30), 413)
-    refused(httpx.post(live.url + COMPLETIONS, content=b" " * (4 * BODY_BYTES), headers=JSON, timeout=30), 413)
+    check_refused(httpx.post(live.url + COMPLETIONS, content=pieces(), headers=JSON, timeout=30), 413)
+    check_refused(httpx.post(live.url + COMPLETIONS, content=b" " * (4 * BODY_BYTES), headers=JSON, timeout=30), 413)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -90,15 +102,15 @@ def test_a_body_that_grows_too_long_is_refused(live: Live) -> None:
     ],
     ids=lambda body: repr(body[:24]) if isinstance(body, bytes) else None,
 )
-def test_a_body_that_cannot_be_read_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
-    refused(client.post(path, content=body), 400, 422)
+def test_body_that_cannot_be_parsed_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
+    check_refused(client.post(path, content=body), 400, 422)
 
 
-def test_a_body_that_is_not_said_to_be_json_is_refused(client: httpx.Client) -> None:
-    """So that no page from elsewhere can send one without being asked about it first."""
+def test_body_of_another_media_type_is_refused(client: httpx.Client) -> None:
+    """Else a page from another origin could send one without a CORS preflight."""
     body = b'{"prompt": "a", "max_tokens": 1}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", ""):
-        refused(client.post(COMPLETIONS, content=body, headers={"content-type": kind}), 422)
+        check_refused(client.post(COMPLETIONS, content=body, headers={"content-type": kind}), 422)
 
 
 # fmt: off
@@ -112,12 +124,12 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "lookahead", "logp
 
 
 @pytest.mark.parametrize("field", CompletionBody.model_fields)
-def test_an_absurd_value_is_answered_or_refused(client: httpx.Client, field: str) -> None:
+def test_completion_field_with_an_absurd_value_is_answered_or_refused(client: httpx.Client, field: str) -> None:
     check_absurd(client, COMPLETIONS, field, prompt="a", max_tokens=1 if field in SAMPLING else 0, seed=1)
 
 
 @pytest.mark.parametrize("field", [f for f in ChatBody.model_fields if f not in CompletionBody.model_fields])
-def test_an_absurd_value_in_a_chat_is_answered_or_refused(client: httpx.Client, field: str) -> None:
+def test_chat_field_with_an_absurd_value_is_answered_or_refused(client: httpx.Client, field: str) -> None:
     check_absurd(client, CHAT, field, messages=[{"role": "user", "content": "a"}], max_tokens=0)
 
 
@@ -127,7 +139,7 @@ def check_absurd(client: httpx.Client, path: str, field: str, **sound: object) -
         body = f'{{"{field}": {value}, {rest[1:]}'
         answer = client.post(path, content=body)
         if answer.status_code != 200:
-            refused(answer, 400, 404, 422, 503)
+            check_refused(answer, 400, 404, 422, 503)
             assert answer.status_code != 503 or field == "timeout", body
 
 
@@ -158,13 +170,13 @@ def check_absurd(client: httpx.Client, path: str, field: str, **sound: object) -
     ],
     ids=lambda prompt: repr(prompt)[:24],
 )
-def test_a_prompt_that_cannot_be_is_refused(client: httpx.Client, prompt: object) -> None:
-    refused(client.post(COMPLETIONS, content=json.dumps({"prompt": prompt, "max_tokens": 1})), 400, 422)
+def test_prompt_of_a_wrong_kind_is_refused(client: httpx.Client, prompt: object) -> None:
+    check_refused(client.post(COMPLETIONS, content=json.dumps({"prompt": prompt, "max_tokens": 1})), 400, 422)
 
 
-def test_absurd_stops_are_refused_and_odd_ones_do_no_harm(client: httpx.Client) -> None:
+def test_stop_strings_are_limited_and_odd_ones_accepted(client: httpx.Client) -> None:
     for stop in ("x" * 16_000, ["x"] * 16_000, ["x" * 1001], [1], [None], {"a": "b"}):
-        refused(client.post(COMPLETIONS, json={"prompt": "a", "stop": stop, "max_tokens": 1}), 400, 422)
+        check_refused(client.post(COMPLETIONS, json={"prompt": "a", "stop": stop, "max_tokens": 1}), 400, 422)
     for stop in ("", [], [""], "\0", "\ud800", ["x" * 1000] * 16):
         content = json.dumps({"prompt": "a\0b", "stop": stop, "max_tokens": 3})
         assert client.post(COMPLETIONS, content=content).status_code == 200
@@ -182,11 +194,11 @@ def test_absurd_stops_are_refused_and_odd_ones_do_no_harm(client: httpx.Client) 
     ],
     ids=["prompts", "stops", "messages", "parts", "messages of parts", "empty messages"],
 )
-def test_many_wrong_things_cost_no_more_than_one(client: httpx.Client, path: str, body: bytes) -> None:
+def test_validation_ends_at_the_first_error(client: httpx.Client, path: str, body: bytes) -> None:
     assert len(body) < BODY_BYTES + 1000
     began = time.monotonic()
-    refused(client.post(path, content=body[:BODY_BYTES]), 400, 422)
-    assert time.monotonic() - began < 2  # each took four seconds when all of them were looked at
+    check_refused(client.post(path, content=body[:BODY_BYTES]), 400, 422)
+    assert time.monotonic() - began < 2  # four seconds if all errors are collected
 
 
 # Heads.
@@ -203,12 +215,12 @@ def test_many_wrong_things_cost_no_more_than_one(client: httpx.Client, path: str
     ],
     ids=["many headers", "a giant header", "a giant path", "a giant query", "two headers"],
 )
-def test_a_flood_in_the_head_is_refused(live: Live, pieces: list[bytes]) -> None:
-    refused(ask(live.url, *pieces), 400, 431)
+def test_head_too_large_is_refused(live: Live, pieces: list[bytes]) -> None:
+    check_refused(send_raw(live.url, *pieces), 400, 431)
 
 
-def test_a_head_without_an_end_is_cut_off_soon(live: Live) -> None:
-    with dial(live.url) as connection:
+def test_head_without_end_closes_the_connection(live: Live) -> None:
+    with connect(live.url) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ")
         with pytest.raises(ConnectionError):
             connection.sendall(b"a" * (64 << 20))
@@ -236,33 +248,33 @@ def test_a_head_without_an_end_is_cut_off_soon(live: Live) -> None:
     ],
     ids=lambda data: repr(data[-24:]),
 )
-def test_what_is_no_http_is_refused_with_an_error_object(live: Live, data: bytes) -> None:
-    with dial(live.url) as connection:
+def test_connection_answers_invalid_http_with_an_error_object(live: Live, data: bytes) -> None:
+    with connect(live.url) as connection:
         connection.sendall(data)
-        refused(read(connection), 400)
+        check_refused(read_response(connection), 400)
         assert is_closed(connection)
 
 
-def test_a_body_with_a_length_and_in_chunks_is_refused_and_nothing_after_it_is_read(live: Live) -> None:
-    """Who hides a second request in the first must find neither a proxy nor us of two minds."""
+def test_body_with_length_and_chunks_is_refused_against_smuggling(live: Live) -> None:
+    """A proxy could read it otherwise than we do, and hide a second request in the first."""
     hidden = head("GET /v1/models")
     request = head(f"POST {COMPLETIONS}", "Content-Length: 4", "Transfer-Encoding: chunked", CONTENT)
-    with dial(live.url) as connection:
+    with connect(live.url) as connection:
         connection.sendall(request + b"0\r\n\r\n" + hidden)
-        refused(read(connection), 400)
+        check_refused(read_response(connection), 400)
         assert is_closed(connection)
 
 
-def test_requests_in_one_piece_are_answered_in_their_order(live: Live) -> None:
+def test_connection_answers_pipelined_requests_in_order(live: Live) -> None:
     paths = ["/version", "/nowhere", "/v1/models", "/page/nothing"] * 5
-    with dial(live.url) as connection:
+    with connect(live.url) as connection:
         connection.sendall(b"".join(head(f"GET {path}") for path in paths))
-        found = [read_one(connection) for _ in paths]
-    assert [answer.status for answer in found] == [200, 404, 200, 404] * 5
+        answers = [read_one(connection) for _ in paths]
+    assert [answer.status for answer in answers] == [200, 404, 200, 404] * 5
 
 
 def read_one(connection: socket.socket) -> Answer:
-    """One answer and not a byte more: the next may have come already."""
+    """Read one response and not a byte more: the next may have arrived already."""
     data = b""
     while not data.endswith(b"\r\n\r\n"):
         data += connection.recv(1)
@@ -274,7 +286,7 @@ def read_one(connection: socket.socket) -> Answer:
     return Answer(int(lines[0].split()[1]), headers, body)
 
 
-# Names and paths.
+# Host names and paths.
 
 
 @pytest.mark.parametrize(
@@ -303,31 +315,31 @@ def read_one(connection: socket.socket) -> Answer:
         "http://elsewhere/",
     ],
 )
-def test_no_path_leads_to_a_file_or_anywhere_else(live: Live, path: str) -> None:
-    refused(ask(live.url, head(f"GET {path}", "Connection: close")), 404, 405)
+def test_page_serves_no_other_file(live: Live, path: str) -> None:
+    check_refused(send_raw(live.url, head(f"GET {path}", "Connection: close")), 404, 405)
 
 
-def test_a_wrong_method_is_refused_with_an_error_object(live: Live) -> None:
+def test_method_not_allowed_is_an_error_object(live: Live) -> None:
     for method, path in (("GET", COMPLETIONS), ("DELETE", "/v1/models"), ("POST", "/"), ("BREW", "/health")):
-        answer = ask(live.url, head(f"{method} {path}", "Connection: close"))
-        refused(answer, 405)
+        answer = send_raw(live.url, head(f"{method} {path}", "Connection: close"))
+        check_refused(answer, 405)
         assert answer.headers["allow"]
-    refused(ask(live.url, head("CONNECT elsewhere:443", "Connection: close")), 404, 405)
-    refused(ask(live.url, head("OPTIONS *", "Connection: close")), 404, 405)
+    check_refused(send_raw(live.url, head("CONNECT elsewhere:443", "Connection: close")), 404, 405)
+    check_refused(send_raw(live.url, head("OPTIONS *", "Connection: close")), 404, 405)
 
 
 @pytest.mark.parametrize(
     "host",
     ["elsewhere.example", "127.0.0.1.elsewhere.example", "localhost@elsewhere", "", "[::2]", "8.8.8.8"],
 )
-def test_on_loopback_another_name_is_not_answered(live: Live, host: str) -> None:
+def test_loopback_server_refuses_other_host_names(live: Live, host: str) -> None:
     for path in ("/", "/v1/models"):
         request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-        refused(ask(live.url, request.encode()), 400)
-    assert ask(live.url, b"GET / HTTP/1.1\r\nHost: LOCALHOST:1\r\nConnection: close\r\n\r\n").status == 200
+        check_refused(send_raw(live.url, request.encode()), 400)
+    assert send_raw(live.url, b"GET / HTTP/1.1\r\nHost: LOCALHOST:1\r\nConnection: close\r\n\r\n").status == 200
 
 
-def test_the_page_and_the_api_say_what_a_browser_may_do_with_them(client: httpx.Client) -> None:
+def test_responses_have_security_headers(client: httpx.Client) -> None:
     for path in ("/", "/v1/models", "/health", "/metrics", "/nowhere", "/openapi.json"):
         headers = client.get(path, headers={"origin": "http://elsewhere.example"}).headers
         assert headers["content-security-policy"].startswith("default-src 'none'; script-src 'self';")
@@ -360,87 +372,87 @@ def bearer(key: str) -> dict[str, str]:
         bearer("# two of them"),
     ],
 )
-def test_without_one_of_the_keys_there_is_no_answer(locked: Live, headers: dict[str, str]) -> None:
+def test_api_key_is_required(locked: Live, headers: dict[str, str]) -> None:
     for path in ("/v1/models", "/v1/nowhere", "/v1/traces/1"):
         answer = httpx.get(locked.url + path, headers=headers)
-        assert refused(answer, 401)["code"] == "invalid_api_key"
+        assert check_refused(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
-    refused(httpx.post(locked.url + COMPLETIONS, json={"prompt": "a"}, headers=headers), 401)
+    check_refused(httpx.post(locked.url + COMPLETIONS, json={"prompt": "a"}, headers=headers), 401)
 
 
-def test_with_one_of_the_keys_there_is_and_no_key_is_ever_told(locked: Live) -> None:
-    told = []
+def test_api_key_is_accepted_and_never_shown(locked: Live) -> None:
+    answers = []
     for key in (*KEYS, KEYS[0] + "x"):
         with httpx.Client(base_url=locked.url, headers=bearer(key), timeout=30) as client:
-            told += [
+            answers += [
                 client.get("/v1/models"),
                 client.get(f"/v1/models?api_key={key}"),
                 client.get("/metrics"),
             ]
-            told.append(client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}))
-            told.append(client.post(COMPLETIONS, json={"prompt": []}))
-    assert [answer.status_code for answer in told] == [200, 200, 200, 200, 422] * 2 + [
+            answers.append(client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1}))
+            answers.append(client.post(COMPLETIONS, json={"prompt": []}))
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 200, 422] * 2 + [
         401,
         401,
         200,
         401,
         401,
     ]
-    said = "".join(answer.text + str(answer.headers) for answer in told)
-    assert until(lambda: sum('"answered"' in line for line in locked.log) >= len(told))
+    shown = "".join(answer.text + str(answer.headers) for answer in answers)
+    assert until(lambda: sum('"answered"' in line for line in locked.log) >= len(answers))
     for key in KEYS:
-        assert key not in said
+        assert key not in shown
         assert key not in "".join(locked.log)
 
 
-# More than there is room for.
+# Overload.
 
 
-def stories(server: Live, **more: object) -> dict[str, Any]:
-    """A request for a text that is long, and hard to guess."""
-    body = {"prompt": "Once", "max_tokens": 500, "temperature": 100, "seed": 1, "stream": True, **more}
+def long_request(server: Live, **fields: object) -> dict[str, Any]:
+    """A request for a long text that the drafter predicts badly."""
+    body = {"prompt": "Once", "max_tokens": 500, "temperature": 100, "seed": 1, "stream": True, **fields}
     return {"url": server.url + COMPLETIONS, "json": body, "headers": bearer(KEYS[0]), "timeout": 60}
 
 
-def test_who_finds_the_queue_full_is_told_to_come_again(locked: Live) -> None:
+def test_queue_full_answers_429_with_retry_after(locked: Live) -> None:
     with ExitStack() as stack:
         for _ in range(2):
-            stream = stack.enter_context(httpx.stream("POST", **stories(locked)))
+            stream = stack.enter_context(httpx.stream("POST", **long_request(locked)))
             assert stream.status_code == 200
-        answer = httpx.post(**stories(locked))
-        assert refused(answer, 429)["code"] == "queue_full"
+        answer = httpx.post(**long_request(locked))
+        assert check_refused(answer, 429)["code"] == "queue_full"
         assert int(answer.headers["retry-after"]) >= 1
-    assert until(lambda: httpx.post(**stories(locked, max_tokens=1)).status_code == 200)
+    assert until(lambda: httpx.post(**long_request(locked, max_tokens=1)).status_code == 200)
 
 
-def test_who_leaves_frees_a_place(locked: Live) -> None:
-    """With one place, the next is served only if the place is free."""
+def test_queue_advances_when_a_client_disconnects(locked: Live) -> None:
+    """With room for one text, the next one is served only if the first has ended."""
     for stream in (True, False):
         for _ in range(5):
-            with dial(locked.url) as connection:
-                body = json.dumps(stories(locked, stream=stream)["json"]).encode()
+            with connect(locked.url) as connection:
+                body = json.dumps(long_request(locked, stream=stream)["json"]).encode()
                 length, key = f"Content-Length: {len(body)}", f"Authorization: Bearer {KEYS[1]}"
                 connection.sendall(head(f"POST {COMPLETIONS}", CONTENT, length, key) + body)
-                assert until(lambda: writing(locked.url) == 1)
-            assert until(lambda: writing(locked.url) == 0)  # who comes sooner may be refused
+                assert until(lambda: num_requests(locked.url) == 1)
+            assert until(lambda: num_requests(locked.url) == 0)  # an earlier request may be refused
     began = time.monotonic()
-    assert httpx.post(**stories(locked, stream=False, max_tokens=1)).status_code == 200
+    assert httpx.post(**long_request(locked, stream=False, max_tokens=1)).status_code == 200
     assert time.monotonic() - began < 5
 
 
-def test_a_deadline_ends_an_answer_and_a_stream_with_an_error_object(locked: Live) -> None:
-    answer = httpx.post(**stories(locked, stream=False, timeout=0.2))
-    assert refused(answer, 503)["code"] == "deadline_exceeded"
-    with httpx.stream("POST", **stories(locked, timeout=0.2)) as stream:
+def test_deadline_ends_responses_with_an_error_object(locked: Live) -> None:
+    answer = httpx.post(**long_request(locked, stream=False, timeout=0.2))
+    assert check_refused(answer, 503)["code"] == "deadline_exceeded"
+    with httpx.stream("POST", **long_request(locked, timeout=0.2)) as stream:
         assert stream.status_code == 200
         events = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
     assert json.loads(events[-2])["error"]["code"] == "deadline_exceeded"
     assert events[-1] == "[DONE]"
-    assert until(lambda: writing(locked.url) == 0)
+    assert until(lambda: num_requests(locked.url) == 0)
 
 
 def open_files(wanted: int) -> int:
-    """As many as this process may have, if those are fewer."""
+    """Raise the limit on open files; returns how many of those wanted it allows."""
     spare = 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < wanted + spare:
@@ -449,59 +461,61 @@ def open_files(wanted: int) -> int:
     return min(wanted, soft - spare)
 
 
-def test_a_crowd_of_slow_connections_does_not_keep_others_out(locked: Live) -> None:
-    """Each sends one byte and waits; there is room for 64."""
-    before, files = memory(locked.process.pid), Path(f"/proc/{locked.process.pid}/fd")
+def test_connection_limit_admits_others_beside_slow_clients(locked: Live) -> None:
+    """Each sends one byte and waits; the limit is 64 connections."""
+    before, files = memory_bytes(locked.process.pid), Path(f"/proc/{locked.process.pid}/fd")
     with ExitStack() as stack:
         for i in range(open_files(2000)):
-            slow = stack.enter_context(dial(locked.url))
+            slow = stack.enter_context(connect(locked.url))
             slow.setblocking(False)
             slow.send(b"G" if i % 2 else head(f"POST {COMPLETIONS}", "Content-Length: 9") + b"{")
             if i % 500 == 499:
                 began = time.monotonic()
-                assert httpx.post(**stories(locked, stream=False, max_tokens=2)).status_code == 200
+                assert httpx.post(**long_request(locked, stream=False, max_tokens=2)).status_code == 200
                 assert time.monotonic() - began < 10
         assert len(list(files.iterdir())) < 64 + 64
-        assert memory(locked.process.pid) - before < 64 << 20
-    assert httpx.post(**stories(locked, stream=False, max_tokens=2)).status_code == 200
+        assert memory_bytes(locked.process.pid) - before < 64 << 20
+    assert httpx.post(**long_request(locked, stream=False, max_tokens=2)).status_code == 200
 
 
-# The end.
+# Shutdown.
 
 
-def test_told_to_end_a_server_cuts_its_streams_cleanly_and_leaves_nobody_behind(serving: Serving) -> None:
+def test_shutdown_ends_streams_with_an_error_and_all_processes(serving: Serving) -> None:
     server = serving("--shutdown-timeout", "1", "--max-running", "8", env={"DSI_API_KEYS": f" {ENV_KEY}, other,"})
-    refused(httpx.get(server.url + "/v1/models"), 401)
+    check_refused(httpx.get(server.url + "/v1/models"), 401)
     children = server.children
     assert len(children) >= 2
 
     url = server.url + COMPLETIONS
 
-    def follow() -> list[str]:
+    def read_events() -> list[str]:
         body = {"prompt": "Once", "max_tokens": 500, "temperature": 100, "n": 4, "stream": True}
         with httpx.stream("POST", url, json=body, headers=bearer(ENV_KEY), timeout=60) as stream:
             return [line.removeprefix("data: ") for line in stream.iter_lines() if line]
 
     with ThreadPoolExecutor(4) as pool:
-        followers = [pool.submit(follow) for _ in range(4)]
-        assert until(lambda: writing(server.url) == 8 and writing(server.url, "waiting") > 4)  # all have come
+        streams = [pool.submit(read_events) for _ in range(4)]
+        assert until(
+            lambda: num_requests(server.url) == 8 and num_requests(server.url, "waiting") > 4
+        )  # all requests have arrived
         assert server.stop() == 0
-        ends = [follower.result() for follower in followers]
+        ends = [stream.result() for stream in streams]
     assert all(events[-1] == "[DONE]" for events in ends)
     errors = [error for events in ends if (error := json.loads(events[-2]).get("error"))]
     assert errors
     assert {error["code"] for error in errors} == {"shutting_down"}
-    assert until(lambda: not any(map(is_there, children)))
+    assert until(lambda: not any(map(is_running, children)))
     assert ENV_KEY not in "".join(server.log)
     assert "Traceback" not in "".join(server.log)
 
 
-def test_a_server_that_is_killed_leaves_nobody_behind(serving: Serving) -> None:
+def test_killed_server_leaves_no_process_behind(serving: Serving) -> None:
     server = serving()
     children = server.children
     assert len(children) >= 2
-    with httpx.stream("POST", **stories(server)) as stream:
+    with httpx.stream("POST", **long_request(server)) as stream:
         next(stream.iter_lines())
         server.process.send_signal(signal.SIGKILL)
         server.process.wait()
-        assert until(lambda: not any(map(is_there, children)))
+        assert until(lambda: not any(map(is_running, children)))

@@ -1,4 +1,4 @@
-"""What docs/serving.md shows works as it stands, but for where the server listens."""
+"""The examples of docs/serving.md work as they stand, except for the server's address."""
 
 import re
 import subprocess
@@ -18,31 +18,33 @@ def examples(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("code", examples("py"))
-def test_the_official_client_as_shown(live: Live, code: str) -> None:
-    here = code.replace("http://127.0.0.1:8000", live.url)
-    done = subprocess.run([sys.executable, "-c", here], capture_output=True, text=True, check=True)
+def test_docs_official_client_example(live: Live, code: str) -> None:
+    adapted = code.replace("http://127.0.0.1:8000", live.url)
+    done = subprocess.run([sys.executable, "-c", adapted], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(", there was a little girl named Lily.")
 
 
-@pytest.mark.parametrize("command", [each for each in examples("sh") if each.startswith("curl") and "-d" in each])
-def test_curl_as_shown(live: Live, command: str) -> None:
-    here = command.replace("http://127.0.0.1:8000", live.url)
-    done = subprocess.run(["bash", "-c", here], capture_output=True, text=True, check=True, timeout=60)
+@pytest.mark.parametrize(
+    "command", [example for example in examples("sh") if example.startswith("curl") and "-d" in example]
+)
+def test_docs_curl_examples(live: Live, command: str) -> None:
+    adapted = command.replace("http://127.0.0.1:8000", live.url)
+    done = subprocess.run(["bash", "-c", adapted], capture_output=True, text=True, check=True, timeout=60)
     assert '"choices"' in done.stdout
     assert '"error"' not in done.stdout
 
 
-def test_a_trace_is_drawn_as_shown(live: Live, tmp_path: Path) -> None:
-    [command] = [each for each in examples("sh") if "/v1/traces/" in each]
+def test_docs_trace_example(live: Live, tmp_path: Path) -> None:
+    [command] = [example for example in examples("sh") if "/v1/traces/" in example]
     answer = live.post("/v1/completions", prompt="Once upon a time", max_tokens=20, temperature=0).json()
-    here = re.sub(r"cmpl-\w+", answer["id"], command.replace("http://127.0.0.1:8000", live.url))
-    here = here.replace("dsi timeline", f"{sys.executable} -m dsi timeline")
-    done = subprocess.run(["bash", "-c", here], capture_output=True, text=True, check=True, cwd=tmp_path)
+    adapted = re.sub(r"cmpl-\w+", answer["id"], command.replace("http://127.0.0.1:8000", live.url))
+    adapted = adapted.replace("dsi timeline", f"{sys.executable} -m dsi timeline")
+    done = subprocess.run(["bash", "-c", adapted], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "DSI: 20 tokens" in done.stdout
     assert (tmp_path / "figure.svg").stat().st_size > 1000
 
 
-def test_every_metric_that_is_described_is_there(live: Live) -> None:
+def test_docs_describe_existing_metrics(live: Live) -> None:
     live.post("/v1/completions", prompt="Once upon a time", max_tokens=8, temperature=0)
     table = PAGE.read_text().partition("| metric (all begin")[2].partition("\n\n")[0]
     names = METRIC.findall("\n".join(line.split("|")[1] for line in table.splitlines()[2:]))

@@ -288,7 +288,7 @@ def test_engine_thread_reports_a_failed_engine_to_all_jobs_and_serves_the_next(
 @pytest.fixture
 def trespasses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every attribute of the engine's mutable parts that is read by another thread than the engine's."""
-    found: list[str] = []
+    trespassed: list[str] = []
 
     def guard(owner: type) -> None:
         read: Any = owner.__getattribute__
@@ -297,14 +297,14 @@ def trespasses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             if threading.current_thread().name != "engine":
                 caller = sys._getframe(1).f_code.co_name
                 if name != "wake" and caller != "wake":  # which any thread may call
-                    found.append(f"{owner.__name__}.{name} in {caller}")
+                    trespassed.append(f"{owner.__name__}.{name} in {caller}")
             return read(self, name)
 
         monkeypatch.setattr(owner, "__getattribute__", checked)
 
     for owner in (Engine, Deployment, ActiveRequest, Generation, Scoring, ProcessFleet, Scheduler):
         guard(owner)
-    yield found
+    yield trespassed
     monkeypatch.undo()
 
 

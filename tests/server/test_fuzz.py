@@ -1,4 +1,4 @@
-"""Whatever the OpenAPI document allows, and whatever it does not: an answer, soon, and as it says."""
+"""Fuzzing by the OpenAPI document: valid and invalid requests get a response in time that conforms to it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ from attackers import check_error
 from live_server import start
 
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-OPERATIONS = {  # and how many requests each
+OPERATIONS = {  # with the number of requests
     "POST /v1/completions": 30,
     "POST /v1/chat/completions": 30,
     "GET /v1/models": 5,
@@ -32,7 +32,7 @@ SECONDS = 30.0
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[schemathesis.BaseSchema]:
-    """Of a server whose texts are short."""
+    """The document of a server that generates short texts."""
     server = start("--max-tokens", "3", "--max-choices", "2", "--timeout", "20")
     yield schemathesis.openapi.from_url(server.url + "/openapi.json")
     server.kill()
@@ -48,17 +48,19 @@ def check(case: Any) -> None:
     case.validate_response(answer, checks=CHECKS)
 
 
-def test_every_operation_is_known_here(api: schemathesis.BaseSchema) -> None:
-    assert {f"{each.method.upper()} {each.path}" for path in api.values() for each in path.values()} == set(OPERATIONS)
+def test_openapi_lists_all_operations(api: schemathesis.BaseSchema) -> None:
+    assert {
+        f"{operation.method.upper()} {operation.path}" for path in api.values() for operation in path.values()
+    } == set(OPERATIONS)
 
 
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_what_is_allowed_is_answered_as_documented(api: schemathesis.BaseSchema, label: str) -> None:
+def test_openapi_holds_for_valid_requests(api: schemathesis.BaseSchema, label: str) -> None:
     fuzz(api, label, GenerationMode.POSITIVE)
 
 
 @pytest.mark.parametrize("label", [label for label in OPERATIONS if label.startswith("POST")])
-def test_what_is_not_allowed_is_answered_as_documented(api: schemathesis.BaseSchema, label: str) -> None:
+def test_openapi_holds_for_invalid_requests(api: schemathesis.BaseSchema, label: str) -> None:
     fuzz(api, label, GenerationMode.NEGATIVE)
 
 
@@ -68,7 +70,7 @@ def fuzz(api: schemathesis.BaseSchema, label: str, mode: GenerationMode) -> None
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(max_examples=OPERATIONS[label], suppress_health_check=list(HealthCheck), derandomize=True)
-    def each(case: Any) -> None:
+    def run(case: Any) -> None:
         check(case)
 
-    each()
+    run()

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from attackers import ask, dial, head, is_closed, read, refused, until
+from attackers import check_refused, connect, head, is_closed, read_response, send_raw, until
 from dsi.server.app import make_app
 from dsi.server.auth import read_keys
 from dsi.server.limits import Limits
@@ -70,15 +70,15 @@ def limited(limits: Limits = LIMITS, **options: Any) -> ASGIApp:
 @pytest.mark.parametrize("method", ["POST", "GET", "HEAD"])
 @pytest.mark.parametrize("length", ["Content-Length: 100", "Transfer-Encoding: chunked"])
 def test_middleware_times_out_a_slow_body(serve: Serve, method: str, length: str) -> None:
-    with dial(serve(limited(SHORT), SHORT)) as connection:
+    with connect(serve(limited(SHORT), SHORT)) as connection:
         connection.sendall(head(f"{method} /", length))
         stop = trickle(connection, b"1\r\na\r\n" if "chunked" in length else b"a")
         try:
-            answer = read(connection) if method != "HEAD" else None
+            answer = read_response(connection) if method != "HEAD" else None
             assert is_closed(connection)
         finally:
             stop()
-        assert answer is None or refused(answer, 408)
+        assert answer is None or check_refused(answer, 408)
 
 
 def trickle(connection: socket.socket, piece: bytes) -> Callable[[], None]:
@@ -105,7 +105,7 @@ def trickle(connection: socket.socket, piece: bytes) -> Callable[[], None]:
 @pytest.mark.parametrize("begins", [b"", b"G", b"GET / HTTP/1.1\r\n", b"\r\n", b"GET / HTTP/1.1\r\nHost: a\r\n\r\nG"])
 def test_connection_times_out_an_incomplete_head(serve: Serve, begins: bytes) -> None:
     """The last case follows a complete request on the same connection."""
-    with dial(serve(limited(SHORT), SHORT)) as connection:
+    with connect(serve(limited(SHORT), SHORT)) as connection:
         connection.sendall(begins)
         stop = trickle(connection, b"a" if begins else b"")
         assert is_closed(connection)
@@ -113,9 +113,9 @@ def test_connection_times_out_an_incomplete_head(serve: Serve, begins: bytes) ->
 
 
 def test_middleware_closes_a_refused_connection(serve: Serve) -> None:
-    with dial(serve(limited(keys=["secret"]))) as connection:
+    with connect(serve(limited(keys=["secret"]))) as connection:
         connection.sendall(head("POST /v1/completions", "Content-Length: 60000"))
-        refused(read(connection), 401)
+        check_refused(read_response(connection), 401)
         assert is_closed(connection)
 
 
@@ -123,7 +123,7 @@ def test_middleware_closes_a_refused_connection(serve: Serve) -> None:
 def test_connection_closes_when_the_response_is_not_read(serve: Serve, requests: bytes) -> None:
     """Else the connection and its response would stay for ever."""
     url = serve(limited(), Limits(send_seconds=1, connections=1))
-    with dial(url) as connection:
+    with connect(url) as connection:
         connection.sendall(requests)
         time.sleep(0.3)
         assert not answers(url)  # there is room for one
@@ -132,14 +132,14 @@ def test_connection_closes_when_the_response_is_not_read(serve: Serve, requests:
 
 def answers(url: str) -> bool:
     try:
-        return ask(url, head("GET /", "Connection: close")).status == 200
+        return send_raw(url, head("GET /", "Connection: close")).status == 200
     except OSError:
         return False
 
 
 def test_connection_limit_evicts_the_longest_idle(serve: Serve) -> None:
     url = serve(limited(), Limits(connections=4))
-    slow = [dial(url) for _ in range(6)]
+    slow = [connect(url) for _ in range(6)]
     try:
         for connection in slow:
             connection.send(b"G")
@@ -152,7 +152,7 @@ def test_connection_limit_evicts_the_longest_idle(serve: Serve) -> None:
 
 def test_connection_sends_small_responses_without_delay(serve: Serve) -> None:
     """Head and body are two writes; with Nagle's algorithm the second would wait for an ACK of the first."""
-    with dial(serve(limited())) as connection:
+    with connect(serve(limited())) as connection:
         times = []
         for _ in range(20):
             began = time.perf_counter()
@@ -171,8 +171,8 @@ def test_internal_error_hides_its_cause_and_logs_it(
     app, _ = make_app(MagicMock(), "broken", Limits(shutdown_seconds=1))  # which can do nothing
     body = b'{"prompt": "a"}'
     length, kind = f"Content-Length: {len(body)}", "Content-Type: application/json"
-    answer = ask(serve(app), head("POST /v1/completions", length, kind, "Connection: close") + body)
-    assert refused(answer, 500)["code"] == "internal_error"
+    answer = send_raw(serve(app), head("POST /v1/completions", length, kind, "Connection: close") + body)
+    assert check_refused(answer, 500)["code"] == "internal_error"
     assert until(lambda: any(record.exc_info for record in caplog.records))
 
 
@@ -182,7 +182,7 @@ def test_middleware_answers_a_failing_application(serve: Serve) -> None:
             await send_bytes(scope, receive, send)
         raise RuntimeError("a secret in /src/dsi/somewhere.py")
 
-    refused(ask(serve(LimitsMiddleware(broken, LIMITS)), head("GET /")), 500)
+    check_refused(send_raw(serve(LimitsMiddleware(broken, LIMITS)), head("GET /")), 500)
 
 
 def test_middleware_answers_a_request_cancelled_by_shutdown() -> None:
@@ -224,4 +224,4 @@ def test_read_keys_refuses_an_empty_list(tmp_path: Any, monkeypatch: pytest.Monk
 def test_middleware_accepts_a_key_beyond_ascii(serve: Serve) -> None:
     url = serve(limited(keys=["schlüssel"]))
     request = head("GET /v1/0", "Authorization: Bearer schlüssel", "Connection: close")
-    assert ask(url, request).status != 401
+    assert send_raw(url, request).status != 401

@@ -1,4 +1,4 @@
-"""The page in a real browser, over a real server."""
+"""The page in a real browser, with a running server."""
 
 import os
 import re
@@ -28,11 +28,11 @@ pytestmark = pytest.mark.skipif(DRIVER is None, reason="there is no chromedriver
 
 
 class Page:
-    """What a reader sees and does."""
+    """What a user sees and does."""
 
     def __init__(self, browser: Chrome) -> None:
         self.browser = browser
-        self.expected = 0  # refusals that the browser writes down as errors
+        self.expected = 0  # errors in the browser's log
 
     def open(self, url: str, width: int = 1280, height: int = 1000) -> "Page":
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -69,7 +69,7 @@ class Page:
 
     @property
     def count(self) -> int:
-        """Tokens of the one text."""
+        """Tokens of the text."""
         return int(self.script("return document.querySelectorAll('#text .token').length"))
 
     def generate(self, tokens: int) -> None:
@@ -97,7 +97,7 @@ def browser() -> Iterator[Chrome]:
 
 @pytest.fixture
 def page(browser: Chrome) -> Iterator[Page]:
-    """At the end the console has no error but the expected ones, and nothing is left for the next test."""
+    """At the end the console has only the expected errors, and the browser's storage is cleared."""
     browser.get_log("browser")  # type: ignore[no-untyped-call]
     page = Page(browser)
     yield page
@@ -106,15 +106,15 @@ def page(browser: Chrome) -> Iterator[Page]:
     browser.execute_cdp_cmd("Storage.clearDataForOrigin", {"origin": "*", "storageTypes": "all"})
 
 
-def plain(live: Live, tokens: int, **more: object) -> dict[str, Any]:
-    """What the server answers to the same request in one piece."""
+def plain(live: Live, tokens: int, **fields: object) -> dict[str, Any]:
+    """The server's response to the same request without streaming."""
     body = {"model": "builtin", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "seed": 0}
-    answer = live.post("/v1/completions", **body, **more)
+    answer = live.post("/v1/completions", **body, **fields)
     assert answer.status_code == 200
     return dict(answer.json()["choices"][0])
 
 
-def test_the_page_comes_from_the_server_alone_and_runs_only_its_own_script(live: Live, page: Page) -> None:
+def test_page_loads_and_runs_only_its_own_files(live: Live, page: Page) -> None:
     page.open(live.url)
     assert page.one("#prompt").get_property("value") == PROMPT
     titles = [str(item.get_attribute("title")) for item in page.all("#servers li")]
@@ -131,7 +131,7 @@ def test_the_page_comes_from_the_server_alone_and_runs_only_its_own_script(live:
     page.expected = 1
 
 
-def test_the_text_grows_and_is_what_the_server_writes_in_one_piece(live: Live, page: Page) -> None:
+def test_page_text_grows_to_the_servers_text(live: Live, page: Page) -> None:
     page.open(live.url)
     page.script(
         "window.seen = [];"
@@ -153,7 +153,7 @@ def test_the_text_grows_and_is_what_the_server_writes_in_one_piece(live: Live, p
     assert page.content("#against").count("estimated") == 2
 
 
-def test_a_request_can_be_kept_as_a_trace_and_read_as_a_table(live: Live, page: Page) -> None:
+def test_page_offers_trace_and_table(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(24)
     page.finished()
@@ -167,7 +167,7 @@ def test_a_request_can_be_kept_as_a_trace_and_read_as_a_table(live: Live, page: 
     assert all(f"{server} " in label for server in servers)
 
 
-def test_alternatives_are_told_on_focus_and_tokens_are_reached_with_the_arrow_keys(live: Live, page: Page) -> None:
+def test_page_tokens_show_alternatives_and_follow_arrow_keys(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(24)
     page.finished()
@@ -178,8 +178,8 @@ def test_alternatives_are_told_on_focus_and_tokens_are_reached_with_the_arrow_ke
     assert page.browser.switch_to.active_element.get_attribute("aria-describedby") == "tip"
     assert page.one("#tip").is_displayed()
     likely = plain(live, 24, logprobs=3)["logprobs"]["top_logprobs"][1]
-    told = [row.find_element(By.TAG_NAME, "span").text for row in page.all("#tip li")]
-    assert told == [text.replace(" ", "␣") for text in likely]
+    alternatives = [row.find_element(By.TAG_NAME, "span").text for row in page.all("#tip li")]
+    assert alternatives == [text.replace(" ", "␣") for text in likely]
     page.press(Keys.END)
     assert page.browser.switch_to.active_element.get_attribute("data-index") == "23"
     page.press(Keys.HOME, Keys.ARROW_DOWN)
@@ -188,7 +188,7 @@ def test_alternatives_are_told_on_focus_and_tokens_are_reached_with_the_arrow_ke
     assert not page.one("#tip").is_displayed()
 
 
-def test_pointing_at_a_forward_says_what_it_is_about(live: Live, page: Page) -> None:
+def test_timeline_describes_the_forward_under_the_pointer(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(24)
     page.finished()
@@ -200,14 +200,14 @@ def test_pointing_at_a_forward_says_what_it_is_about(live: Live, page: Page) -> 
         if "verifies token" in page.content("#tip"):
             break
     assert page.one("#tip").is_displayed()
-    found = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?$", page.content("#tip .tip-head"))
-    assert found
-    first, last = int(found[1]), int(found[2] or found[1])
+    range_of_tokens = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?$", page.content("#tip .tip-head"))
+    assert range_of_tokens
+    first, last = int(range_of_tokens[1]), int(found[2] or found[1])
     marked = [int(str(token.get_attribute("data-index"))) for token in page.all("#text .token.marked")]
     assert marked == [place for place in range(first - 1, last) if place < 24]
 
 
-def test_under_auto_the_timeline_says_which_way_it_went(live: Live, page: Page) -> None:
+def test_timeline_shows_decisions_of_auto(live: Live, page: Page) -> None:
     page.open(live.url)
     page.one("#algorithm input[value=auto]").click()
     page.generate(24)
@@ -217,11 +217,11 @@ def test_under_auto_the_timeline_says_which_way_it_went(live: Live, page: Page) 
     height = canvas.size["height"]
     ActionChains(page.browser).move_to_element_with_offset(canvas, 0, 30 - height // 2).perform()
     page.until(lambda: page.one("#tip").is_displayed())
-    said = r"auto: (SP \d+, lookahead \d+, patience \d+|no speculation) from token \d+ on"
-    assert re.search(said, page.content("#tip"))
+    decision = r"auto: (SP \d+, lookahead \d+, min draft \d+|no speculation) from token \d+ on"
+    assert re.search(decision, page.content("#tip"))
 
 
-def test_what_has_been_recorded_can_be_replayed(live: Live, page: Page) -> None:
+def test_page_replays_a_request(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(48)
     page.finished()
@@ -232,7 +232,7 @@ def test_what_has_been_recorded_can_be_replayed(live: Live, page: Page) -> None:
     assert page.all("#text .token.later") == []
 
 
-def test_a_race_is_recorded_replayed_together_and_ends_with_one_text(live: Live, page: Page) -> None:
+def test_page_race_replays_three_algorithms(live: Live, page: Page) -> None:
     page.open(live.url)
     page.write("#max_tokens", 48)
     page.one("#race").click()
@@ -252,7 +252,7 @@ def test_a_race_is_recorded_replayed_together_and_ends_with_one_text(live: Live,
     assert page.one("#single").is_displayed()
 
 
-def test_escape_stops_a_request_and_the_server_goes_on(live: Live, page: Page) -> None:
+def test_page_escape_stops_a_request(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(400)
     page.until(lambda: page.count > 4)
@@ -271,7 +271,7 @@ def test_escape_stops_a_request_and_the_server_goes_on(live: Live, page: Page) -
     page.finished()
 
 
-def test_a_target_that_is_killed_is_marked_and_changes_no_text(serving: Serving, page: Page) -> None:
+def test_page_marks_a_killed_target(serving: Serving, page: Page) -> None:
     live = serving("--sp", "2")
     page.open(live.url)
     page.generate(300)
@@ -288,7 +288,7 @@ def test_a_target_that_is_killed_is_marked_and_changes_no_text(serving: Serving,
     assert f"{name} lost on the way" in page.content("#status")
 
 
-def test_a_refusal_is_one_line_and_the_next_request_is_served(live: Live, page: Page) -> None:
+def test_page_shows_a_refusal_in_one_line(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(5000)
     page.until(lambda: page.content("#alert"))
@@ -302,14 +302,14 @@ def test_a_refusal_is_one_line_and_the_next_request_is_served(live: Live, page: 
     assert not page.one("#alert").is_displayed()
 
 
-def test_a_setting_that_is_no_number_is_refused_by_the_page(live: Live, page: Page) -> None:
+def test_page_refuses_an_invalid_setting(live: Live, page: Page) -> None:
     page.open(live.url)
     page.generate(0)
     assert page.content("#alert") == "Tokens 0: must be a whole number, at least 1."
     assert not page.busy
 
 
-def test_a_server_with_keys_asks_for_one_which_only_this_tab_keeps(serving: Serving, page: Page) -> None:
+def test_page_asks_for_an_api_key_and_keeps_it_in_the_tab(serving: Serving, page: Page) -> None:
     live = serving(env={"DSI_API_KEYS": "sesame"})
     page.browser.get(live.url)
     page.until(lambda: "API key" in page.content("#alert"))
@@ -324,7 +324,7 @@ def test_a_server_with_keys_asks_for_one_which_only_this_tab_keeps(serving: Serv
     page.expected = 1
 
 
-def test_the_page_fits_a_phone(live: Live, page: Page, tmp_path: Path) -> None:
+def test_page_fits_a_phone(live: Live, page: Page, tmp_path: Path) -> None:
     page.open(live.url, 360, 780)
     assert not page.overflows
     page.one("#more").click()
@@ -339,7 +339,7 @@ def test_the_page_fits_a_phone(live: Live, page: Page, tmp_path: Path) -> None:
     assert not page.overflows
 
 
-def test_colours_follow_the_system_until_the_reader_chooses(live: Live, page: Page) -> None:
+def test_page_theme_follows_the_system_until_changed(live: Live, page: Page) -> None:
     def background() -> tuple[int, ...]:
         value = str(page.script("return getComputedStyle(document.documentElement).backgroundColor"))
         return tuple(int(part) for part in value[4:-1].split(","))
