@@ -202,7 +202,7 @@ def test_timeline_describes_the_forward_under_the_pointer(live: Live, page: Page
     assert page.one("#tip").is_displayed()
     range_of_tokens = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?$", page.content("#tip .tip-head"))
     assert range_of_tokens
-    first, last = int(range_of_tokens[1]), int(found[2] or found[1])
+    first, last = int(range_of_tokens[1]), int(range_of_tokens[2] or range_of_tokens[1])
     marked = [int(str(token.get_attribute("data-index"))) for token in page.all("#text .token.marked")]
     assert marked == [place for place in range(first - 1, last) if place < 24]
 

@@ -143,7 +143,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
 def _add_monitoring(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=ERRORS)
     async def health() -> JSONResponse:
-        status = await service.status()
+        status = await service.engine_thread.status()
         servers = [server.json() for server in status.servers]
         if status.accepts and status.has_target:
             return JSONResponse({"status": "ok", "servers": servers})
@@ -156,7 +156,7 @@ def _add_monitoring(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", response_class=Response, responses={200: PLAIN_TEXT, **ERRORS})
     async def metrics() -> Response:
-        return Response(service.metrics.text(await service.status()), media_type=METRICS_TYPE)
+        return Response(service.metrics.text(await service.engine_thread.status()), media_type=METRICS_TYPE)
 
 
 def _add_page(app: FastAPI) -> None:

@@ -20,7 +20,6 @@ from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import (
     EngineOutput,
-    EngineStatus,
     EngineThread,
     GenerationJob,
     JobStats,
@@ -343,9 +342,6 @@ class Service:
         if tokens:
             self.metrics.count_tokens(request, len(tokens), output.tip - output.root)
         return Delta(choice, text, tokens, output)
-
-    async def status(self) -> EngineStatus:
-        return await self.engine_thread.status()
 
 
 def _num_logprobs(body: CompletionBody | ChatBody) -> int | None:

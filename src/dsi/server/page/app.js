@@ -19,13 +19,13 @@ const timeline = new Timeline($("timeline"), (where) => point(timeline, where, t
 const raceline = new Timeline($("race-timeline"), (where) => point(raceline, where, null), { single: false });
 
 let model = null;
-let fleet = []; // the servers, as they were last heard of
+let fleet = []; // the servers, as last reported
 let run = null; // the one request on the page
 let race = null; // {runs, columns}
-let busy = null; // the AbortController of what is under way
+let busy = null; // the AbortController of the running request or race
 let zoomed = false; // the view is the reader's own
 
-// ---------------------------------------------------------------- the replay of what has been recorded
+// ---------------------------------------------------------------- the replay
 
 class Player {
   constructor(node, name, show) {
@@ -54,7 +54,7 @@ class Player {
       this.pause();
       this.seek((this.slider.value / 1000) * this.end);
     });
-    this.say();
+    this.update();
   }
 
   load(end) {
@@ -73,13 +73,13 @@ class Player {
     this.t = from;
     this.playing = true;
     this.last = null;
-    this.say();
-    wake();
+    this.update();
+    requestFrame();
   }
 
   pause() {
     this.playing = false;
-    this.say();
+    this.update();
   }
 
   tick(now) {
@@ -93,11 +93,11 @@ class Player {
   seek(t) {
     this.t = Math.min(this.end, t);
     this.slider.value = this.end ? Math.round((this.t / this.end) * 1000) : 1000;
-    this.say();
+    this.update();
     this.show(this.t >= this.end ? null : this.t);
   }
 
-  say() {
+  update() {
     this.button.textContent = this.playing ? "Pause" : this.t >= this.end ? "Replay" : "Play";
     this.button.dataset.icon = this.playing ? "pause" : "play";
     this.clock.textContent = seconds(this.t);
@@ -135,7 +135,7 @@ function settings() {
 
 /** The request's body; what is undefined is left out. */
 function body({ algorithm, ...chosen }) {
-  const alone = algorithm === "nonsi"; // nobody guesses: nothing to look ahead with, and nothing to judge
+  const alone = algorithm === "nonsi"; // no drafter: neither a lookahead nor a rule applies
   return {
     ...chosen,
     model,
@@ -150,9 +150,9 @@ function body({ algorithm, ...chosen }) {
 
 const key = () => $("key").value.trim();
 
-function tellSettings() {
+function showSettings() {
   const parts = [`lookahead ${$("lookahead").value || "auto"}`, `temperature ${$("temperature").value || 0}`, `seed ${$("seed").value || 0}`, $("rule").value];
-  $("told").textContent = parts.join(" · ");
+  $("settings-summary").textContent = parts.join(" · ");
 }
 
 function openSettings(open) {
@@ -160,7 +160,7 @@ function openSettings(open) {
   $("more").setAttribute("aria-expanded", String(open));
 }
 
-function complain(error) {
+function showError(error) {
   if (error.name === "AbortError") return;
   $("alert").textContent = error.message;
   if (error.status === 401) {
@@ -169,21 +169,21 @@ function complain(error) {
   }
 }
 
-async function meet() {
+async function loadServers() {
   try {
     const [models, health] = await Promise.all([get("v1/models", key()), get("health", key())]);
     model = (await models.json()).data[0].id;
     fleet = (await health.json()).servers ?? [];
-    tellServers();
+    showServers();
     if (!run) empty();
     return true;
   } catch (error) {
-    complain(error);
+    showError(error);
     return false;
   }
 }
 
-function tellServers() {
+function showServers() {
   const count = (target) => fleet.filter(({ role }) => (role === "target") === target).length;
   $("model").textContent = [model, count(false) && many(count(false), "drafter"), count(true) && many(count(true), "target")].filter(Boolean).join(" · ");
   $("servers").replaceChildren(...fleet.map(({ name, role, alive, restarts }) => {
@@ -224,14 +224,14 @@ async function generate() {
   timeline.blank = false;
   timeline.head = null;
   $("status").textContent = $("summary").textContent = "waiting for the server";
-  wake();
+  requestFrame();
   let failed = null;
   try {
-    if (!model && !(await meet())) return;
-    await stream(body(chosen), run, { key: key(), signal: controller.signal, heard: () => tellLost(run) });
+    if (!model && !(await loadServers())) return;
+    await stream(body(chosen), run, { key: key(), signal: controller.signal, onChunk: () => updateServers(run) });
   } catch (error) {
     failed = error;
-    complain(error);
+    showError(error);
   } finally {
     busyWith(null);
     $("text").removeAttribute("aria-busy");
@@ -239,14 +239,14 @@ async function generate() {
   }
 }
 
-/** What was asked for, or nothing and a line that says why. */
+/** The settings of a new request, or null and an error message. */
 function begin() {
   $("alert").textContent = $("summary").textContent = "";
   tip.hide();
   try {
     return settings();
   } catch (error) {
-    complain(error);
+    showError(error);
     return null;
   }
 }
@@ -262,11 +262,11 @@ function finish(failed) {
     empty();
     return;
   }
-  const said = run.metrics?.speculative_decoding;
-  const how = [TITLES[run.algorithm], said?.lookahead && run.algorithm !== "nonsi" ? `lookahead ${said.lookahead}` : null].filter(Boolean);
+  const speculation = run.metrics?.speculative_decoding;
+  const how = [TITLES[run.algorithm], speculation?.lookahead && run.algorithm !== "nonsi" ? `lookahead ${speculation.lookahead}` : null].filter(Boolean);
   const took = `${many(n, "token")} in ${duration(run.end)}`;
-  const gone = new Set(run.lost.map(({ name }) => name));
-  if (gone.size) how.push(`${[...gone].join(", ")} lost on the way`);
+  const lost = new Set(run.lost.map(({ name }) => name));
+  if (lost.size) how.push(`${[...lost].join(", ")} lost on the way`);
   $("status").textContent = [...how, stopped ? `stopped after ${took}` : failed ? `broke off after ${took}` : took].join(" · ");
   $("summary").textContent = stopped
     ? `Stopped after ${took}.`
@@ -278,45 +278,45 @@ function finish(failed) {
   $("trace").hidden = !run.id;
   $("trace").href = `v1/traces/${encodeURIComponent(run.id)}`;
   $("trace").download = `${run.id}.json`;
-  tellLost(run);
+  updateServers(run);
   tabulate();
   if (run.end > 0) player.load(run.end);
 }
 
-/** The servers in the page's head, as a run says they are. */
-function tellLost(of) {
+/** Update the servers in the page's header from what a run reports. */
+function updateServers(of) {
   const known = of.sorted().filter((lane) => lane.alive !== undefined);
   if (known.every((lane, i) => lane.alive === fleet[i]?.alive && lane.restarts === fleet[i].restarts)) return;
   fleet = known.map(({ name, role, alive, restarts }) => ({ name, role, alive, restarts }));
-  tellServers();
+  showServers();
 }
 
-/** The request as it stood at a time; null is all of it, or as much as there is. */
+/** Show the request as it was at a time; null is all of it so far. */
 function showRun(t) {
   if (!run) return;
   if (text.tokens.length < run.tokens.length) text.add(run.tokens.slice(text.tokens.length));
   const live = !run.finish;
   const now = t === null ? (live ? run.clock() : Infinity) : t;
-  const { root, tip: guessed } = t === null ? { root: run.tokens.length, tip: run.curve.at(-1).tip } : run.at(t);
-  text.reveal(root, t === null && !live ? 0 : guessed - root);
+  const { root, tip: drafted } = t === null ? { root: run.tokens.length, tip: run.curve.at(-1).tip } : run.at(t);
+  text.reveal(root, t === null && !live ? 0 : drafted - root);
   if (live || t !== null) text.follow();
   if (live) {
     if (run.tokens.length) $("status").textContent = `${TITLES[run.algorithm]} · ${many(root, "token")}`;
   }
   timeline.head = live || t !== null ? Math.min(now, live ? now : run.end) : null;
-  if (!zoomed) look(live);
+  if (!zoomed) updateView(live);
   timeline.draw();
   $("single").querySelector(".k-lost").hidden = !run.lost.length;
   figures(root, Math.min(now, run.end), t === null && !live);
 }
 
-/** Move the view: all of a short or finished request, the last stretch of one that runs. */
-function look(live) {
+/** Move the view: all of a short or finished request, the last seconds of a running one. */
+function updateView(live) {
   const clock = run.clock();
   let aim;
   if (!live) aim = [0, Math.max(run.end, 0.001) * 1.004];
   else {
-    const widest = stretch();
+    const widest = visibleSeconds();
     const t1 = Math.max(0.2, clock * 1.05);
     aim = t1 > widest ? [t1 - widest, t1] : [0, t1];
   }
@@ -325,12 +325,12 @@ function look(live) {
   if (still.matches || live || !far || player.playing) timeline.view = aim;
   else {
     timeline.view = [view[0] + (aim[0] - view[0]) * 0.2, view[1] + (aim[1] - view[1]) * 0.2];
-    wake();
+    requestFrame();
   }
 }
 
-/** How much of a running request is in view: some sixty forwards, and a few seconds at most. */
-function stretch() {
+/** How many seconds of a running request are in view: about sixty verifications, and five seconds at most. */
+function visibleSeconds() {
   const times = [];
   for (const lane of run.lanes.values()) for (const span of lane.spans.slice(-9)) if (span.kind === "verify") times.push(span.end - span.start);
   times.sort((a, b) => a - b);
@@ -352,35 +352,35 @@ function figures(root, now, complete) {
     const node = $("legend").querySelector(`.${how} b`);
     if (node) node.textContent = root ? counts[how] : "";
   }
-  const said = complete ? run.metrics?.speculative_decoding : null;
+  const speculation = complete ? run.metrics?.speculative_decoding : null;
   const timing = complete ? run.metrics?.timing : null;
   const speed = timing?.tokens_per_second ?? (now > 0 ? root / now : 0);
   put("f-speed", root ? speed.toFixed(speed < 99.5 ? 1 : 0) : "–");
   const first = timing?.ttft_s ?? run.tokens[0]?.at;
   put("f-ttft", root && first !== undefined ? duration(first) : "–");
-  const guessing = run.algorithm !== "nonsi";
-  const accepted = said?.num_accepted_draft_tokens ?? counts.accepted;
-  const drafted = said?.num_draft_tokens ?? Math.max(accepted, drafts(now));
-  const judged = accepted + counts.corrected;
-  put("f-accepted", guessing ? share(accepted, drafted) : "–", guessing && judged ? `${accepted} of ${drafted}; ${share(accepted, judged)} of those judged` : "");
-  const hidden = said?.target_forwards_hidden;
-  put("f-hidden", said ? share(hidden, said.target_forwards) : "–", said?.target_forwards ? `${hidden} of ${said.target_forwards}` : "");
-  const wasted = said?.num_wasted_draft_tokens;
-  put("f-wasted", guessing && wasted !== undefined ? wasted.toLocaleString("en") : "–");
+  const speculates = run.algorithm !== "nonsi";
+  const accepted = speculation?.num_accepted_draft_tokens ?? counts.accepted;
+  const drafted = speculation?.num_draft_tokens ?? Math.max(accepted, drafts(now));
+  const verified = accepted + counts.corrected;
+  put("f-accepted", speculates ? share(accepted, drafted) : "–", speculates && verified ? `${accepted} of ${drafted}; ${share(accepted, verified)} of those verified` : "");
+  const hidden = speculation?.target_forwards_hidden;
+  put("f-hidden", speculation ? share(hidden, speculation.target_forwards) : "–", speculation?.target_forwards ? `${hidden} of ${speculation.target_forwards}` : "");
+  const wasted = speculation?.num_wasted_draft_tokens;
+  put("f-wasted", speculates && wasted !== undefined ? wasted.toLocaleString("en") : "–");
   against(Boolean(run.finish));
 }
 
-/** The guesses whose fate is known at a time: all but those beyond the root. */
+/** Draft tokens verified by a time: all but those beyond the root. */
 function drafts(t) {
-  const { root, tip: guessed } = run.at(t);
+  const { root, tip: drafted } = run.at(t);
   let made = 0;
   for (const { role, spans } of run.lanes.values()) {
     if (role !== "target") for (const span of spans) made += span.kind === "draft" && !span.stale && span.end <= t;
   }
-  return made - (guessed - root);
+  return made - (drafted - root);
 }
 
-/** What the request took, beside what others would have taken by the server's estimate. */
+/** The request's time beside the server's estimates for other algorithms. */
 function against(complete) {
   const estimated = complete ? run.metrics?.estimated : null;
   $("against").classList.toggle("none", !estimated);
@@ -409,7 +409,7 @@ function empty() {
   document.querySelector(".zoom").hidden = true;
 }
 
-/** The picture in words, for those who cannot see it. */
+/** The timeline as text and table, for screen readers. */
 function tabulate() {
   const lanes = run.sorted();
   const busyTime = (lane) => lane.spans.reduce((sum, span) => sum + span.end - span.start, 0);
@@ -433,14 +433,14 @@ const places = (span) => (span.from === span.to ? `${span.from + 1}` : `${span.f
 
 // ---------------------------------------------------------------- pointing at things
 
-/** A token is pointed at: mark when it became sure. */
+/** A token is pointed at: mark when it was verified. */
 function cross(token) {
   if (timeline.cursor === (token?.at ?? null)) return;
   timeline.cursor = token?.at ?? null;
   timeline.draw();
 }
 
-/** The timeline is pointed at: say what is there, and mark the tokens it is about. */
+/** The timeline is pointed at: describe what is there, and mark its tokens. */
 function point(line, where, tokens) {
   tokens?.mark();
   if (!where || dragging) return tip.hide(line);
@@ -521,9 +521,9 @@ function column(algorithm) {
   const time = element("b", { class: "clock" }, "–");
   const ratio = element("span", { class: "ratio" });
   const bar = element("i");
-  const words = element("div", { class: "text small" });
-  const node = element("section", { class: "column", "aria-label": TITLES[algorithm] }, element("div", { class: "top" }, element("h3", {}, TITLES[algorithm]), time, ratio), element("div", { class: "progress", "aria-hidden": "true" }, bar), words);
-  return { algorithm, node, time, ratio, bar, text: new Text(words, tip, { label: `Tokens of ${TITLES[algorithm]}` }) };
+  const textNode = element("div", { class: "text small" });
+  const node = element("section", { class: "column", "aria-label": TITLES[algorithm] }, element("div", { class: "top" }, element("h3", {}, TITLES[algorithm]), time, ratio), element("div", { class: "progress", "aria-hidden": "true" }, bar), textNode);
+  return { algorithm, node, time, ratio, bar, text: new Text(textNode, tip, { label: `Tokens of ${TITLES[algorithm]}` }) };
 }
 
 async function startRace() {
@@ -545,11 +545,11 @@ async function startRace() {
   raceline.head = null;
   raceline.draw();
   $("race-status").textContent = $("summary").textContent = "waiting for the server";
-  const asked = { ...chosen, rule: "match" }; // the one rule that gives one text under every algorithm
-  const ask = (algorithm, run, more = {}) => stream(body({ ...asked, algorithm, ...more }), run, { key: key(), signal: controller.signal, heard: () => tellLost(run) });
+  const shared = { ...chosen, rule: "match" }; // the one rule that gives one text under every algorithm
+  const request = (algorithm, run, fields = {}) => stream(body({ ...shared, algorithm, ...fields }), run, { key: key(), signal: controller.signal, onChunk: () => updateServers(run) });
   try {
-    if (!model && !(await meet())) throw new DOMException("", "AbortError");
-    await ask("dsi", new Run("dsi", chosen.prompt), { max_tokens: Math.min(4, chosen.max_tokens) });
+    if (!model && !(await loadServers())) throw new DOMException("", "AbortError");
+    await request("dsi", new Run("dsi", chosen.prompt), { max_tokens: Math.min(4, chosen.max_tokens) });
     for (const one of race.columns) {
       one.run = new Run(one.algorithm, chosen.prompt);
       one.run.servers(fleet);
@@ -557,14 +557,14 @@ async function startRace() {
       raceline.groups = race.columns.filter(({ run }) => run).map(({ algorithm, run }) => ({ title: TITLES[algorithm], run }));
       one.node.classList.add("running");
       $("race-status").textContent = `recording ${TITLES[one.algorithm]}`;
-      wake();
-      await ask(one.algorithm, one.run);
+      requestFrame();
+      await request(one.algorithm, one.run);
       one.node.classList.remove("running");
       showRace(null, true);
     }
     race.done = true;
   } catch (error) {
-    complain(error);
+    showError(error);
   } finally {
     busyWith(null);
     $("back").hidden = false;
@@ -595,7 +595,7 @@ function finishRace() {
     same
       ? `All three wrote the same ${many(n, "token")}; DSI took ${seconds(times.dsi)}, SI ${seconds(times.si)}, non-SI ${seconds(times.nonsi)}.`
       : `They should be equal; the first difference is at token ${(apart < 0 ? n : apart) + 1}.`);
-  $("race-status").textContent = `${many(n, "token")} each${$("rule").value === "match" ? "" : ", judged by match: only it gives one text for all"}`;
+  $("race-status").textContent = `${many(n, "token")} each${$("rule").value === "match" ? "" : ", under the rule match: only it gives one text for all"}`;
   $("summary").textContent = verdict.textContent;
   $("race-timeline").setAttribute("aria-label", `Timelines of the race on one time axis: ${race.runs.map((run) => `${TITLES[run.algorithm]} ${seconds(run.end)}`).join(", ")}.`);
   race.goal = raceline.goal = n;
@@ -604,27 +604,27 @@ function finishRace() {
   if (!still.matches) racePlayer.play(0);
 }
 
-/** All that run or have run, at one time; null is the end, or now. A drawing costs time, which may be the
-    servers' own: while they are recorded there is none. */
+/** All runs of the race at one time; null is the end, or now. Drawing takes CPU time that the servers may need,
+    so nothing is drawn while they are recorded. */
 function showRace(t, drawn = false) {
   if (!race) return;
   let latest = 0;
-  for (const { node, run, text: words, time, ratio, bar } of race.columns) {
+  for (const { node, run, text: columnText, time, ratio, bar } of race.columns) {
     if (!run) continue;
     const live = !run.finish;
     const now = t === null ? run.clock() : Math.min(t, run.end);
     latest = Math.max(latest, run.clock());
-    if (words.tokens.length < run.tokens.length) words.add(run.tokens.slice(words.tokens.length));
-    const { root, tip: guessed } = live ? { root: run.tokens.length, tip: run.curve.at(-1).tip } : run.at(t === null ? Infinity : t);
+    if (columnText.tokens.length < run.tokens.length) columnText.add(run.tokens.slice(columnText.tokens.length));
+    const { root, tip: drafted } = live ? { root: run.tokens.length, tip: run.curve.at(-1).tip } : run.at(t === null ? Infinity : t);
     const over = !live && (t === null || t >= run.end);
-    words.reveal(root, over ? 0 : guessed - root);
-    if (live || racePlayer.playing) words.follow();
-    time.textContent = run.heard || !live ? seconds(now) : "–";
+    columnText.reveal(root, over ? 0 : drafted - root);
+    if (live || racePlayer.playing) columnText.follow();
+    time.textContent = run.lastChunk || !live ? seconds(now) : "–";
     bar.style.width = `${Math.min(100, (100 * root) / race.goal)}%`;
     node.classList.toggle("over", over);
     const rivals = race.done ? race.runs.slice(0, race.runs.indexOf(run)) : [];
-    const said = [`${Math.round(root / (now || 1))} tokens/s`, ...rivals.map((other) => `${(other.end / run.end).toFixed(2)}× ${TITLES[other.algorithm]}`)];
-    ratio.textContent = over && root ? said.join(" · ") : "";
+    const ratios = [`${Math.round(root / (now || 1))} tokens/s`, ...rivals.map((other) => `${(other.end / run.end).toFixed(2)}× ${TITLES[other.algorithm]}`)];
+    ratio.textContent = over && root ? ratios.join(" · ") : "";
   }
   if (busy && !drawn) return;
   raceline.view = [0, Math.max(0.1, latest) * 1.004];
@@ -639,18 +639,18 @@ function closeRace() {
   $("single").hidden = false;
 }
 
-// ---------------------------------------------------------------- one clock for everything that moves
+// ---------------------------------------------------------------- animation frames
 
-let awake = false;
+let frameRequested = false;
 
-function wake() {
-  if (awake) return;
-  awake = true;
+function requestFrame() {
+  if (frameRequested) return;
+  frameRequested = true;
   requestAnimationFrame(frame);
 }
 
 function frame(now) {
-  awake = false;
+  frameRequested = false;
   player.tick(now);
   racePlayer.tick(now);
   if (busy) {
@@ -658,8 +658,8 @@ function frame(now) {
     if (race) showRace(null);
     else showRun(null);
     // The models may share this machine's cores: the page takes a small part of one, and draws less often if it is slow.
-    setTimeout(() => setTimeout(wake, Math.min(120, Math.max(race ? 100 : 40, 8 * (performance.now() - began)))));
-  } else if (player.playing || racePlayer.playing) wake();
+    setTimeout(() => setTimeout(requestFrame, Math.min(120, Math.max(race ? 100 : 40, 8 * (performance.now() - began)))));
+  } else if (player.playing || racePlayer.playing) requestFrame();
   else if (!race && run && !zoomed) showRun(player.t < player.end ? player.t : null);
 }
 
@@ -679,12 +679,12 @@ function theme(name) {
 
 function recolour() {
   for (const line of [timeline, raceline]) {
-    line.touch();
+    line.readColours();
     line.draw();
   }
 }
 
-function kept(storage, name) {
+function stored(storage, name) {
   try {
     return storage().getItem(name);
   } catch {
@@ -692,10 +692,10 @@ function kept(storage, name) {
   }
 }
 
-// ---------------------------------------------------------------- begin
+// ---------------------------------------------------------------- start
 
-function begins() {
-  theme(THEMES.includes(kept(() => localStorage, "dsi-theme")) ? kept(() => localStorage, "dsi-theme") : "system");
+function initialize() {
+  theme(THEMES.includes(stored(() => localStorage, "dsi-theme")) ? stored(() => localStorage, "dsi-theme") : "system");
   $("theme").addEventListener("click", () => {
     const dark = matchMedia("(prefers-color-scheme: dark)").matches;
     const order = dark ? ["system", "light", "dark"] : ["system", "dark", "light"];
@@ -704,18 +704,18 @@ function begins() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", recolour);
   if (/Mac|iPhone|iPad/.test(navigator.platform)) $("hint").textContent = "⌘ ↵";
 
-  $("key").value = kept(() => sessionStorage, "dsi-key") ?? "";
+  $("key").value = stored(() => sessionStorage, "dsi-key") ?? "";
   $("key").addEventListener("change", () => {
     try {
       sessionStorage.setItem("dsi-key", key());
     } catch { /* not kept */ }
-    if (!model) meet();
+    if (!model) loadServers();
   });
   $("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     generate();
   });
-  $("ask").addEventListener("input", tellSettings);
+  $("ask").addEventListener("input", showSettings);
   $("more").addEventListener("click", () => openSettings($("settings").hidden));
   $("stop").addEventListener("click", () => busy?.abort());
   $("race").addEventListener("click", startRace);
@@ -739,7 +739,7 @@ function begins() {
       element("a", { href: url, download: $("trace").download }).click();
       setTimeout(() => URL.revokeObjectURL(url), 1000);
     } catch (error) {
-      complain(error);
+      showError(error);
     }
   });
   addEventListener("keydown", (event) => {
@@ -752,9 +752,9 @@ function begins() {
     }
   });
   handleZoom();
-  tellSettings();
+  showSettings();
   empty();
-  meet();
+  loadServers();
 }
 
-begins();
+initialize();

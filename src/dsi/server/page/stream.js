@@ -1,4 +1,4 @@
-// One request: what is asked of the server, and the record of what it says.
+// One request to the server, and the record of its response.
 
 export class ServerError extends Error {
   constructor(message, status = 0) {
@@ -7,7 +7,7 @@ export class ServerError extends Error {
   }
 }
 
-/** A request as it is recorded. All times are the server's, in seconds since the request began to run. */
+/** The record of a request. All times are the server's, in seconds since the request was admitted. */
 export class Run {
   constructor(algorithm, prompt) {
     this.algorithm = algorithm;
@@ -19,7 +19,7 @@ export class Run {
     this.lanes = new Map(); // server -> {name, role, spans, marks, alive, restarts}
     this.curve = [{ t: 0, root: 0, tip: 0 }];
     this.now = 0;
-    this.heard = 0; // when the page last heard of it, by the page's clock
+    this.lastChunk = 0; // when it arrived, by the page's clock
     this.finish = null;
     this.metrics = null;
   }
@@ -34,14 +34,14 @@ export class Run {
 
   /** The time now, by the page's clock since the last chunk. */
   clock() {
-    return this.finish ? this.end : this.now + (this.heard ? (performance.now() - this.heard) / 1000 : 0);
+    return this.finish ? this.end : this.now + (this.lastChunk ? (performance.now() - this.lastChunk) / 1000 : 0);
   }
 
-  /** How many tokens were sure at a time, and how many were sure or guessed. */
+  /** The number of verified tokens at a time (root), and of verified and draft tokens (tip). */
   at(t) {
-    const sure = upTo(this.tokens, t, (token) => token.at);
+    const verified = upTo(this.tokens, t, (token) => token.at);
     const point = this.curve[Math.max(0, upTo(this.curve, t, (p) => p.t) - 1)];
-    return { root: sure, tip: Math.max(sure, point.tip) };
+    return { root: verified, tip: Math.max(verified, point.tip) };
   }
 
   servers(list) {
@@ -68,9 +68,9 @@ export class Run {
     return lanes.sort((a, b) => rank(a) - rank(b) || a.name.localeCompare(b.name, "en", { numeric: true }));
   }
 
-  take(chunk) {
+  addChunk(chunk) {
     this.id = chunk.id ?? this.id;
-    this.heard = performance.now();
+    this.lastChunk = performance.now();
     const choice = chunk.choices?.[0];
     const trace = chunk.trace;
     this.text += choice?.text ?? "";
@@ -83,7 +83,7 @@ export class Run {
         if (spans.length > 1 && spans.at(-2).end > span.end) spans.sort((a, b) => a.end - b.end);
         this.now = Math.max(this.now, span.end);
       }
-      this.trail(trace);
+      this.extendCurve(trace);
       this.decisions.push(...(trace.decisions ?? []));
       for (const token of trace.tokens ?? []) this.tokens.push(token);
       const last = this.curve.at(-1);
@@ -95,8 +95,8 @@ export class Run {
     if (choice?.finish_reason) this.finish = choice.finish_reason;
   }
 
-  /** Root and tip between two chunks: each token moves the root, each guess the tip, and a correction takes it back. */
-  trail({ tokens = [], spans = [] }) {
+  /** Root and tip between two chunks: each token advances the root, each draft the tip, and a correction resets it. */
+  extendCurve({ tokens = [], spans = [] }) {
     const drafts = spans.filter(({ kind, stale }) => kind === "draft" && !stale);
     const moves = [...tokens.map(({ at, how }) => ({ t: at, how })), ...drafts.map(({ end, to }) => ({ t: end, to }))];
     for (const { t, how, to } of moves.sort((a, b) => a.t - b.t)) {
@@ -121,7 +121,7 @@ export function upTo(list, t, time) {
 
 const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 
-async function failure(response) {
+async function errorOf(response) {
   let message = `The server answered ${response.status}.`;
   try {
     message = (await response.json()).error.message || message;
@@ -130,12 +130,12 @@ async function failure(response) {
 }
 
 export async function get(path, key, signal) {
-  const response = await reach(path, { headers: headers(key), signal });
-  if (!response.ok) throw await failure(response);
+  const response = await fetchOrFail(path, { headers: headers(key), signal });
+  if (!response.ok) throw await errorOf(response);
   return response;
 }
 
-async function reach(path, options) {
+async function fetchOrFail(path, options) {
   try {
     return await fetch(path, options);
   } catch (error) {
@@ -144,15 +144,15 @@ async function reach(path, options) {
   }
 }
 
-/** Ask, and record the answer in `run` as it comes. `heard` is called after each chunk. */
-export async function stream(body, run, { key, signal, heard }) {
-  const response = await reach("v1/completions", {
+/** Send a request and record the response in `run`; `onChunk` is called as chunks arrive. */
+export async function stream(body, run, { key, signal, onChunk }) {
+  const response = await fetchOrFail("v1/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers(key) },
     body: JSON.stringify(body),
     signal,
   });
-  if (!response.ok) throw await failure(response);
+  if (!response.ok) throw await errorOf(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
@@ -167,15 +167,15 @@ export async function stream(body, run, { key, signal, heard }) {
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
         if (chunk.error) throw new ServerError(chunk.error.message ?? "The server failed.");
-        run.take(chunk);
+        run.addChunk(chunk);
       }
-      heard();
+      onChunk();
     }
   } catch (error) {
     if (error instanceof ServerError || error.name === "AbortError") throw error;
     throw new ServerError("The connection to the server broke.");
   } finally {
-    heard();
+    onChunk();
   }
   if (!run.finish) throw new ServerError("The answer ended before it was finished.");
 }

@@ -1,4 +1,4 @@
-// Who computed what, when: one lane for each server, time to the right, and above them how far the text is.
+// The timeline: one lane for each server, time to the right; above the lanes, root and tip of the text.
 
 import { upTo } from "./stream.js";
 
@@ -6,27 +6,27 @@ const COLOURS = ["paper", "card", "ink", "soft", "line", "guess", "target", "fix
 const FONT = '"Helvetica Neue", Arial, "Liberation Sans", sans-serif';
 
 export class Timeline {
-  /** `groups`: [{title, run}]. A single one's plot shows root, tip and lead; that of several, how each gets on. */
+  /** `groups`: [{title, run}]. The plot shows root, tip and lead of a single run, or the progress of several. */
   constructor(canvas, pointed, { single = true } = {}) {
     this.single = single;
     this.canvas = canvas;
     this.context = canvas.getContext("2d");
     this.groups = [];
     this.view = [0, 1];
-    this.head = null; // what comes after it is not drawn
+    this.head = null; // the time up to which it is drawn
     this.cursor = null; // a time to mark
     this.over = null; // the span under the pointer
-    this.blank = false; // nothing has run yet: each row says what it will show
+    this.blank = false; // nothing has run yet: each row explains what it will show
     this.pointed = pointed;
-    this.touch();
+    this.readColours();
     canvas.addEventListener("pointermove", (event) => this.point(event));
     canvas.addEventListener("pointerdown", (event) => this.point(event));
     canvas.addEventListener("pointerleave", () => this.unpoint());
     new ResizeObserver(() => this.draw()).observe(canvas.parentElement);
   }
 
-  /** Read the colours anew: the style sheet has them, for light and dark. */
-  touch() {
+  /** Read the colours of the current theme from the style sheet. */
+  readColours() {
     const probe = document.createElement("span");
     document.body.append(probe);
     this.colour = {};
@@ -57,7 +57,7 @@ export class Timeline {
     return (this.hatches[name] = pattern);
   }
 
-  /** Where everything stands, for the width there is. */
+  /** The rows and their positions for the current width. */
   layout() {
     const width = this.canvas.parentElement.clientWidth - 2 * parseFloat(getComputedStyle(this.canvas.parentElement).paddingLeft);
     const narrow = width < 620;
@@ -105,7 +105,7 @@ export class Timeline {
 
   draw() {
     const place = (this.place = this.layout());
-    if (place.width < 100) return; // not to be seen
+    if (place.width < 100) return; // not visible
     const { canvas, context: pen } = this;
     const scale = Math.max(1, devicePixelRatio || 1);
     if (scale !== this.scale) this.hatches = {};
@@ -226,7 +226,7 @@ export class Timeline {
       this.line(left, row.y + row.height + 0.5, width - right, row.y + row.height + 0.5, colour.line);
       this.line(left + 0.5, row.y, left + 0.5, row.y + row.height, colour.line);
       if (!narrow) this.label("tokens", 0, row.y + row.height / 2);
-      this.explain("How many tokens are sure, and how many guessed.", row);
+      this.explain("How many tokens are verified, and how many guessed.", row);
       return;
     }
     for (let value = Math.ceil(low / step) * step; value <= high; value += step) {
@@ -373,11 +373,11 @@ export class Timeline {
     else if (!narrow) this.label(lane.name, 0, row.y + row.height / 2, { size: this.single ? 12 : 10.5, colour: lane.alive === false ? colour.lost : colour.soft });
     if (this.blank) {
       const targets = group.run.sorted().filter(({ role }) => role === "target");
-      const says = ["A target verifies a stretch of guesses in one forward.", "Another verifies the next at the same time."];
-      this.explain(lane.role === "target" ? says[targets.indexOf(lane)] : "A drafter guesses token after token, and goes on while it is judged.", row);
+      const says = ["A target verifies a block of guesses in one forward.", "Another verifies the next at the same time."];
+      this.explain(lane.role === "target" ? says[targets.indexOf(lane)] : "A drafter guesses token after token, also while its guesses are verified.", row);
     }
     this.clipped(row, () => {
-      this.gone(row);
+      this.drawDowntime(row);
       const { spans } = lane;
       for (let i = upTo(spans, t0, (span) => span.end); i < spans.length; i++) {
         if (spans[i].start > t1 + 1) break;
@@ -432,8 +432,8 @@ export class Timeline {
     if (pen.measureText(text).width + 8 < w) this.label(text, x + w / 2, row.y + row.height / 2 + 0.5, { align: "center", size, weight: 600, colour: colour["on-target"] });
   }
 
-  /** A lane is struck out for as long as its server is gone. */
-  gone(row) {
+  /** Strike a lane out while its server is down. */
+  drawDowntime(row) {
     const { marks } = row.lane;
     marks.forEach((mark, i) => {
       if (mark.kind !== "lost") return;

@@ -1,4 +1,4 @@
-// The text, token by token, and the one small window that says more about whatever is pointed at.
+// The text token by token, and the tooltip.
 
 export function element(name, attributes = {}, ...children) {
   const node = document.createElement(name);
@@ -17,13 +17,13 @@ export function duration(s) {
 
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "(nothing)";
 
-const SAYS = {
+const ORIGINS = {
   accepted: "guessed by the drafter, accepted",
   corrected: "the target’s, for a wrong guess",
   plain: "the target’s, no guess was there",
 };
 
-/** The small window: filled, then put beside a rectangle where it fits. */
+/** The tooltip, placed beside a rectangle where it fits. */
 export class Tip {
   constructor(node) {
     this.node = node;
@@ -58,14 +58,14 @@ export class Text {
     this.label = label;
     this.clear("");
     const token = (event) => event.target.closest?.(".token");
-    node.addEventListener("pointerover", (event) => token(event) && this.tell(token(event)));
-    node.addEventListener("pointerleave", () => this.untell());
+    node.addEventListener("pointerover", (event) => token(event) && this.showTip(token(event)));
+    node.addEventListener("pointerleave", () => this.hideTip());
     node.addEventListener("focusin", (event) => {
       if (!token(event)) return;
       this.rove(token(event));
-      this.tell(token(event));
+      this.showTip(token(event));
     });
-    node.addEventListener("focusout", () => this.untell());
+    node.addEventListener("focusout", () => this.hideTip());
     node.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -100,7 +100,7 @@ export class Text {
     if (/[ \t]{2}|\t|\n /.test(text)) this.node.classList.add("spaced");
   }
 
-  /** Show the first `count` tokens, and a box for each guess beyond them. Tokens to come keep their room. */
+  /** Show the first `count` tokens, and a box for each guess beyond them. Later tokens keep their space. */
   reveal(count, guesses = 0) {
     const nodes = this.list.children;
     for (; this.shown < count; this.shown++) nodes[this.shown].classList.remove("later");
@@ -120,7 +120,7 @@ export class Text {
     node.scrollTop = last ? last.offsetTop + last.offsetHeight + 40 - node.clientHeight : 0;
   }
 
-  /** Mark the places that a forward is about. */
+  /** Mark the tokens that a forward computes. */
   mark(from, to) {
     for (const node of this.list.querySelectorAll(".marked")) node.classList.remove("marked");
     if (from === undefined) return;
@@ -172,28 +172,28 @@ export class Text {
     return best;
   }
 
-  tell(node) {
+  showTip(node) {
     const index = Number(node.dataset.index);
     const token = this.tokens[index];
-    this.said?.removeAttribute("aria-describedby");
-    this.said = node;
+    this.described?.removeAttribute("aria-describedby");
+    this.described = node;
     node.setAttribute("aria-describedby", "tip");
     const boxes = node.getClientRects();
     this.tip.show(this, boxes[boxes.length - 1] ?? node.getBoundingClientRect(), ...about(token, index));
     this.pointed(token);
   }
 
-  untell() {
+  hideTip() {
     this.tip.hide(this);
     this.pointed(null);
     const focused = document.activeElement;
-    if (focused?.classList.contains("token") && this.node.contains(focused) && focused.matches(":focus-visible")) this.tell(focused);
+    if (focused?.classList.contains("token") && this.node.contains(focused) && focused.matches(":focus-visible")) this.showTip(focused);
   }
 }
 
 function about(token, index) {
-  const head = element("p", { class: `tip-head ${token.how}` }, element("b", {}, visible(token.text)), ` ${SAYS[token.how] ?? token.how}`);
-  const when = element("p", { class: "tip-note" }, `token ${index + 1}, sure after ${duration(token.at)}`);
+  const head = element("p", { class: `tip-head ${token.how}` }, element("b", {}, visible(token.text)), ` ${ORIGINS[token.how] ?? token.how}`);
+  const when = element("p", { class: "tip-note" }, `token ${index + 1}, verified after ${duration(token.at)}`);
   const list = element("ul", { class: "odds" });
   for (const [text, log] of token.alternatives ?? []) {
     const p = Math.exp(log);
