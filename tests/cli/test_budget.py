@@ -29,6 +29,7 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_budget_measures_cores_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("Once upon a time\n")
     picture = tmp_path / "a.svg"
@@ -51,6 +52,7 @@ def test_budget_measures_cores_of_this_machine(tmp_path: Path) -> None:
     assert "measured" in picture.read_text()
 
 
+@pytest.mark.slow
 def test_budget_simulates_more_cores_than_this_machine_has(tmp_path: Path) -> None:
     (tmp_path / "tales.txt").write_text("Once upon a time\n")
     asked = (

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from command import document, dsi
+
+pytestmark = pytest.mark.slow  # loads models
 
 
 def test_compare_checks_that_all_texts_are_equal(tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from command import document, dsi
+
+pytestmark = pytest.mark.slow  # loads models
 
 
 def test_generate_writes_text_alone_on_stdout() -> None:

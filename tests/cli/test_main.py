@@ -122,6 +122,7 @@ def without_ray(*commands: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_commands_report_that_ray_is_not_installed() -> None:
     names = ("generate hi", "chat", "compare", "serve --port 0")
     done = without_ray(*(f"dsi {name} --fleet ray" for name in names))
@@ -129,6 +130,7 @@ def test_commands_report_that_ray_is_not_installed() -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("", sentence * len(names), 0)
 
 
+@pytest.mark.slow
 def test_commands_work_without_ray() -> None:
     done = without_ray(
         "dsi generate hi --max-new-tokens 2",

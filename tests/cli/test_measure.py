@@ -37,6 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_measure_writes_one_profile_that_other_commands_read(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     table = dsi("measure", "latency", "--count", 3, "--tokens", 4, "--out", out)
@@ -56,6 +57,7 @@ def test_measure_writes_one_profile_that_other_commands_read(tmp_path: Path) -> 
     assert simulated["acceptance"] == found["acceptance"]["rate"]
 
 
+@pytest.mark.slow
 def test_measure_compares_rules_on_the_same_texts(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     few = ("measure", "acceptance", "--count", 2, "--tokens", 10, "--lookahead", 2, "--out", out)
@@ -99,6 +101,7 @@ def test_measure_refuses_rules_that_cannot_be_measured(options: str, sentence: s
     assert sentence in refused("measure", "acceptance", *options.split())
 
 
+@pytest.mark.slow
 def test_measure_loads_a_pair_from_folders_and_prompts_from_a_file(tmp_path: Path, tiny: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     texts = ["Tom had a cat.", "A very long story. " * 30, "The sun was up.", "Lily sang."]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from command import document, document_here, dsi_here
 
 
@@ -20,6 +22,7 @@ def test_plan_ranks_deployments_by_given_latencies(tmp_path: Path) -> None:
     assert picture.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_plan_measures_this_machine() -> None:
     planned = document("plan", "--cores", "1")
     assert {offer["algorithm"] for offer in planned["offers"]} == {"nonsi", "si"}

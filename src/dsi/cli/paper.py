@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsi.cli import output as show
+from dsi.cli.options import Json
 
 if TYPE_CHECKING:
     from dsi.paper.claims import Check, Example
@@ -22,11 +23,10 @@ app = typer.Typer(
     epilog="Example: dsi paper all --out laboratory",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
 Folder = Annotated[Path, typer.Option(help="The folder to write to; made if it is not there.")]
 Repeats = Annotated[int, typer.Option(help="Runs in virtual time of each setting of Table 2.")]
-Waited = Annotated[bool, typer.Option("--waited", help="Also on threads that wait instead of computing.")]
-WaitedRepeats = Annotated[int, typer.Option(help="Runs on threads, of SI and DSI in turn.")]
+RealTime = Annotated[bool, typer.Option("--real-time", help="Also on threads that wait instead of computing.")]
+RealTimeRepeats = Annotated[int, typer.Option(help="Runs on threads, of SI and DSI in turn.")]
 Profiles = Annotated[list[Path] | None, typer.Option(help="Profiles of dsi measure latency, for Table 3; repeatable.")]
 
 
@@ -50,45 +50,45 @@ def table1(json: Json = False) -> None:
     print(f"ours (published); {equal} of {len(cells)} cells equal; simulated, in exact fractions")
 
 
-@app.command(epilog="Example: dsi paper table2 --waited --json")
+@app.command(epilog="Example: dsi paper table2 --real-time --json")
 def table2(
-    repeats: Repeats = 100, waited: Waited = False, waited_repeats: WaitedRepeats = 3, json: Json = False
+    repeats: Repeats = 100, real_time: RealTime = False, real_time_repeats: RealTimeRepeats = 3, json: Json = False
 ) -> None:
     """Table 2: DSI's speed over SI's for the paper's ten pairs, and where the published numbers come from."""
     from dsi.paper.table2 import PAIRS
     from dsi.paper.table2 import table2 as lines_of
 
-    _check_waited(waited_repeats)
+    _check_repeats(real_time_repeats)
     with show.progress("pairs", len(PAIRS)) as advance:
-        lines = lines_of(repeats, waited_repeats if waited else 0, advance)
+        lines = lines_of(repeats, real_time_repeats if real_time else 0, advance)
     if json:
-        show.document(label="waited" if waited else "simulated", rows=[line.json() for line in lines])
+        show.document(label="waited" if real_time else "simulated", rows=[line.json() for line in lines])
     else:
-        _print_table2(lines, waited)
+        _print_table2(lines, real_time)
 
 
-def _print_table2(lines: list[Line], waited: bool) -> None:
+def _print_table2(lines: list[Line], real_time: bool) -> None:
     rows = [
         [
             line.pair.name,
             f"{line.published:.2f}",
             f"{line.exact:.2f}",
             f"{line.simulated:.2f}",
-            *([_waited(line)] if waited else []),
+            *([_waited(line)] if real_time else []),
             f"{line.simulated_paper_accounting:.2f}",
             f"{line.exact_minimal_lookahead:.2f} ({line.minimal_lookahead})",
             f"{line.simulated_drafters[2]:.2f}",
         ]
         for line in lines
     ]
-    heads = ["", "published", "exact", "simulated", *(["waited"] if waited else [])]
+    heads = ["", "published", "exact", "simulated", *(["waited"] if real_time else [])]
     show.table([*heads, "as the paper counts", "least lookahead", "two drafters"], rows)
     print(
         "DSI's speed over SI's: 50 tokens, SP 7, each at its best lookahead of 1, 5 and 10. The paper's code "
         "counts an extra forward for SI after each rejection, and not the target's own token. dsi paper all "
         "explains each column."
     )
-    if waited:
+    if real_time:
         print("waited: on real threads, and by what share these take longer than virtual time (SI, DSI)")
 
 
@@ -182,8 +182,8 @@ def _print_theory(checks: list[Check], examples: list[Example]) -> None:
 def everything(
     out: Folder,
     repeats: Repeats = 100,
-    waited: Waited = False,
-    waited_repeats: WaitedRepeats = 3,
+    real_time: RealTime = False,
+    real_time_repeats: RealTimeRepeats = 3,
     profile: Profiles = None,
     json: Json = False,
 ) -> None:
@@ -191,19 +191,19 @@ def everything(
     from dsi.paper import output
     from dsi.paper.report import page
 
-    _check_waited(waited_repeats)
+    _check_repeats(real_time_repeats)
     folder = output.check_folder(out)
     with show.progress("steps", output.STEPS) as advance:
-        found = output.findings(repeats, waited_repeats if waited else 0, profile or [], advance)
+        found = output.findings(repeats, real_time_repeats if real_time else 0, profile or [], advance)
     pictures = output.figure1_files()
     pictures |= output.figure2_files(found.grid) | output.figure3_files(found.grid)
     files = pictures | output.table_files(found) | {"report.html": page(found, pictures)}
-    _wrote(output.write(files, folder), json, label="waited" if waited else "simulated", **found.json())
+    _wrote(output.write(files, folder), json, label="waited" if real_time else "simulated", **found.json())
 
 
-def _check_waited(repeats: int) -> None:
+def _check_repeats(repeats: int) -> None:
     if repeats < 1:
-        raise ValueError(f"waited repeats {repeats}: must be at least 1")
+        raise ValueError(f"real-time repeats {repeats}: must be at least 1")
 
 
 def _wrote(paths: list[Path], json: bool, **document: Any) -> None:
