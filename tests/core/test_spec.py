@@ -1,0 +1,59 @@
+from math import inf
+
+import pytest
+
+from dsi.core.generation import Generation
+from dsi.core.messages import Draft
+from dsi.core.policies import distributed, policy_for
+from dsi.core.spec import SpecConfig, default_max_lead
+
+
+def test_spec_config_lead_limit_is_given_or_follows_the_targets() -> None:
+    assert SpecConfig().lead_limit == inf
+    assert SpecConfig(lookahead=3, max_lead=7, max_targets=2).lead_limit == 7
+    assert SpecConfig(lookahead=3, max_targets=2).lead_limit == default_max_lead(2, 3) == 9
+    assert SpecConfig(lookahead=1, min_draft=6, max_targets=2).lead_limit == default_max_lead(2, 1, 6) == 7
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (SpecConfig("nonsi"), "no speculation"),
+        (SpecConfig(lookahead=4), "lookahead 4, min draft 0"),
+        (SpecConfig("dsi", 4, 1, max_targets=2), "SP 2, lookahead 4, min draft 1"),
+        (SpecConfig(lookahead=1, branches=2, spare_targets=3), "lookahead 1, min draft 0, 3 for runner-ups"),
+    ],
+)
+def test_spec_config_str(spec: SpecConfig, text: str) -> None:
+    assert str(spec) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"algorithm": "medusa"}, "algorithm 'medusa': must be one of nonsi, si, pearl, dsi, auto"),
+        ({"rule": "typical"}, "rule 'typical': must be one of"),
+        ({"max_targets": 0}, "max targets 0: must be at least 1"),
+        ({"spare_targets": -1}, "spare targets -1: must be at least 0"),
+        ({"max_lead": float("nan")}, "max lead nan: must be at least 1"),
+        ({"min_ratio": 1.5}, "min ratio 1.5: must be between 0 and 1"),
+    ],
+)
+def test_spec_config_names_the_wrong_value(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SpecConfig(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", [SpecConfig("dsi"), SpecConfig("auto", 3)])
+def test_policy_for_refuses_what_is_not_decided(spec: SpecConfig) -> None:
+    with pytest.raises(ValueError, match="algorithm"):
+        policy_for(spec)
+
+
+def test_distributed_takes_its_old_names_for_one_release() -> None:
+    old = Generation((7,), 50, distributed(5, patience=2, horizon=3, spare=2, doubt=0.3, branches=2))
+    new = Generation((7,), 50, distributed(5, min_draft=2, max_lead=3, spare_targets=2, min_ratio=0.3, branches=2))
+    [before], [after] = ([job for job in g.start().start if isinstance(job, Draft)] for g in (old, new))
+    assert (before.count, before.min_ratio) == (after.count, after.min_ratio) == (3, 0.3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wings'"):
+        distributed(5, wings=2)
