@@ -6,7 +6,7 @@ from statistics import fmean
 import pytest
 
 from dsi.paper import forward_counts
-from dsi.paper.table2 import PAIRS, by_the_paper, line, table2
+from dsi.paper.table2 import PAIRS, line, paper_accounting, table2
 from dsi.planning.latency import LatencyModel
 
 # DSI over SI with the reference code's accounting in virtual time, its extra forward left out.
@@ -19,7 +19,7 @@ def played(latencies: LatencyModel, acceptance: float, lookahead: int, dice: Ran
     tokens = 0
     while True:
         run = 0
-        while run < forward_counts.CAP and dice.random() < acceptance:
+        while run < forward_counts.LONGEST_RUN and dice.random() < acceptance:
             run += 1
         while True:
             time += float(lookahead * latencies.drafter_ms + latencies.target_ms)
@@ -44,8 +44,8 @@ def test_the_papers_accounting_is_what_playing_it_gives(acceptance: float, looka
 @pytest.mark.parametrize(("pair", "reference"), list(zip(PAIRS, REFERENCE)), ids=lambda x: str(x)[:40])
 def test_it_is_near_what_the_reference_code_gives(pair: object, reference: float) -> None:
     [row] = [each for each in PAIRS if each is pair]
-    assert by_the_paper(row, extra=False) == pytest.approx(reference, abs=0.11)
-    assert by_the_paper(row, extra=True) > by_the_paper(row, extra=False)
+    assert paper_accounting(row, extra=False) == pytest.approx(reference, abs=0.11)
+    assert paper_accounting(row, extra=True) > paper_accounting(row, extra=False)
 
 
 @pytest.mark.parametrize("number", [0, 6])
@@ -59,7 +59,7 @@ def test_a_line_of_table_2(number: int) -> None:
 
 
 def test_on_threads_it_takes_a_little_longer() -> None:
-    row = line(PAIRS[0], repeats=2, waited=1)
+    row = line(PAIRS[0], repeats=2, real_time_repeats=1)
     assert row.waited is not None
     assert row.waited.speedup > 0
     assert min(row.waited.overhead_si, row.waited.overhead_dsi) > -0.02  # nothing is faster than virtual time

@@ -186,10 +186,10 @@ class BudgetComparison:
 
     def _parallel_fraction(self) -> float:
         from dsi.experiments import budget
-        from dsi.planning.equation_1 import SCALES
+        from dsi.planning.equation_1 import PARALLEL_FRACTION
 
         fraction = self.options.parallel_fraction
-        return SCALES if fraction is None else budget.check_share(fraction)
+        return PARALLEL_FRACTION if fraction is None else budget.check_share(fraction)
 
     @property
     def _arguments(self) -> dict[str, Any]:

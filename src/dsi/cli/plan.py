@@ -11,7 +11,7 @@ import typer
 from dsi.cli import output as show
 from dsi.cli.options import Json, option
 from dsi.engine.config import EngineConfig
-from dsi.planning.equation_1 import SCALES, check_latencies
+from dsi.planning.equation_1 import PARALLEL_FRACTION, check_latencies
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
@@ -67,7 +67,7 @@ def plan(
     processors = _count_processors(gpus, cores)
     _check_split(cores, target_gpus, drafter_gpus, parallel_fraction)
     target_gpus, drafter_gpus = (1 if gpus is None else gpus for gpus in (target_gpus, drafter_gpus))
-    fraction = SCALES if parallel_fraction is None else parallel_fraction
+    fraction = PARALLEL_FRACTION if parallel_fraction is None else parallel_fraction
     _check_share("runner-up acceptance", runner_up_acceptance)
     _check_share("parallel fraction", fraction)
     if target_gpus < 1 or drafter_gpus < 1:

@@ -1,4 +1,4 @@
-"""The theory of the paper, checked: its theorems over a grid, and the examples of its text."""
+"""Check the theory of the paper: its theorems over a grid, and the examples in its text."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOOKAHEADS = (1, 2, 3, 5, 8, 13, 21, 34)
 SPS = (1, 2, 3, 5, 7, None)
 LENGTHS = (1, 2, 10, 50, 100)
 CLAIMS = 6
-PATHS = 300  # of the simulator, for what must hold on every path
+PATHS = 300  # simulated, for what must hold on every path
 
 
 @dataclass(frozen=True)
 class Check:
-    """A bound over many settings: each `ratio` of what is claimed to be less to what bounds it."""
+    """A bound over many settings, as ratios of what is bounded to its bound."""
 
     claim: str
     settings: int
@@ -50,20 +50,20 @@ Ratio = tuple[str, Any]  # a setting in words, and its ratios over the acceptanc
 
 
 def check(claim: str, ratios: Iterable[Ratio], note: str = "") -> Check:
-    worst, where, least, count, broken = 0.0, "", float("inf"), 0, 0
+    largest, where, smallest, count, violations = 0.0, "", float("inf"), 0, 0
     for setting, values in ratios:
         values = np.atleast_1d(values)
         count += values.size
-        broken += int((values > 1 + 1e-9).sum())
-        least = min(least, float(values.min()))
-        if values.max() > worst:
-            worst, at = float(values.max()), int(values.argmax())
+        violations += int((values > 1 + 1e-9).sum())
+        smallest = min(smallest, float(values.min()))
+        if values.max() > largest:
+            largest, at = float(values.max()), int(values.argmax())
             where = setting + (f", acceptance {RATES[at]:g}" if values.size > 1 else "")
-    return Check(claim, count, worst, where, broken, least, note)
+    return Check(claim, count, largest, where, violations, smallest, note)
 
 
 def checks(progress: Progress = no_progress) -> list[Check]:
-    found = []
+    results = []
     for claim, ratios, note in (
         (
             "Theorem 1: DSI takes no longer than non-SI, in expectation",
@@ -79,14 +79,14 @@ def checks(progress: Progress = no_progress) -> list[Check]:
         (
             "Theorem 2 with one target more than Eq. (1) asks for",
             theorem_2(1),
-            "one for the watch on the root",
+            "one for the verification of the root",
         ),
         (
             "Theorem 2 with only as many targets as Eq. (1) asks for",
             theorem_2(0),
-            "Eq. (1) counts full blocks: the watch on each fresh root, which begins before there is a guess, "
+            "Eq. (1) counts full blocks: the verification of each new root, which starts before anything is drafted, "
             "needs a target of its own, or the first block waits for it, where SI would have waited for "
-            "guesses",
+            "draft tokens",
         ),
         (
             "Proposition 1: DSI with lookahead 1 takes no longer than the bound",
@@ -94,16 +94,16 @@ def checks(progress: Progress = no_progress) -> list[Check]:
             "the bound is the expected time itself: the largest and the smallest ratio are both 1",
         ),
     ):
-        found.append(check(claim, ratios, note))
+        results.append(check(claim, ratios, note))
         progress()
-    return found
+    return results
 
 
 def theorem_1() -> Iterator[Ratio]:
     for drafter, lookahead, sp, tokens in _settings():
-        latencies = LatencyModel(1, drafter)
+        latency = LatencyModel(1, drafter)
         setting = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp or 'enough'}, {tokens} tokens"
-        yield setting, theory.dsi(tokens, latencies, RATES, lookahead, sp) / theory.nonsi(tokens, latencies)
+        yield setting, theory.dsi(tokens, latency, RATES, lookahead, sp) / theory.nonsi(tokens, latency)
 
 
 def _settings() -> Iterator[tuple[Fraction, int, int | None, int]]:
@@ -115,28 +115,28 @@ def _settings() -> Iterator[tuple[Fraction, int, int | None, int]]:
 
 
 def paths() -> Iterator[Ratio]:
-    """In fractions, so that a violation would be one and not rounding."""
+    """In exact fractions, so that no violation is due to rounding."""
     for seed in range(PATHS):
         drafter, lookahead = DRAFTERS[seed % len(DRAFTERS)], LOOKAHEADS[seed % len(LOOKAHEADS)]
         sp, acceptance = 1 + seed % 7, (seed * 37 % 101) / 100
         setting = SimulationConfig(
             LatencyModel(Fraction(1), drafter), acceptance, sp, 30, spec=SpecConfig(lookahead=lookahead)
         )
-        took = setting.run("dsi", seed).completion.elapsed / 30
+        forwards = setting.run("dsi", seed).completion.elapsed / 30
         where = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp}, acceptance {acceptance:g}"
-        yield f"{where}, seed {seed}", float(took)
+        yield f"{where}, seed {seed}", float(forwards)
 
 
-def theorem_2(more: int | None) -> Iterator[Ratio]:
-    """With so many targets more than Eq. (1) asks for; None: as many as can be of use."""
+def theorem_2(extra_targets: int | None) -> Iterator[Ratio]:
+    """With so many targets more than Eq. (1) requires; None: as many as can be of use."""
     for drafter in DRAFTERS:
         for lookahead in LOOKAHEADS:
             for tokens in LENGTHS:
-                latencies = LatencyModel(1, drafter)
-                sp = None if more is None else servers_needed(1, drafter, lookahead) + more
-                dsi = theory.dsi(tokens, latencies, RATES, lookahead, sp)
+                latency = LatencyModel(1, drafter)
+                sp = None if extra_targets is None else servers_needed(1, drafter, lookahead) + extra_targets
+                dsi = theory.dsi(tokens, latency, RATES, lookahead, sp)
                 setting = f"drafter {float(drafter):g}, lookahead {lookahead}, {tokens} tokens"
-                yield setting, dsi / theory.si(tokens, latencies, RATES, lookahead)
+                yield setting, dsi / theory.si(tokens, latency, RATES, lookahead)
 
 
 def proposition_1() -> Iterator[Ratio]:
@@ -154,7 +154,7 @@ def bound(drafter: Fraction, tokens: int, acceptance: Any) -> Any:
 
 @dataclass(frozen=True)
 class Example:
-    """A number in the paper's text, and what comes out here."""
+    """A number in the paper's text, and the one computed here."""
 
     what: str
     paper: str
@@ -163,13 +163,20 @@ class Example:
 
 
 def examples() -> list[Example]:
-    return [amdahl(), *largest_gains(), forwards_that_count(), *si_example(), example_of_eq_1(), seven_gpus()]
+    return [
+        long_text_speedup(),
+        *largest_gains(),
+        forwards_that_count(),
+        *si_example(),
+        example_of_eq_1(),
+        seven_gpus(),
+    ]
 
 
-def amdahl() -> Example:
-    """A drafter of no latency to speak of, and a long text."""
-    tokens, latencies = 2000, LatencyModel(1, Fraction(1, 1000))
-    speedup = theory.nonsi(tokens, latencies) / float(theory.dsi(tokens, latencies, 0.8, 1))
+def long_text_speedup() -> Example:
+    """A drafter of negligible latency, and a long text."""
+    tokens, latency = 2000, LatencyModel(1, Fraction(1, 1000))
+    speedup = theory.nonsi(tokens, latency) / float(theory.dsi(tokens, latency, 0.8, 1))
     return Example(
         "DSI over non-SI at acceptance 0.8, as the text grows and drafting costs nothing",
         "5x",
@@ -180,8 +187,8 @@ def amdahl() -> Example:
 
 def largest_gains() -> Iterator[Example]:
     for drafter, lookahead, paper in ((Fraction(1, 20), 5, "4x"), (Fraction(1, 100), 2, "50x")):
-        latencies, tokens = LatencyModel(1, drafter), 2000
-        si, dsi = (float(time(tokens, latencies, 1.0, lookahead)) for time in (theory.si, theory.dsi))
+        latency, tokens = LatencyModel(1, drafter), 2000
+        si, dsi = (float(time(tokens, latency, 1.0, lookahead)) for time in (theory.si, theory.dsi))
         yield Example(
             f"DSI over SI, a perfect drafter of {float(drafter):.0%} latency, lookahead {lookahead}",
             paper,
@@ -192,7 +199,7 @@ def largest_gains() -> Iterator[Example]:
 
 
 def forwards_that_count() -> Example:
-    """Blocks of two guesses, of which at least one is wrong."""
+    """Blocks of two draft tokens, at least one of which is rejected."""
     setting = SimulationConfig(LatencyModel(10, 1), 0.8, 5, 50, spec=SpecConfig(lookahead=2))
     tallies = [setting.run("dsi", seed).completion.tally for seed in range(100)]
     counted, useful = sum(t.exposed for t in tallies), sum(t.useful for t in tallies)
@@ -200,14 +207,14 @@ def forwards_that_count() -> Example:
         "share of target forwards that cost time, lookahead 2, acceptance 0.8, five targets",
         "36%",
         f"{1 - 0.8**2:.0%}; {counted / useful:.0%} simulated",
-        "1 - 0.8^2 is for whole blocks; the watch on each fresh root is a forward too, over one place only",
+        "1 - 0.8^2 is for whole blocks; the verification of each new root is a forward too, over one position only",
     )
 
 
 def si_example() -> Iterator[Example]:
-    """100 tokens, 30 and 6 ms, lookahead 5, 1.5 guesses accepted in each block."""
-    latencies, rate = LatencyModel(30, 6), accepting(1.5, 5)
-    exact = float(theory.si(100, latencies, rate, 5))
+    """100 tokens, 30 and 6 ms, lookahead 5, 1.5 draft tokens accepted in each block."""
+    latency, rate = LatencyModel(30, 6), acceptance_rate(1.5, 5)
+    exact = float(theory.si(100, latency, rate, 5))
     forwards = ceil(100 / 2.5)
     sketch = forwards * (5 * 6 + 30)
     yield Example(
@@ -224,13 +231,13 @@ def si_example() -> Iterator[Example]:
     )
 
 
-def accepting(mean: float, lookahead: int) -> float:
-    """The acceptance rate with which so many guesses of a block are accepted on average."""
+def acceptance_rate(accepted: float, lookahead: int) -> float:
+    """The acceptance rate with which so many draft tokens of a block are accepted on average."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        few = sum(middle**i for i in range(1, lookahead + 1)) < mean
-        low, high = (middle, high) if few else (low, middle)
+        too_low = sum(middle**i for i in range(1, lookahead + 1)) < accepted
+        low, high = (middle, high) if too_low else (low, middle)
     return low
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsi.core.spec import SpecConfig
 from dsi.experiments.records import Record, record
-from dsi.paper.grid import ACCEPTANCES, DRAFTERS, STATIC, Grid
+from dsi.paper.grid import ACCEPTANCES, DRAFTERS, STATIC_LOOKAHEAD, Grid
 from dsi.paper.table1 import DRAFTER_MS, SP, TARGET_MS
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
@@ -17,11 +17,11 @@ from dsi.plot.heatmap import Panel
 
 CASES = {"worst": 0.0, "best": 1.0}
 
-RejectionCost = tuple[Fraction, float, float]  # drafter latency, acceptance rate, and DSI's speed there
+SlowCell = tuple[Fraction, float, float]  # drafter latency, acceptance rate, and DSI's speed there
 
 
 def figure1(case: str, tokens: int = 16) -> list[Record]:
-    """The timelines of the three algorithms when every guess is wrong, or every one is right."""
+    """The timelines of the three algorithms when every draft token is rejected, or every one is accepted."""
     setting = SimulationConfig(
         LatencyModel(TARGET_MS, DRAFTER_MS),
         CASES[case],
@@ -53,7 +53,7 @@ def headings(grid: Grid) -> tuple[str, str]:
     exact = f"exact expected times of {grid.tokens} tokens, SP {grid.sp}"
     return (
         f"Figure 2: each algorithm at its best lookahead of 1 to 200; {exact}",
-        f"Figure 3: lookahead {STATIC}; {exact}",
+        f"Figure 3: lookahead {STATIC_LOOKAHEAD}; {exact}",
     )
 
 
@@ -71,21 +71,21 @@ def table(panel: Panel, columns: dict[str, Any]) -> str:
 
 def columns(grid: Grid, name: str, static: bool) -> dict[str, Any]:
     """The expected times, in target forwards, and the lookaheads that a panel compares."""
-    found: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     if "nonsi" in name or name == "min_dsi":
-        found["nonsi_time"] = grid.nonsi
+        selected["nonsi_time"] = grid.nonsi
     if name in ("nonsi_si", "si_dsi", "min_dsi"):
-        found["si_time"] = grid.si_static if static else grid.si.times
+        selected["si_time"] = grid.si_static if static else grid.si.times
         if not static:
-            found["si_lookahead"] = grid.si.lookaheads
+            selected["si_lookahead"] = grid.si.lookaheads
     if "_dsi" in name:
-        found["dsi_time"] = grid.dsi_static if static else grid.dsi.times
+        selected["dsi_time"] = grid.dsi_static if static else grid.dsi.times
         if not static:
-            found["dsi_lookahead"] = grid.dsi.lookaheads
-    return found
+            selected["dsi_lookahead"] = grid.dsi.lookaheads
+    return selected
 
 
-def exceptions(grid: Grid) -> list[RejectionCost]:
+def exceptions(grid: Grid) -> list[SlowCell]:
     """Where DSI is slower than the faster of SI and non-SI."""
     ratios = grid.baseline / grid.dsi.times
     return [

@@ -14,7 +14,7 @@ from dsi.planning import theory
 from dsi.planning.equation_1 import minimal_lookahead
 from dsi.planning.latency import LatencyModel
 
-TOKENS, SP, MOST, STATIC = 100, 7, 200, 5
+TOKENS, SP, MAX_LOOKAHEAD, STATIC_LOOKAHEAD = 100, 7, 200, 5
 DRAFTERS = [Fraction(i, 100) for i in range(1, 101)]  # of the target's latency
 ACCEPTANCES = np.arange(101) / 100
 
@@ -53,47 +53,48 @@ class Grid:
 
     @property
     def settings(self) -> int:
-        """How many settings this covers: lookaheads of no further effect are computed once."""
-        allowed = sum(MOST + 1 - minimal_lookahead(1, drafter, self.sp) for drafter in DRAFTERS)
-        return len(ACCEPTANCES) * (len(DRAFTERS) * MOST + allowed)
+        """The number of settings covered; lookaheads of no further effect are computed once."""
+        allowed = sum(MAX_LOOKAHEAD + 1 - minimal_lookahead(1, drafter, self.sp) for drafter in DRAFTERS)
+        return len(ACCEPTANCES) * (len(DRAFTERS) * MAX_LOOKAHEAD + allowed)
 
 
 def grid(tokens: int = TOKENS, sp: int = SP, progress: Progress = no_progress) -> Grid:
-    forwards = {k: theory.si_forwards(tokens, ACCEPTANCES, k) for k in range(1, MOST + 1)}
-    si, few, any_, enough, si_static, dsi_static = [], [], [], [], [], []
+    forwards = {k: theory.si_forwards(tokens, ACCEPTANCES, k) for k in range(1, MAX_LOOKAHEAD + 1)}
+    si, dsi, any_lookahead, enough_targets, si_static, dsi_static = [], [], [], [], [], []
     for drafter in DRAFTERS:
-        latencies = LatencyModel(1, drafter)
-        ours = {k: theory.dsi(tokens, latencies, ACCEPTANCES, k, sp) for k in blocks(drafter)}
-        allowed = minimal_lookahead(1, drafter, sp)
-        free = {k: theory.dsi(tokens, latencies, ACCEPTANCES, k) for k in blocks(drafter)}
-        theirs = {k: theory.si_time(tokens, latencies, *counts) for k, counts in forwards.items()}
-        si.append(best(theirs))
-        few.append(best({k: times for k, times in ours.items() if k >= allowed}))
-        any_.append(best(ours))
-        enough.append(best(free))
-        si_static.append(theirs[STATIC])
-        dsi_static.append(theory.dsi(tokens, latencies, ACCEPTANCES, STATIC, sp))
+        latency = LatencyModel(1, drafter)
+        dsi_times = {k: theory.dsi(tokens, latency, ACCEPTANCES, k, sp) for k in useful_lookaheads(drafter)}
+        least = minimal_lookahead(1, drafter, sp)
+        unlimited = {k: theory.dsi(tokens, latency, ACCEPTANCES, k) for k in useful_lookaheads(drafter)}
+        si_times = {k: theory.si_time(tokens, latency, *counts) for k, counts in forwards.items()}
+        si.append(best(si_times))
+        dsi.append(best({k: times for k, times in dsi_times.items() if k >= least}))
+        any_lookahead.append(best(dsi_times))
+        enough_targets.append(best(unlimited))
+        si_static.append(si_times[STATIC_LOOKAHEAD])
+        dsi_static.append(theory.dsi(tokens, latency, ACCEPTANCES, STATIC_LOOKAHEAD, sp))
         progress()
     static = np.array(si_static), np.array(dsi_static)
-    return Grid(tokens, sp, stacked(si), stacked(few), stacked(any_), stacked(enough), *static)
+    tables = stack(si), stack(dsi), stack(any_lookahead), stack(enough_targets)
+    return Grid(tokens, sp, *tables, *static)
 
 
-def blocks(drafter: Fraction) -> range:
+def useful_lookaheads(drafter: Fraction) -> range:
     """The lookaheads up to where a larger one no longer changes anything.
 
-    When a verification takes as long as so many guesses, the text grows to the first unwatched place before
-    there are more, and that place is watched at once.
+    When a verification takes as long as so many drafts, the verified text reaches the first unverified position
+    before there are more, and that position is verified at once.
     """
-    return range(1, min(MOST, int(1 / drafter) + 2) + 1)
+    return range(1, min(MAX_LOOKAHEAD, int(1 / drafter) + 2) + 1)
 
 
 def best(times: dict[int, Any]) -> Best:
-    """For each acceptance rate; the smallest lookahead of equals, up to rounding."""
+    """The best lookahead at each acceptance rate; the smallest of equals, up to rounding."""
     lookaheads, table = np.array(list(times)), np.array(list(times.values()))
     least = table.min(axis=0)
     return Best(least, lookaheads[(table <= least * (1 + 1e-12)).argmax(axis=0)])
 
 
-def stacked(rows: Iterable[Best]) -> Best:
+def stack(rows: Iterable[Best]) -> Best:
     rows = list(rows)
     return Best(np.array([row.times for row in rows]), np.array([row.lookaheads for row in rows]))

@@ -1,4 +1,4 @@
-"""Everything at once: each table and figure of the paper, computed first and only then written."""
+"""Compute every table and figure of the paper, and write them once all are computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsi.paper.table2 import PAIRS, Line, table2
 from dsi.paper.table3 import Ratio, table3
 from dsi.plot import heatmap, timeline
 
-STEPS = len(DRAFTERS) + len(PAIRS) + claims.CLAIMS  # of progress
+STEPS = len(DRAFTERS) + len(PAIRS) + claims.CLAIMS  # reported as progress
 
 Files = dict[str, bytes]
 
@@ -34,7 +34,7 @@ class Findings:
     examples: list[claims.Example]
 
     def json(self) -> dict[str, Any]:
-        """Each table's rows; the figures are in the files."""
+        """The rows of each table; the figures are in files."""
         return {
             "table1": [asdict(cell) for cell in self.cells],
             "table2": [line.json() for line in self.lines],
@@ -81,35 +81,35 @@ def figure1_files() -> Files:
     return {f"figure1_{case}.svg": timeline.picture(figures.figure1(case), "svg") for case in figures.CASES}
 
 
-def figure2_files(found: Grid) -> Files:
-    return _heatmaps("figure2", figures.figure2(found), figures.headings(found)[0], found, static=False)
+def figure2_files(grid: Grid) -> Files:
+    return _heatmaps("figure2", figures.figure2(grid), figures.headings(grid)[0], grid, static=False)
 
 
-def figure3_files(found: Grid) -> Files:
-    return _heatmaps("figure3", figures.figure3(found), figures.headings(found)[1], found, static=True)
+def figure3_files(grid: Grid) -> Files:
+    return _heatmaps("figure3", figures.figure3(grid), figures.headings(grid)[1], grid, static=True)
 
 
-def _heatmaps(name: str, panels: Mapping[str, heatmap.Panel], heading: str, found: Grid, static: bool) -> Files:
+def _heatmaps(name: str, panels: Mapping[str, heatmap.Panel], heading: str, grid: Grid, static: bool) -> Files:
     files = {f"{name}.png": heatmap.png(list(panels.values()), heading)}
     for key, panel in panels.items():
-        columns = figures.columns(found, key, static)
+        columns = figures.columns(grid, key, static)
         files[f"{name}_{key}.csv"] = figures.table(panel, columns).encode()
     return files
 
 
-def table_files(found: Findings) -> Files:
-    lines = [line.json() for line in found.lines]
+def table_files(findings: Findings) -> Files:
+    lines = [line.json() for line in findings.lines]
     for line in lines:
         drafters, waited = line.pop("simulated_drafters"), line.pop("waited") or {}
         line |= line.pop("pair")
         line |= {f"simulated_{number}_drafters": speedup for number, speedup in drafters.items()}
         line |= {f"waited_{name}": value for name, value in waited.items()}
     return {
-        "table1.csv": _csv(asdict(cell) for cell in found.cells),
+        "table1.csv": _csv(asdict(cell) for cell in findings.cells),
         "table2.csv": _csv(lines),
-        "table3.csv": _csv(asdict(ratio) for ratio in found.ratios),
-        "theory.csv": _csv(check.json() for check in found.checks),
-        "examples.csv": _csv(asdict(example) for example in found.examples),
+        "table3.csv": _csv(asdict(ratio) for ratio in findings.ratios),
+        "theory.csv": _csv(check.json() for check in findings.checks),
+        "examples.csv": _csv(asdict(example) for example in findings.examples),
     }
 
 
@@ -123,7 +123,7 @@ def _csv(rows: Iterable[dict[str, Any]]) -> bytes:
 
 
 def check_folder(folder: Path) -> Path:
-    """Refuse, before anything has been computed, a folder that could not be written."""
+    """Raise, before anything is computed, if the folder cannot be written."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is not a folder")
     try:
@@ -136,9 +136,9 @@ def check_folder(folder: Path) -> Path:
 
 
 def write(files: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """Each file is there whole or not at all."""
+    """Write each file atomically."""
     for name, content in files.items():
-        half = folder / f".{name}.part"
-        half.write_bytes(content)
-        os.replace(half, folder / name)
+        partial = folder / f".{name}.part"
+        partial.write_bytes(content)
+        os.replace(partial, folder / name)
     return [folder / name for name in files]

@@ -1,4 +1,4 @@
-"""All of the laboratory on one page that needs no other file: something to send to a colleague."""
+"""One self-contained HTML page with all tables and figures."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ img, svg { max-width: 100%; height: auto; } .label { color: #5a6b7d; font-size: 
 """
 
 
-def page(found: Findings, pictures: Files) -> bytes:
+def page(findings: Findings, pictures: Files) -> bytes:
     sections = [
-        opening(found),
-        timelines(found, pictures),
-        ablation(found, pictures),
-        static(found, pictures),
+        opening(findings),
+        timelines(findings, pictures),
+        ablation(findings, pictures),
+        static(findings, pictures),
     ]
-    sections += [online(found), first_tokens(found), theory(found)]
+    sections += [online(findings), first_tokens(findings), theory(findings)]
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
@@ -41,10 +41,10 @@ def page(found: Findings, pictures: Files) -> bytes:
     ).encode()
 
 
-def opening(found: Findings) -> str:
-    equal = sum(cell.equal for cell in found.cells)
-    panel = figures.figure2(found.grid)["min_dsi"]
-    speeds = [line.exact for line in found.lines]
+def opening(findings: Findings) -> str:
+    equal = sum(cell.equal for cell in findings.cells)
+    panel = figures.figure2(findings.grid)["min_dsi"]
+    speeds = [line.exact for line in findings.lines]
     return (
         "<h1>Distributed speculative inference: the paper's tables and figures, beside ours</h1>"
         + text(
@@ -54,7 +54,7 @@ def opening(found: Findings) -> str:
             "what ran on real threads that wait instead of computing is called waited."
         )
         + bullets(
-            f"Table 1: {equal} of {len(found.cells)} cells are equal.",
+            f"Table 1: {equal} of {len(findings.cells)} cells are equal.",
             f"Figure 2: DSI is up to {panel.ratios.max():.2f} times as fast as the faster of SI and non-SI "
             f"(the paper: 1.6), and slower in {panel.slower} of {panel.ratios.size:,} cells at SP 7, by "
             f"{1 - panel.ratios.min():.1%} at most. With as many targets as can be of use it is never "
@@ -69,11 +69,11 @@ def opening(found: Findings) -> str:
     )
 
 
-def timelines(found: Findings, pictures: Files) -> str:
+def timelines(findings: Findings, pictures: Files) -> str:
     heads = ["case", "algorithm", *(f"t{i} = {time} target forwards" for i, time in enumerate(TIMES, 1))]
     rows = []
-    for start in range(0, len(found.cells), len(TIMES)):
-        row = found.cells[start : start + len(TIMES)]
+    for start in range(0, len(findings.cells), len(TIMES)):
+        row = findings.cells[start : start + len(TIMES)]
         rows.append([row[0].case, row[0].title, *(f"{cell.ours} ({cell.published})" for cell in row)])
     drawn = "".join(
         f"<h3>{name.capitalize()} case</h3>{svg(pictures[f'figure1_{name}.svg'])}" for name in figures.CASES
@@ -87,8 +87,8 @@ def timelines(found: Findings, pictures: Files) -> str:
     )
 
 
-def ablation(found: Findings, pictures: Files) -> str:
-    grid = found.grid
+def ablation(findings: Findings, pictures: Files) -> str:
+    grid = findings.grid
     enough = float((grid.dsi_enough.times / grid.baseline).max())
     return (
         "<h2>Figure 2: the offline ablation</h2>"
@@ -101,7 +101,7 @@ def ablation(found: Findings, pictures: Files) -> str:
             "this page."
         )
         + image(pictures["figure2.png"], "four heatmaps of speedups")
-        + text(explained(grid))
+        + text(explain_slower_cells(grid))
         + text(
             f"Given as many targets as can be of use, DSI takes at most {enough:.3f} times as long as the "
             "faster of "
@@ -117,23 +117,23 @@ def ablation(found: Findings, pictures: Files) -> str:
     )
 
 
-def explained(grid: Grid) -> str:
+def explain_slower_cells(grid: Grid) -> str:
     """Why DSI loses where it does."""
-    lost, sp = figures.exceptions(grid), grid.sp
-    if not lost:
+    slower, sp = figures.exceptions(grid), grid.sp
+    if not slower:
         return f"At SP {sp}, DSI is nowhere slower than the faster of SI and non-SI."
-    drafters = sorted({float(drafter) for drafter, _, _ in lost})
-    rates = [rate for _, rate, _ in lost]
+    drafters = sorted({float(drafter) for drafter, _, _ in slower})
+    rates = [rate for _, rate, _ in slower]
     free = float((grid.dsi_any.times / grid.baseline).max())
     gain = float((grid.dsi.times / grid.dsi_any.times).max()) - 1
     return (
-        f"At SP {sp}, DSI is slower than SI in {len(lost)} cells: drafter latency "
+        f"At SP {sp}, DSI is slower than SI in {len(slower)} cells: drafter latency "
         f"{', '.join(f'{drafter:.0%}' for drafter in drafters)}, acceptance {min(rates):.0%} to "
         f"{max(rates):.0%}, "
-        f"by {1 - min(each[2] for each in lost):.2%} at most. It is Eq. (1) that loses there, not DSI: it "
+        f"by {1 - min(speedup for _, _, speedup in slower):.2%} at most. It is Eq. (1) that loses there, not DSI: it "
         "forbids "
-        "lookaheads under 15, so that no verification ever waits for a target, and the first guesses after a "
-        "rejection are judged late. Left free, DSI takes a smaller lookahead there, lets verifications "
+        "lookaheads under 15, so that no verification ever waits for a target, and the first draft tokens after a "
+        "rejection are verified late. Left free, DSI takes a smaller lookahead there, lets verifications "
         "wait, "
         f"and is never slower: over the whole grid at most {free:.3f} times as long as the faster of SI "
         "and non-SI, and "
@@ -141,11 +141,11 @@ def explained(grid: Grid) -> str:
     )
 
 
-def static(found: Findings, pictures: Files) -> str:
+def static(findings: Findings, pictures: Files) -> str:
     return (
         "<h2>Figure 3: lookahead 5</h2>"
         + text(
-            f"The same with lookahead 5 for both. At SP {found.grid.sp}, Eq. (1) does not allow it for "
+            f"The same with lookahead 5 for both. At SP {findings.grid.sp}, Eq. (1) does not allow it for "
             "drafters under "
             "3% of the target's latency: there verifications wait for a target, and the times count that."
         )
@@ -153,8 +153,8 @@ def static(found: Findings, pictures: Files) -> str:
     )
 
 
-def online(found: Findings) -> str:
-    waited = any(line.waited for line in found.lines)
+def online(findings: Findings) -> str:
+    waited = any(line.waited for line in findings.lines)
     heads = ["target + drafter, dataset", "published", "exact", "simulated"]
     heads += ["waited", "threads add to SI, DSI"] if waited else []
     heads += [
@@ -174,7 +174,7 @@ def online(found: Findings) -> str:
             "of 1, 5 and 10 for SI, and of those that Eq. (1) allows for DSI. SI counts the token that "
             "its target adds."
         )
-        + table(heads, [line_cells(line, waited) for line in found.lines])
+        + table(heads, [line_cells(line, waited) for line in findings.lines])
         + text("Where the published speedups come from:")
         + bullets(
             "The paper's online code lets SI pay for one more target forward, without drafts, after "
@@ -216,10 +216,9 @@ def line_cells(line: Line, waited: bool) -> list[str]:
     ]
 
 
-def first_tokens(found: Findings) -> str:
+def first_tokens(findings: Findings) -> str:
     rows = [
-        [each.model, each.dataset, "-" if each.ratio is None else f"{each.ratio:.2f}", each.label]
-        for each in found.ratios
+        [row.model, row.dataset, "-" if row.ratio is None else f"{row.ratio:.2f}", row.label] for row in findings.ratios
     ]
     return (
         "<h2>Table 3: time to first token over time per token</h2>"
@@ -232,7 +231,7 @@ def first_tokens(found: Findings) -> str:
     )
 
 
-def theory(found: Findings) -> str:
+def theory(findings: Findings) -> str:
     checks = [
         [
             check.claim,
@@ -242,9 +241,9 @@ def theory(found: Findings) -> str:
             "" if check.holds else check.where,
             check.note,
         ]
-        for check in found.checks
+        for check in findings.checks
     ]
-    examples = [[each.what, each.paper, each.ours, each.note] for each in found.examples]
+    examples = [[row.what, row.paper, row.ours, row.note] for row in findings.examples]
     return (
         "<h2>The theory</h2>"
         + text(
@@ -285,6 +284,6 @@ def image(content: bytes, what: str) -> str:
 
 
 def svg(content: bytes) -> str:
-    """The picture itself, without the XML heading."""
+    """The picture without its XML declaration."""
     drawn = content.decode()
     return drawn[drawn.index("<svg") :]

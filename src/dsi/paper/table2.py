@@ -1,4 +1,4 @@
-"""Table 2 of the paper: DSI's speed over SI's for ten pairs, beside what the same numbers give here."""
+"""Table 2 of the paper: speedups of DSI over SI for ten pairs, published and computed here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOOKAHEADS = (1, 5, 10)
 
 @dataclass(frozen=True)
 class Pair:
-    """What the paper publishes of one target, drafter and dataset: Tables 2 and 3."""
+    """The published numbers of one target, drafter and dataset: Tables 2 and 3."""
 
     target: str
     drafter: str
@@ -37,7 +37,7 @@ class Pair:
         return f"{self.target} + {self.drafter.partition('-')[2]}, {self.dataset}"
 
     @property
-    def latencies(self) -> LatencyModel:
+    def latency(self) -> LatencyModel:
         return LatencyModel(
             self.target_ms,
             self.drafter_ms,
@@ -50,9 +50,9 @@ class Pair:
         """The lookaheads that Eq. (1) allows DSI."""
         return [k for k in LOOKAHEADS if servers_needed(self.target_ms, self.drafter_ms, k) <= SP]
 
-    def setting(self, lookahead: int, drafters: int = 1, sp: int = SP) -> SimulationConfig:
+    def simulation(self, lookahead: int, drafters: int = 1, sp: int = SP) -> SimulationConfig:
         return SimulationConfig(
-            self.latencies, self.acceptance, sp, TOKENS, drafters=drafters, spec=SpecConfig(lookahead=lookahead)
+            self.latency, self.acceptance, sp, TOKENS, drafters=drafters, spec=SpecConfig(lookahead=lookahead)
         )
 
 
@@ -72,7 +72,7 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Waited:
-    """On real threads: the speed of DSI over SI, and what threads add to virtual time."""
+    """On real threads: the speedup of DSI over SI, and the overhead over virtual time."""
 
     speedup: float
     overhead_si: float
@@ -81,7 +81,7 @@ class Waited:
 
 @dataclass(frozen=True)
 class Line:
-    """DSI's speed over SI's, each with the best of the lookaheads it may use."""
+    """The speedup of DSI over SI, each with the best of the lookaheads it may use."""
 
     pair: Pair
     exact: float  # the ratio of the expected times
@@ -107,72 +107,72 @@ class Line:
         return asdict(self) | {"published": self.published}
 
 
-def table2(repeats: int = 100, waited: int = 0, progress: Progress = no_progress) -> list[Line]:
-    """`waited` runs on real threads for each of SI and DSI; 0: none."""
-    if repeats < 2 or waited < 0:
-        raise ValueError(f"repeats {repeats}, on threads {waited}: must be at least 2, and at least 0")
+def table2(repeats: int = 100, real_time_repeats: int = 0, progress: Progress = no_progress) -> list[Line]:
+    """All pairs, also on real threads if that is to be repeated."""
+    if repeats < 2 or real_time_repeats < 0:
+        raise ValueError(f"repeats {repeats}, on threads {real_time_repeats}: must be at least 2, and at least 0")
     lines = []
     for pair in PAIRS:
-        lines.append(line(pair, repeats, waited))
+        lines.append(line(pair, repeats, real_time_repeats))
         progress()
     return lines
 
 
-def line(pair: Pair, repeats: int, waited: int = 0) -> Line:
-    si, dsi = best_si(pair, pair.latencies), best_dsi(pair, pair.latencies)
-    bare = LatencyModel(pair.target_ms, pair.drafter_ms)
+def line(pair: Pair, repeats: int, real_time_repeats: int = 0) -> Line:
+    si, dsi = best_si(pair, pair.latency), best_dsi(pair, pair.latency)
+    without_ttft = LatencyModel(pair.target_ms, pair.drafter_ms)
     least = minimal_lookahead(pair.target_ms, pair.drafter_ms, SP)
-    at_least = float(theory.dsi(TOKENS, pair.latencies, pair.acceptance, least, SP))
-    ran_si = simulate(pair.setting(si[1]), "si", repeats)
-    ran_dsi = simulate(pair.setting(dsi[1]), "dsi", repeats)
+    minimal_ms = float(theory.dsi(TOKENS, pair.latency, pair.acceptance, least, SP))
+    ran_si = simulate(pair.simulation(si[1]), "si", repeats)
+    ran_dsi = simulate(pair.simulation(dsi[1]), "dsi", repeats)
     return Line(
         pair=pair,
         exact=si[0] / dsi[0],
         simulated=ran_si.mean_ms / ran_dsi.mean_ms,
-        exact_without_ttft=best_si(pair, bare)[0] / best_dsi(pair, bare)[0],
-        simulated_paper_accounting=by_the_paper(pair, extra=True),
-        paper_accounting_without_extra=by_the_paper(pair, extra=False),
+        exact_without_ttft=best_si(pair, without_ttft)[0] / best_dsi(pair, without_ttft)[0],
+        simulated_paper_accounting=paper_accounting(pair, extra=True),
+        paper_accounting_without_extra=paper_accounting(pair, extra=False),
         best_lookahead_si=si[1],
         best_lookahead_dsi=dsi[1],
         minimal_lookahead=least,
-        exact_minimal_lookahead=si[0] / at_least,
+        exact_minimal_lookahead=si[0] / minimal_ms,
         simulated_drafters={n: ran_si.mean_ms / with_drafters(pair, n, repeats) for n in (2, 3)},
         si_ms=si[0],
         dsi_ms=dsi[0],
-        nonsi_ms=theory.nonsi(TOKENS, pair.latencies),
-        waited=on_threads(pair, ran_si, ran_dsi, waited) if waited else None,
+        nonsi_ms=theory.nonsi(TOKENS, pair.latency),
+        waited=on_threads(pair, ran_si, ran_dsi, real_time_repeats) if real_time_repeats else None,
     )
 
 
-def best_si(pair: Pair, latencies: LatencyModel) -> tuple[float, int]:
+def best_si(pair: Pair, latency: LatencyModel) -> tuple[float, int]:
     """The least expected time, and the lookahead that has it."""
-    return min((float(theory.si(TOKENS, latencies, pair.acceptance, k)), k) for k in LOOKAHEADS)
+    return min((float(theory.si(TOKENS, latency, pair.acceptance, k)), k) for k in LOOKAHEADS)
 
 
-def best_dsi(pair: Pair, latencies: LatencyModel) -> tuple[float, int]:
-    return min((float(theory.dsi(TOKENS, latencies, pair.acceptance, k, SP)), k) for k in pair.allowed)
+def best_dsi(pair: Pair, latency: LatencyModel) -> tuple[float, int]:
+    return min((float(theory.dsi(TOKENS, latency, pair.acceptance, k, SP)), k) for k in pair.allowed)
 
 
-def by_the_paper(pair: Pair, extra: bool) -> float:
-    si = min(forward_counts.si(TOKENS, pair.latencies, pair.acceptance, k, extra) for k in LOOKAHEADS)
-    return si / min(forward_counts.dsi(TOKENS, pair.latencies, pair.acceptance, k) for k in pair.allowed)
+def paper_accounting(pair: Pair, extra: bool) -> float:
+    si = min(forward_counts.si(TOKENS, pair.latency, pair.acceptance, k, extra) for k in LOOKAHEADS)
+    return si / min(forward_counts.dsi(TOKENS, pair.latency, pair.acceptance, k) for k in pair.allowed)
 
 
 def with_drafters(pair: Pair, drafters: int, repeats: int) -> float:
-    """Each errs on its own, and takes a processor from the targets; the least lookahead of Eq. (1)."""
+    """Drafters err independently and take a processor each from the targets; the least lookahead of Eq. (1)."""
     sp = PROCESSORS - drafters
     lookahead = minimal_lookahead(pair.target_ms, pair.drafter_ms, sp)
-    return simulate(pair.setting(lookahead, drafters, sp), "dsi", repeats).mean_ms
+    return simulate(pair.simulation(lookahead, drafters, sp), "dsi", repeats).mean_ms
 
 
 def on_threads(pair: Pair, si: Result, dsi: Result, repeats: int) -> Waited:
-    """The same seeds as in virtual time, SI and DSI in turn, so that the machine's moods meet both."""
+    """The same seeds as in virtual time, SI and DSI interleaved, so that the load of the machine affects both."""
     times: dict[str, list[float]] = {"si": [], "dsi": []}
     virtual: dict[str, list[float]] = {"si": [], "dsi": []}
     for seed in range(repeats):
         for result in (si, dsi):
-            setting = pair.setting(result.lookahead or 1)
-            times[result.algorithm].append(setting.run(result.algorithm, seed, real_time=True).ms)
-            virtual[result.algorithm].append(setting.run(result.algorithm, seed).ms)
-    real, ideal = ({name: sum(each) for name, each in kind.items()} for kind in (times, virtual))
+            config = pair.simulation(result.lookahead or 1)
+            times[result.algorithm].append(config.run(result.algorithm, seed, real_time=True).ms)
+            virtual[result.algorithm].append(config.run(result.algorithm, seed).ms)
+    real, ideal = ({name: sum(ms) for name, ms in kind.items()} for kind in (times, virtual))
     return Waited(real["si"] / real["dsi"], real["si"] / ideal["si"] - 1, real["dsi"] / ideal["dsi"] - 1)

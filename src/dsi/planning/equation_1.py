@@ -1,4 +1,4 @@
-"""How many servers, and how far ahead: Eq. (1) of the paper, in exact arithmetic."""
+"""Eq. (1) of the paper in exact arithmetic: how many targets, and which lookahead."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-SCALES = 0.8  # the share of a target forward that more processors make faster, unless another is given
+PARALLEL_FRACTION = 0.8  # of a target forward, by Amdahl's law, unless another is given
 
 Number = int | float | Fraction
 
 
 def to_fraction(value: Number) -> Fraction:
-    """The number as it was written: 0.05 is a twentieth, not the binary fraction next to it."""
+    """The number as it is written: 0.05 is a twentieth, not the nearest binary fraction."""
     return value if isinstance(value, Fraction) else Fraction(str(value))
 
 
@@ -39,7 +39,7 @@ def minimal_lookahead(target: Number, drafter: Number, sp: int) -> int:
 
 
 def best_si_lookahead(target: Number, drafter: Number, acceptance: float, most: int = 200) -> int:
-    """The block with which SI spends least time per token in a long text (Leviathan et al., 2023)."""
+    """The lookahead with the least time per token under SI in a long text (Leviathan et al., 2023)."""
     check_latencies(target, drafter)
 
     def per_token(lookahead: int) -> float:
@@ -50,7 +50,7 @@ def best_si_lookahead(target: Number, drafter: Number, acceptance: float, most: 
 
 
 def suitable_lookahead(algorithm: str, target: Number, drafter: Number, acceptance: float, sp: int) -> int:
-    """SI's best block; for PEARL, as much as is drafted during a verification; for DSI, Eq. (1)."""
+    """The lookahead that is best for SI, drafted during a verification for PEARL, or by Eq. (1) for DSI."""
     if algorithm == "si":
         return best_si_lookahead(target, drafter, acceptance)
     return minimal_lookahead(target, drafter, sp if algorithm == "dsi" else 1)
@@ -58,7 +58,7 @@ def suitable_lookahead(algorithm: str, target: Number, drafter: Number, acceptan
 
 @dataclass(frozen=True)
 class Plan:
-    """An allocation of processors, and the lookahead that keeps it from waiting."""
+    """An allocation of processors, and the smallest lookahead with which no verification waits."""
 
     target_ms: Number
     drafter_ms: Number
@@ -83,7 +83,7 @@ class Plan:
 
 
 def plan(target_ms: Number, drafter_ms: Number, gpus: int, target_gpus: int = 1, drafter_gpus: int = 1) -> Plan:
-    """Give the drafter its processors and the rest to targets, as many as can be busy at once."""
+    """Give the drafter its processors, and the rest to as many targets as can be busy at once."""
     check_latencies(target_ms, drafter_ms)
     if target_gpus < 1 or drafter_gpus < 1:
         raise ValueError(f"{target_gpus} GPUs per target, {drafter_gpus} per drafter: each needs at least 1")
@@ -98,6 +98,6 @@ def plan(target_ms: Number, drafter_ms: Number, gpus: int, target_gpus: int = 1,
     return Plan(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus, sp, lookahead)
 
 
-def amdahl(share: float, times: float) -> float:
-    """What is left of a forward's time on so many times as many processors, if this share of it scales."""
-    return 1 - share + share / times
+def amdahl(parallel_fraction: float, processors: float) -> float:
+    """The relative time of a forward on so many times as many processors, by Amdahl's law."""
+    return 1 - parallel_fraction + parallel_fraction / processors

@@ -1,7 +1,7 @@
 """The expected time of non-SI, SI and DSI, computed exactly: nothing is sampled, and nothing is simulated.
 
-As the paper assumes, each guess is right with the same probability, whatever came before, and a drafter is
-not slower than its target. The acceptance rate may be an array, and so is the result then.
+As the paper assumes, draft tokens are accepted independently with the same probability, and a drafter is not
+slower than its target. The acceptance rate may be an array, and then so is the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = Any  # a float or an array of floats, and so is what is computed from it
 
 
 def check_drafter(latency: LatencyModel) -> None:
-    """Raises where the drafter is slower than its target: the formulas do not hold then."""
+    """Raise if the drafter is slower than its target: the formulas do not hold then."""
     prefill = latency.prefill_ms
     for what, drafter, target in (
         ("drafter", latency.drafter_ms, latency.target_ms),
@@ -30,109 +30,109 @@ def check_drafter(latency: LatencyModel) -> None:
 
 
 def nonsi(tokens: int, latency: LatencyModel) -> float:
-    """One forward for each token, the first of them over the prompt."""
+    """One target forward per token, the first of which is the prefill."""
     check_drafter(latency)
     return float(latency.prefill_ms[0] + (tokens - 1) * latency.target_ms)
 
 
 def si(tokens: int, latency: LatencyModel, acceptance: Array, lookahead: int) -> Array:
-    """Take turns: draft a block, verify it. The time is what the forwards take, one after the other."""
+    """Draft a block, verify it, repeat: the time is the sum of all forwards."""
     drafts, forwards = si_forwards(tokens, acceptance, lookahead)
     return si_time(tokens, latency, drafts, forwards)
 
 
 def si_time(tokens: int, latency: LatencyModel, drafts: Array, forwards: Array) -> Array:
     check_drafter(latency)
-    prompt = latency.prefill_ms[0] - latency.target_ms
+    prefill = latency.prefill_ms[0] - latency.target_ms
     if tokens > 1:
-        prompt += latency.prefill_ms[1] - latency.drafter_ms
-    return drafts * float(latency.drafter_ms) + forwards * float(latency.target_ms) + float(prompt)
+        prefill += latency.prefill_ms[1] - latency.drafter_ms
+    return drafts * float(latency.drafter_ms) + forwards * float(latency.target_ms) + float(prefill)
 
 
 def si_forwards(tokens: int, acceptance: Array, lookahead: int) -> tuple[Array, Array]:
-    """How many forwards SI is expected to ask of its drafter and its target.
+    """The expected numbers of drafter and target forwards under SI.
 
     With r tokens to go it drafts n, the lookahead or all that can be of use; if exactly x < n of them are
-    right, r - 1 - x are left, and r - 1 - n if all are. `ahead` is the sum over x that all r share.
+    accepted, r - 1 - x are left, and r - 1 - n if all are. `after_rejection` is the sum over x that all r share.
     """
     p = np.asarray(acceptance, float)
     left = [np.zeros((2, *p.shape))]  # drafts and forwards still to come, by tokens to go
-    ahead = np.zeros((2, *p.shape))
+    after_rejection = np.zeros((2, *p.shape))
     for togo in range(1, tokens + 1):
         block = min(lookahead, togo - 1)
-        ahead = p * ahead + left[-1]
+        after_rejection = p * after_rejection + left[-1]
         if togo - 1 > lookahead:
-            ahead = ahead - p**lookahead * left[togo - 1 - lookahead]
-        spent = np.ones((2, *p.shape))
-        spent[0] = block
-        left.append(spent + (1 - p) * ahead + p**block * left[togo - 1 - block])
+            after_rejection = after_rejection - p**lookahead * left[togo - 1 - lookahead]
+        turn = np.ones((2, *p.shape))
+        turn[0] = block
+        left.append(turn + (1 - p) * after_rejection + p**block * left[togo - 1 - block])
     drafts, forwards = left[-1]
     return drafts, forwards
 
 
 def dsi(tokens: int, latency: LatencyModel, acceptance: Array, lookahead: int, sp: int | None = None) -> Array:
-    """Never take turns. `sp` None: as many targets as can be of use.
+    """Draft and verify at once; without an `sp`, with as many targets as can be of use.
 
-    Every rejection begins anew, with fewer tokens to go and no guess in flight, so the expected time with r
-    tokens to go is that until the first rejection, and then that of what is left.
+    Every rejection is a renewal, with fewer tokens to go and no draft token in flight, so the expected time with
+    r tokens to go is that until the first rejection, and then that of what is left.
     """
     check_drafter(latency)
     p = np.asarray(acceptance, float)
-    (target, drafter, *first), unit = to_integers(latency.target_ms, latency.drafter_ms, *latency.prefill_ms)
-    # What comes after the first rejection: with one token more to go, as before if the next guess is right,
-    # and all that is left if it is wrong: p * after + (begun + (1 - p) * after).
+    (target, drafter, *prefill), unit = to_integers(latency.target_ms, latency.drafter_ms, *latency.prefill_ms)
+    # The time after the first rejection: with one token more to go, as before if the next draft token is accepted,
+    # and all that is left if it is rejected: p * after + (until + (1 - p) * after).
     after = np.zeros(p.shape)
-    for begun in _until_rejection(tokens - 1, _Forwards(target, drafter), p, lookahead, sp):
-        after = begun + after
-    slow_start = _Forwards(target, drafter, first[0] - target, first[1] - drafter)
-    *_, begun = _until_rejection(tokens, slow_start, p, lookahead, sp)
-    return (begun + (1 - p) * after) / unit
+    for until in _until_rejection(tokens - 1, _Forwards(target, drafter), p, lookahead, sp):
+        after = until + after
+    with_prefill = _Forwards(target, drafter, prefill[0] - target, prefill[1] - drafter)
+    *_, until = _until_rejection(tokens, with_prefill, p, lookahead, sp)
+    return (until + (1 - p) * after) / unit
 
 
 def to_integers(*numbers: Number) -> tuple[list[int], int]:
-    """The numbers as whole ones, and how many of these make one: equal times are then exactly equal."""
+    """The numbers as integers of a common unit, and how many of them make one: equal times are then equal exactly."""
     values = [to_fraction(number) for number in numbers]
     unit = lcm(*(value.denominator for value in values))
     return [int(value * unit) for value in values], unit
 
 
 class _Forwards(NamedTuple):
-    """Forwards in whole units of time, and by how much the prefills exceed them, of a target and of a drafter."""
+    """Latencies in integer units, and by how much the prefills exceed the other forwards."""
 
     target: int
     drafter: int
-    late: int = 0
-    slow: int = 0
+    target_prefill: int = 0
+    drafter_prefill: int = 0
 
-    def guessed(self, guesses: int) -> int:
-        """When so many guesses are there."""
-        return self.slow + guesses * self.drafter
+    def drafted_at(self, count: int) -> int:
+        """When so many tokens are drafted."""
+        return self.drafter_prefill + count * self.drafter
 
 
 def _until_rejection(tokens: int, forwards: _Forwards, p: Array, lookahead: int, sp: int | None) -> Iterator[Array]:
-    """The expected time until a guess is rejected or all is certain, with 1, 2, ... `tokens` to go.
+    """The expected time until a draft token is rejected or all are verified, with 1, 2, ... `tokens` to go.
 
-    Block 0 is the watch on the root, which begins at once. The next one begins when `lookahead` guesses wait
-    to be judged, when the text has grown to the first of them, or when there is nothing left to guess; and
-    when a target is free. The first wrong guess is found when its block ends.
+    Block 0 is the verification of the root, which starts at once. The next one starts when `lookahead` draft
+    tokens wait for it, when the verified text has reached the first of them, or when there is nothing left to
+    draft; and when a target is free. A rejection is known when its block ends.
     """
-    ends = [forwards.late + forwards.target]
-    judged = 0  # guesses that belong to blocks so far
-    found = (1 - p) * ends[0]
+    ends = [forwards.target_prefill + forwards.target]
+    in_blocks = 0  # draft tokens that belong to blocks so far
+    rejected = (1 - p) * ends[0]
     if tokens > 0:
-        yield found + p * ends[0]
-    for guesses in range(1, tokens):
-        last = _end(ends, forwards.guessed(guesses), forwards, sp)
-        yield found + p ** (judged + 1) * last
-        full = guesses - judged == lookahead
-        if full or forwards.guessed(guesses + 1) > ends[-1]:
+        yield rejected + p * ends[0]
+    for drafted in range(1, tokens):
+        last = _end(ends, forwards.drafted_at(drafted), forwards, sp)
+        yield rejected + p ** (in_blocks + 1) * last
+        full = drafted - in_blocks == lookahead
+        if full or forwards.drafted_at(drafted + 1) > ends[-1]:
             end = last if full else _end(ends, ends[-1], forwards, sp)
-            found = found + (p ** (judged + 1) - p ** (guesses + 1)) * end
-            judged = guesses
+            rejected = rejected + (p ** (in_blocks + 1) - p ** (drafted + 1)) * end
+            in_blocks = drafted
             ends.append(end)
 
 
-def _end(ends: Sequence[int], asked: int, forwards: _Forwards, sp: int | None) -> int:
-    """When a block ends that is asked for at this time, as the one after these: targets serve in turn."""
-    free = forwards.late if sp is None or len(ends) < sp else ends[len(ends) - sp]
-    return max(asked, free) + forwards.target
+def _end(ends: Sequence[int], ready: int, forwards: _Forwards, sp: int | None) -> int:
+    """When the next block ends if it is ready at this time: targets take blocks in turn."""
+    free = forwards.target_prefill if sp is None or len(ends) < sp else ends[len(ends) - sp]
+    return max(ready, free) + forwards.target
