@@ -6,20 +6,20 @@ import pytest
 from dsi.paper import claims
 
 
-def test_the_theorems_hold_and_eq_1_is_one_target_short() -> None:
+def test_claims_hold_but_for_theorem_2_with_the_targets_of_eq_1() -> None:
     found = claims.checks()
     assert len(found) == claims.CLAIMS
     broken = [check.claim for check in found if not check.holds]
     assert broken == ["Theorem 2 with only as many targets as Eq. (1) asks for"]
 
 
-def test_proposition_1_is_an_equality() -> None:
+def test_claims_proposition_1_is_an_equality() -> None:
     check = claims.check("", claims.proposition_1())
     assert check.smallest == pytest.approx(1)
     assert check.largest == pytest.approx(1)
 
 
-def test_a_violation_is_found_and_named() -> None:
+def test_check_reports_where_a_claim_is_violated() -> None:
     ratios = np.ones(len(claims.RATES))
     ratios[3] = 1.5
     check = claims.check("a claim", [("fine", ratios / 2), ("bad", ratios)])
@@ -32,7 +32,7 @@ def test_a_violation_is_found_and_named() -> None:
     assert check.settings == 2 * len(claims.RATES)
 
 
-def test_the_examples_of_the_text() -> None:
+def test_claims_examples_agree_with_the_text() -> None:
     ours = [example.ours for example in claims.examples()]
     assert ours[0] == "4.97x"
     assert ours[1:3] == ["4.1x", "32.4x"]

@@ -22,7 +22,7 @@ class CachedPrefix(HTMLParser):
         self.sources += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
 
 
-def test_all_of_it(tmp_path: Path) -> None:
+def test_paper_all_writes_every_file(tmp_path: Path) -> None:
     done = dsi("paper", "all", "--out", str(tmp_path / "lab"), "--repeats", "2", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
@@ -46,7 +46,7 @@ def test_all_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("figure", ["figure1", "figure2", "figure3"])
-def test_one_figure(figure: str, tmp_path: Path) -> None:
+def test_paper_figure_writes_its_files(figure: str, tmp_path: Path) -> None:
     done = dsi("paper", figure, "--out", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr
     files = json.loads(done.stdout.splitlines()[-1])["files"]
@@ -55,14 +55,14 @@ def test_one_figure(figure: str, tmp_path: Path) -> None:
     assert all(path.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r") for path in pictures)
 
 
-def test_theory_is_printed() -> None:
+def test_paper_theory_prints_checks() -> None:
     done = dsi("paper", "theory")
     assert done.returncode == 0
     assert done.stdout.count("holds") == 5
     assert "violated in 793" in done.stdout
 
 
-def test_table_3_has_what_was_measured(tmp_path: Path) -> None:
+def test_paper_table3_shows_measured_profiles(tmp_path: Path) -> None:
     profile = tmp_path / "profile.json"
     times = {"ttft_ms": {"mean": 6.0}, "tpot_ms": {"mean": 4.0}}
     parts = {"latency": {"target": times, "drafter": times}}
@@ -77,7 +77,7 @@ def test_table_3_has_what_was_measured(tmp_path: Path) -> None:
     assert "has no field target" in done.stderr
 
 
-def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+def test_check_folder_refuses_what_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = dsi("paper", "all", "--out", str(tmp_path / "file"))
     assert (done.returncode, done.stdout) == (2, "")
@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> N
     assert done.stderr.startswith("dsi: /proc/nowhere: cannot be written")
 
 
-def test_files_are_written_whole(tmp_path: Path) -> None:
+def test_write_leaves_no_partial_files(tmp_path: Path) -> None:
     folder = check_folder(tmp_path / "a" / "b")
     assert write({"x.csv": b"1"}, folder) == [folder / "x.csv"]
     assert [path.name for path in folder.iterdir()] == ["x.csv"]

@@ -1,13 +1,13 @@
 from dsi.paper.table1 import PUBLISHED, table1
 
 
-def test_all_24_cells_are_the_published_ones() -> None:
+def test_table1_equals_the_published_cells() -> None:
     cells = table1()
     assert len(cells) == 24
     assert [cell for cell in cells if not cell.equal] == []
 
 
-def test_our_cells_come_from_the_simulator_and_not_from_the_table() -> None:
+def test_table1_comes_from_the_simulator() -> None:
     """Change what is published: ours stay, and no longer agree."""
     key = ("best", "dsi")
     saved, PUBLISHED[key] = PUBLISHED[key], (8, 26, 50, 59)

@@ -33,7 +33,7 @@ def played(latencies: LatencyModel, acceptance: float, lookahead: int, dice: Ran
 
 
 @pytest.mark.parametrize(("acceptance", "lookahead"), [(0.6, 5), (0.93, 1), (0.9, 10)])
-def test_the_papers_accounting_is_what_playing_it_gives(acceptance: float, lookahead: int) -> None:
+def test_forward_counts_agree_with_a_simulation(acceptance: float, lookahead: int) -> None:
     latencies = LatencyModel(30, 3, 90, 4)
     dice = Random(1)
     times = [played(latencies, acceptance, lookahead, dice) for _ in range(4000)]
@@ -42,14 +42,14 @@ def test_the_papers_accounting_is_what_playing_it_gives(acceptance: float, looka
 
 
 @pytest.mark.parametrize(("pair", "reference"), list(zip(PAIRS, REFERENCE)), ids=lambda x: str(x)[:40])
-def test_it_is_near_what_the_reference_code_gives(pair: object, reference: float) -> None:
+def test_forward_counts_are_near_the_reference_code(pair: object, reference: float) -> None:
     [row] = [each for each in PAIRS if each is pair]
     assert paper_accounting(row, extra=False) == pytest.approx(reference, abs=0.11)
     assert paper_accounting(row, extra=True) > paper_accounting(row, extra=False)
 
 
 @pytest.mark.parametrize("number", [0, 6])
-def test_a_line_of_table_2(number: int) -> None:
+def test_table2_line_is_consistent(number: int) -> None:
     row = line(PAIRS[number], repeats=60)
     assert row.simulated == pytest.approx(row.exact, rel=0.06)
     assert 1 < row.exact < row.published
@@ -58,13 +58,13 @@ def test_a_line_of_table_2(number: int) -> None:
     assert row.simulated_drafters[2] > row.exact
 
 
-def test_on_threads_it_takes_a_little_longer() -> None:
+def test_table2_line_on_threads_has_little_overhead() -> None:
     row = line(PAIRS[0], repeats=2, real_time_repeats=1)
     assert row.waited is not None
     assert row.waited.speedup > 0
     assert min(row.waited.overhead_si, row.waited.overhead_dsi) > -0.02  # nothing is faster than virtual time
 
 
-def test_nonsense_is_refused() -> None:
+def test_table2_refuses_impossible_repeats() -> None:
     with pytest.raises(ValueError, match="repeats 0, on threads 1"):
         table2(0, 1)

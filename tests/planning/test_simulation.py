@@ -9,7 +9,7 @@ from dsi.core.spec import ALGORITHMS, check_algorithm
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
-SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=40)
+CONFIG = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=40)
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,9 @@ SETTING = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=40)
         ({"detection_ms": -1}, "detection in ms -1"),
     ],
 )
-def test_impossible_settings_are_refused_with_their_numbers(changes: dict[str, float], sentence: str) -> None:
+def test_simulation_config_refuses_numbers_out_of_range(changes: dict[str, float], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        replace(SETTING, **changes)  # type: ignore[arg-type]
+        replace(CONFIG, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_impossible_settings_are_refused_with_their_numbers(changes: dict[str, f
     [
         ({"target_ms": 0}, "target latency 0 ms"),
         ({"drafter_ms": -2.5}, r"drafter latency -2\.5 ms"),
-        ({"cancel_points": -1}, "pieces -1"),
+        ({"cancel_points": -1}, "cancel points -1"),
         ({"target_ttft_ms": 10}, r"target time to first token in ms 10: must be between 20 and 1e\+09"),
         ({"jitter": 1}, "jitter 1"),
         ({"network_ms": -1}, "network delay in ms -1"),
@@ -51,7 +51,7 @@ def test_impossible_settings_are_refused_with_their_numbers(changes: dict[str, f
 )
 def test_latency_model_refuses_numbers_out_of_range(changes: dict[str, float], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        SETTING.with_latency(**changes)
+        CONFIG.with_latency(**changes)
 
 
 @pytest.mark.parametrize(
@@ -65,101 +65,101 @@ def test_latency_model_refuses_numbers_out_of_range(changes: dict[str, float], s
 )
 def test_simulation_config_refuses_impossible_speculation(changes: dict[str, int], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        SETTING.with_spec(**changes)
+        CONFIG.with_spec(**changes)
 
 
-def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
+def test_check_algorithm_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match="algorithm 'medusa': must be one of nonsi, si, pearl, dsi"):
         check_algorithm("medusa")
 
 
-def test_servers_are_targets_then_drafters() -> None:
-    names = [server.name for server in replace(SETTING, sp=2, drafters=3).servers(seed=0)]
+def test_simulation_servers_are_targets_then_drafters() -> None:
+    names = [server.name for server in replace(CONFIG, sp=2, drafters=3).servers(seed=0)]
     assert names == ["target-1", "target-2", "drafter", "drafter-2", "drafter-3"]
 
 
-def test_what_threads_cannot_do_is_refused() -> None:
+def test_simulation_in_real_time_refuses_what_threads_cannot_do() -> None:
     with pytest.raises(ValueError, match="only virtual time has them"):
-        SETTING.with_latency(network_ms=3).real_time(seed=0)
+        CONFIG.with_latency(network_ms=3).real_time(seed=0)
     with pytest.raises(ValueError, match="5 failures per hour: only virtual time has them"):
-        replace(SETTING, failures_per_hour=5).real_time(seed=0)
+        replace(CONFIG, failures_per_hour=5).real_time(seed=0)
 
 
 def where(**changes: int) -> dict[str, int]:
-    setting = replace(SETTING, **changes)  # type: ignore[arg-type]
-    return setting.machines([server.name for server in setting.servers(seed=0)])
+    config = replace(CONFIG, **changes)  # type: ignore[arg-type]
+    return config.machines([server.name for server in config.servers(seed=0)])
 
 
-def test_servers_are_spread_evenly_with_the_drafter_on_the_first_machine() -> None:
+def test_simulation_machines_are_filled_evenly_from_the_drafter_on() -> None:
     assert where(sp=4, nodes=2) == {"drafter": 0, "target-1": 0, "target-2": 0, "target-3": 1, "target-4": 1}
     assert list(where(sp=4, nodes=5).values()) == [0, 1, 2, 3, 4]
     sizes = [list(where(sp=63, nodes=8).values()).count(machine) for machine in range(8)]
     assert sizes == [8] * 8
 
 
-def test_copies_of_a_drafter_have_its_role_and_its_guesses() -> None:
-    servers = replace(SETTING, sp=1, drafter_copies=2).servers(seed=0)
+def test_simulation_drafter_copies_draft_the_same_tokens() -> None:
+    servers = replace(CONFIG, sp=1, drafter_copies=2).servers(seed=0)
     assert [(server.name, server.role) for server in servers[1:]] == [
         ("drafter", "drafter"),
         ("drafter-copy-2", "drafter"),
     ]
-    one, many = (replace(SETTING, drafter_copies=copies).run("dsi", 0) for copies in (1, 3))
+    one, many = (replace(CONFIG, drafter_copies=copies).run("dsi", 0) for copies in (1, 3))
     assert replace(one.completion, overlap=None) == replace(many.completion, overlap=None)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_on_one_machine_there_is_no_network(algorithm: str) -> None:
-    here = replace(SETTING, nodes=1).with_latency(network_ms=7, network_jitter=0.5)
-    assert here.run(algorithm, seed=2).completion == SETTING.run(algorithm, seed=2).completion
+def test_simulation_on_one_machine_has_no_network_delay(algorithm: str) -> None:
+    here = replace(CONFIG, nodes=1).with_latency(network_ms=7, network_jitter=0.5)
+    assert here.run(algorithm, seed=2).completion == CONFIG.run(algorithm, seed=2).completion
 
 
-def test_with_a_machine_for_each_server_only_the_drafter_is_near() -> None:
-    setting = SimulationConfig(LatencyModel(20, 2, network_ms=Fraction(1, 3)), 0.0, sp=4, tokens=40, nodes=5)
-    assert setting.run("nonsi", seed=0).completion.elapsed == 40 * (20 + Fraction(2, 3))
-    si = replace(setting, acceptance=1.0).with_spec(lookahead=3).run("si", seed=0)
+def test_simulation_on_many_machines_delays_all_but_the_drafter() -> None:
+    config = SimulationConfig(LatencyModel(20, 2, network_ms=Fraction(1, 3)), 0.0, sp=4, tokens=40, nodes=5)
+    assert config.run("nonsi", seed=0).completion.elapsed == 40 * (20 + Fraction(2, 3))
+    si = replace(config, acceptance=1.0).with_spec(lookahead=3).run("si", seed=0)
     assert si.completion.elapsed == 10 * (3 * 2 + 20 + Fraction(2, 3))
 
 
-def test_delays_without_nodes_are_those_of_all_messages() -> None:
-    assert SETTING.with_latency(network_ms=3).run("nonsi", 0).ms == 40 * (20 + 2 * 3)
-    assert replace(SETTING, nodes=2).with_latency(network_ms=3).run("nonsi", 0).ms == 40 * 20  # by the nearest target
+def test_simulation_without_nodes_delays_all_messages() -> None:
+    assert CONFIG.with_latency(network_ms=3).run("nonsi", 0).ms == 40 * (20 + 2 * 3)
+    assert replace(CONFIG, nodes=2).with_latency(network_ms=3).run("nonsi", 0).ms == 40 * 20  # by the nearest target
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_one_of_many_requests_has_the_text_it_has_under_plain_decoding(algorithm: str) -> None:
-    setting = replace(SETTING, requests=5, drafter_copies=2)
-    texts = [done.tokens for done in setting.run(algorithm, seed=1).completions]
-    assert texts == [done.tokens for done in setting.run("nonsi", seed=1).completions]
+def test_simulation_of_many_requests_is_lossless(algorithm: str) -> None:
+    config = replace(CONFIG, requests=5, drafter_copies=2)
+    texts = [done.tokens for done in config.run(algorithm, seed=1).completions]
+    assert texts == [done.tokens for done in config.run("nonsi", seed=1).completions]
     assert len(set(texts)) == 5
 
 
-def test_many_requests_take_turns_on_the_targets() -> None:
-    run = replace(SETTING, requests=8, sp=4).run("nonsi", seed=0)
+def test_simulation_of_many_requests_shares_the_targets() -> None:
+    run = replace(CONFIG, requests=8, sp=4).run("nonsi", seed=0)
     assert run.all_ms == 8 / 4 * 40 * 20
     assert run.ms == pytest.approx(run.all_ms, rel=0.02)
 
 
-def test_a_block_among_many_is_what_the_drafters_can_give_each_target() -> None:
-    found = [replace(SETTING, requests=9, drafter_copies=n).lookahead_for("dsi") for n in (1, 2, 9)]
+def test_simulation_lookahead_of_many_requests_fits_the_drafters() -> None:
+    found = [replace(CONFIG, requests=9, drafter_copies=n).lookahead_for("dsi") for n in (1, 2, 9)]
     assert found == [2, 5, 6]  # 20 / (4 * 2), twice that, and at most SI's own
-    assert replace(SETTING, requests=9).with_spec(lookahead=3).lookahead_for("dsi") == 3
+    assert replace(CONFIG, requests=9).with_spec(lookahead=3).lookahead_for("dsi") == 3
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("requests", [1, 4])
-def test_failures_cost_time_and_change_no_text(algorithm: str, requests: int) -> None:
-    setting = replace(SETTING, sp=2, tokens=200, requests=requests)
-    frail = replace(setting, failures_per_hour=5000, repair_s=1, detection_ms=30, nodes=2).with_latency(network_ms=1)
-    sound, failing = setting.run(algorithm, seed=3), frail.run(algorithm, seed=3)
+def test_simulation_failures_cost_time_and_change_no_text(algorithm: str, requests: int) -> None:
+    config = replace(CONFIG, sp=2, tokens=200, requests=requests)
+    frail = replace(config, failures_per_hour=5000, repair_s=1, detection_ms=30, nodes=2).with_latency(network_ms=1)
+    sound, failing = config.run(algorithm, seed=3), frail.run(algorithm, seed=3)
     assert [done.tokens for done in failing.completions] == [done.tokens for done in sound.completions]
     assert failing.failures > 3
     assert failing.ms > sound.ms
 
 
-def test_outages_follow_the_rate_and_last_as_long_as_a_repair() -> None:
-    setting = replace(SETTING, failures_per_hour=100, repair_s=5, detection_ms=2)
-    outages = list(islice(setting.outages("target-1", seed=0), 2000))
+def test_simulation_outages_follow_rate_and_repair_time() -> None:
+    config = replace(CONFIG, failures_per_hour=100, repair_s=5, detection_ms=2)
+    outages = list(islice(config.outages("target-1", seed=0), 2000))
     assert {outage.back - outage.down for outage in outages} == {5000}
     up = [later.down - earlier.back for earlier, later in pairwise(outages)]
     assert fmean(up) == pytest.approx(36_000, rel=0.1)
-    assert next(setting.outages("target-2", seed=0)) != outages[0]
+    assert next(config.outages("target-2", seed=0)) != outages[0]

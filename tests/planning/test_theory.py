@@ -28,9 +28,9 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import PROMPT, SimulationConfig
 
 ALGORITHMS: dict[str, Callable[..., float]] = {
-    "nonsi": lambda tokens, latencies, *_: theory.nonsi(tokens, latencies),
-    "si": lambda tokens, latencies, p, lookahead, _: float(theory.si(tokens, latencies, p, lookahead)),
-    "dsi": lambda tokens, latencies, p, lookahead, sp: float(theory.dsi(tokens, latencies, p, lookahead, sp)),
+    "nonsi": lambda tokens, latency, *_: theory.nonsi(tokens, latency),
+    "si": lambda tokens, latency, p, lookahead, _: float(theory.si(tokens, latency, p, lookahead)),
+    "dsi": lambda tokens, latency, p, lookahead, sp: float(theory.dsi(tokens, latency, p, lookahead, sp)),
 }
 
 
@@ -67,7 +67,7 @@ class Case:
     drafter_ttft: Fraction
 
     @property
-    def latencies(self) -> LatencyModel:
+    def latency(self) -> LatencyModel:
         return LatencyModel(Fraction(1), self.drafter, self.target_ttft, self.drafter_ttft)
 
 
@@ -100,8 +100,8 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(case=cases())
 @settings(max_examples=60, deadline=None)
-def test_theory_and_simulator_agree_exactly_on_short_texts(algorithm: str, case: Case) -> None:
-    exact = ALGORITHMS[algorithm](case.tokens, case.latencies, float(case.p), case.lookahead, case.sp)
+def test_theory_agrees_exactly_with_simulation_of_short_texts(algorithm: str, case: Case) -> None:
+    exact = ALGORITHMS[algorithm](case.tokens, case.latency, float(case.p), case.lookahead, case.sp)
     assert exact == pytest.approx(float(expected(algorithm, case)), rel=1e-12)
 
 
@@ -110,38 +110,38 @@ def test_theory_and_simulator_agree_exactly_on_short_texts(algorithm: str, case:
     ("drafter", "p", "lookahead", "sp", "tokens"),
     [(0.02, 0.7, 8, 7, 60), (0.1, 0.9, 2, 3, 50), (0.37, 0.5, 1, 2, 40), (0.7, 0.95, 4, 1, 40)],
 )
-def test_theory_and_simulator_agree_within_sampling_error_on_long_ones(
+def test_theory_agrees_within_sampling_error_with_simulation_of_long_texts(
     algorithm: str, drafter: float, p: float, lookahead: int, sp: int, tokens: int
 ) -> None:
-    setting = SimulationConfig(
+    config = SimulationConfig(
         LatencyModel(1, drafter, target_ttft_ms=3, drafter_ttft_ms=drafter * 2),
         p,
         sp,
         tokens,
         spec=SpecConfig(lookahead=lookahead),
     )
-    times = [setting.run(algorithm, seed).ms for seed in range(150)]
+    times = [config.run(algorithm, seed).ms for seed in range(150)]
     exact = ALGORITHMS[algorithm](tokens, LatencyModel(1, drafter, 3, drafter * 2), p, lookahead, sp)
     assert abs(fmean(times) - exact) < 4 * stdev(times) / sqrt(len(times))
 
 
-def test_acceptance_may_be_an_array() -> None:
+def test_theory_accepts_arrays_of_acceptance_rates() -> None:
     rates = np.array([0.0, 0.3, 1.0])
-    latencies = LatencyModel(1, 0.25)
+    latency = LatencyModel(1, 0.25)
     for algorithm in (theory.si, theory.dsi):
-        together = algorithm(20, latencies, rates, 3)
-        assert list(together) == [algorithm(20, latencies, rate, 3) for rate in rates]
+        together = algorithm(20, latency, rates, 3)
+        assert list(together) == [algorithm(20, latency, rate, 3) for rate in rates]
 
 
 @pytest.mark.parametrize("drafter", [Fraction(1, 100), Fraction(7, 50), Fraction(1, 2), Fraction(1)])
-def test_lookaheads_beyond_a_verification_change_nothing(drafter: Fraction) -> None:
-    latencies, rates = LatencyModel(1, drafter), np.arange(11) / 10
+def test_theory_dsi_does_not_change_with_lookaheads_beyond_a_verification(drafter: Fraction) -> None:
+    latency, rates = LatencyModel(1, drafter), np.arange(11) / 10
     last = int(1 / drafter) + 2
-    times = [theory.dsi(100, latencies, rates, k, 7) for k in (last, last + 1, 2 * last, 200)]
+    times = [theory.dsi(100, latency, rates, k, 7) for k in (last, last + 1, 2 * last, 200)]
     assert all(np.array_equal(times[0], each) for each in times[1:])
 
 
-def test_a_drafter_slower_than_its_target_is_refused() -> None:
+def test_theory_refuses_a_drafter_slower_than_its_target() -> None:
     with pytest.raises(ValueError, match=r"the drafter takes 2: must not be more than the target's 1"):
         theory.nonsi(5, LatencyModel(1, 2))
     with pytest.raises(ValueError, match=r"the drafter's first forward takes 3: .* the target's 2"):

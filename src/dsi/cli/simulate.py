@@ -65,12 +65,12 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Run toy models under one or more algorithms, in virtual time or on real threads."""
-    from dsi.experiments.simulate import best, choices
+    from dsi.experiments.simulate import best, variants
 
     names = algorithms(algorithm)
     lookaheads = [None] if lookahead == "auto" else whole_numbers("lookahead", lookahead, 1)
     min_drafts = whole_numbers("min draft", min_draft, 0)
-    runs = sum(len(choices(setting, name, lookaheads, min_drafts)) * repeats for name in names)
+    runs = sum(len(variants(setting, name, lookaheads, min_drafts)) * repeats for name in names)
     with show.progress("runs", runs) as advance:
         results = [best(setting, name, lookaheads, min_drafts, repeats, seed, real_time, advance) for name in names]
     show.simulations(results, json)

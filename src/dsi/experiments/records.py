@@ -129,13 +129,13 @@ def hidden(verifications: Iterable[Block]) -> float:
 
     The text waits for the part of a forward that comes after the end of the forward before it.
     """
-    answered = real_time = computed = 0.0
+    answered = exposed = computed = 0.0
     for forward in sorted(verifications, key=lambda block: block.end_ms):
         if forward.outcome == "verified":
-            real_time += forward.end_ms - max(forward.start_ms, answered)
+            exposed += forward.end_ms - max(forward.start_ms, answered)
             computed += forward.end_ms - forward.start_ms
             answered = forward.end_ms
-    return 1 - real_time / computed if computed else 0.0
+    return 1 - exposed / computed if computed else 0.0
 
 
 def prefixes(origin: TokenSequence, done: Completion) -> list[TokenSequence]:

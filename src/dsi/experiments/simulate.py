@@ -1,4 +1,4 @@
-"""Repeat one setting under an algorithm, in virtual time or on real threads, and sum up."""
+"""Repeat one simulation under an algorithm, in virtual time or on real threads, and summarize it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dsi.planning.simulation import TITLES, SimulatedRun, SimulationConfig, prom
 
 @dataclass(frozen=True)
 class Result:
-    """What an algorithm did with a setting. Times are milliseconds, shares between 0 and 1.
+    """The summary of repeated simulations: times in milliseconds, shares between 0 and 1.
 
-    Of several requests at once, times are those of one of them in the mean, all else is of all together.
+    Of several requests at once, times are the mean of one request, and all else is of all together.
     """
 
     algorithm: str
@@ -36,8 +36,8 @@ class Result:
     repeats: int
     acceptance: float
     target_forwards: float  # computed to their end, per run, as are all counts below
-    hidden: float  # share of the useful ones' time that nobody waited for
-    stale_forwards: float  # begun and given up
+    hidden: float  # share of the useful ones' time that overlapped with other work
+    stale_forwards: float  # started and cancelled
     drafted: float
     wasted_drafts: float
     busy: dict[str, float]  # share of the time that each server computed
@@ -48,7 +48,7 @@ class Result:
 
     @property
     def failure_cost(self) -> float:
-        """By how many times failures lengthen a request."""
+        """By what factor failures lengthen a request."""
         return self.mean_ms / self.unfailing_ms if self.unfailing_ms else 1.0
 
     @property
@@ -56,15 +56,15 @@ class Result:
         return TITLES[self.algorithm]
 
     def json(self) -> dict[str, object]:
-        return asdict(self) | {"patience": self.min_draft}  # its old name, for one release
+        return asdict(self) | {"patience": self.min_draft}  # the key of the release before
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What counts of one run."""
+    """The figures of one run."""
 
     ms: float
-    all_ms: float  # until the last request was done
+    all_ms: float  # until the last request is done
     tallies: list[Tally]
     shares: dict[str, float]
     forwards: int
@@ -74,22 +74,22 @@ class Sample:
 
 
 def sample(run: SimulatedRun) -> Sample:
-    begun = [span for span in run.log if span.kind == "verify" and span.end > span.start]
-    stale = sum(span.stale for span in begun)
+    started = [span for span in run.log if span.kind == "verify" and span.end > span.start]
+    stale = sum(span.stale for span in started)
     return Sample(
         run.ms,
         run.all_ms,
         [done.tally for done in run.completions],
         run.shares,
-        len(begun) - stale,
-        fmean(hidden_of_each(run, begun)),
+        len(started) - stale,
+        fmean(hidden_shares(run, started)),
         stale,
         run.failures,
     )
 
 
-def hidden_of_each(run: SimulatedRun, verifications: Iterable[Span]) -> list[float]:
-    """The hidden share of each request; its forwards are known by its prompt."""
+def hidden_shares(run: SimulatedRun, verifications: Iterable[Span]) -> list[float]:
+    """The hidden share of each request, whose forwards are recognized by its prompt."""
     spans: dict[Tokens, list[Span]] = {}
     for span in verifications:
         spans.setdefault(span.context.origin.prompt, []).append(span)
@@ -97,29 +97,29 @@ def hidden_of_each(run: SimulatedRun, verifications: Iterable[Span]) -> list[flo
 
 
 def simulate(
-    setting: SimulationConfig,
+    config: SimulationConfig,
     algorithm: str,
     repeats: int = 30,
     seed: int = 0,
     real_time: bool = False,
     progress: Progress = no_progress,
 ) -> Result:
-    """The same seeds give every algorithm the same texts and the same lucky guesses."""
+    """Run `repeats` seeds; the same seeds give every algorithm the same texts and accepted draft tokens."""
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: must be at least 1")
     runs = []
     for i in range(repeats):
-        runs.append(sample(setting.run(algorithm, seed + i, real_time)))
+        runs.append(sample(config.run(algorithm, seed + i, real_time)))
         progress()
-    result = summary(setting, algorithm, runs, "waited" if real_time else "simulated")
-    if not setting.failures_per_hour:
+    result = summary(config, algorithm, runs, "waited" if real_time else "simulated")
+    if not config.failures_per_hour:
         return result
-    unfailing = replace(setting, failures_per_hour=0)
+    unfailing = replace(config, failures_per_hour=0)
     return replace(result, unfailing_ms=fmean(unfailing.run(algorithm, seed + i).ms for i in range(repeats)))
 
 
 def best(
-    setting: SimulationConfig,
+    config: SimulationConfig,
     algorithm: str,
     lookaheads: Iterable[int | None],
     min_drafts: Iterable[int],
@@ -128,23 +128,24 @@ def best(
     real_time: bool = False,
     progress: Progress = no_progress,
 ) -> Result:
-    """The fastest of several lookaheads and min_drafts; an algorithm without them is run once."""
+    """The fastest of several lookaheads and minimum drafts; an algorithm without them is run once."""
     tried = [
-        simulate(choice, algorithm, repeats, seed, real_time, progress)
-        for choice in choices(setting, algorithm, lookaheads, min_drafts)
+        simulate(variant, algorithm, repeats, seed, real_time, progress)
+        for variant in variants(config, algorithm, lookaheads, min_drafts)
     ]
     return min(tried, key=lambda result: result.mean_ms)
 
 
-def choices(
-    setting: SimulationConfig, algorithm: str, lookaheads: Iterable[int | None], min_drafts: Iterable[int]
+def variants(
+    config: SimulationConfig, algorithm: str, lookaheads: Iterable[int | None], min_drafts: Iterable[int]
 ) -> list[SimulationConfig]:
-    blocks = [None] if algorithm in ("nonsi", AUTO) else list(lookaheads)
-    waits = list(min_drafts) if algorithm == "dsi" else [0]
-    return [setting.with_spec(lookahead=block, min_draft=wait) for block, wait in product(blocks, waits)]
+    """The config with each lookahead and minimum draft that the algorithm uses."""
+    lookaheads = [None] if algorithm in ("nonsi", AUTO) else list(lookaheads)
+    min_drafts = list(min_drafts) if algorithm == "dsi" else [0]
+    return [config.with_spec(lookahead=k, min_draft=count) for k, count in product(lookaheads, min_drafts)]
 
 
-def summary(setting: SimulationConfig, algorithm: str, runs: list[Sample], label: str) -> Result:
+def summary(config: SimulationConfig, algorithm: str, runs: list[Sample], label: str) -> Result:
     times = [run.ms for run in runs]
     spread = stdev(times) if len(times) > 1 else 0.0
     tallies = [run.tallies for run in runs]
@@ -154,20 +155,20 @@ def summary(setting: SimulationConfig, algorithm: str, runs: list[Sample], label
         mean_ms=fmean(times),
         stdev_ms=spread,
         ci95_ms=1.96 * spread / len(times) ** 0.5,
-        tokens_per_second=1000 * setting.tokens * setting.requests / fmean(run.all_ms for run in runs),
-        lookahead=setting.lookahead_for(algorithm),
-        min_draft=setting.spec.min_draft or 0,
-        sp=setting.sp,
-        tokens=setting.tokens,
+        tokens_per_second=1000 * config.tokens * config.requests / fmean(run.all_ms for run in runs),
+        lookahead=config.lookahead_for(algorithm),
+        min_draft=config.spec.min_draft or 0,
+        sp=config.sp,
+        tokens=config.tokens,
         repeats=len(runs),
-        acceptance=setting.acceptance,
+        acceptance=config.acceptance,
         target_forwards=fmean(run.forwards for run in runs),
         hidden=fmean(run.hidden for run in runs),
         stale_forwards=fmean(run.stale for run in runs),
-        drafted=fmean(sum(tally.drafted for tally in each) for each in tallies),
-        wasted_drafts=fmean(sum(tally.wasted for tally in each) for each in tallies),
+        drafted=fmean(sum(tally.drafted for tally in run) for run in tallies),
+        wasted_drafts=fmean(sum(tally.wasted for tally in run) for run in tallies),
         busy={name: fmean(run.shares[name] for run in runs) for name in runs[0].shares},
-        requests=setting.requests,
-        nodes=setting.nodes,
+        requests=config.requests,
+        nodes=config.nodes,
         failures=fmean(run.failures for run in runs),
     )
