@@ -412,5 +412,5 @@ def explanation(plan: DeploymentPlan, profile: PairProfile) -> str:
     if plan.algorithm == "pearl":
         return f"{overlap}, in lock step"
     wait = f", the root waits for {spec.min_draft}" if spec.min_draft else ""
-    runner_ups = f", {spec.spare_targets} look past second guesses" if spec.branches > 1 else ""
+    runner_ups = f", {spec.spare_targets} verify runner-ups" if spec.branches > 1 else ""
     return f"{overlap}; {plan.sp} in flight, blocks of {lookahead}{wait}{runner_ups}"
