@@ -71,7 +71,7 @@ def cases(engine: Engine) -> list[Case]:
 def server(streams: int) -> Iterator[tuple[str, int]]:
     """Its address and its process."""
     command = [sys.executable, "-m", "dsi", "serve", "--port", "0", "--sp", "1"]
-    command += ["--lookahead", str(LOOKAHEAD), "--patience", str(MIN_DRAFT), "--max-running", str(streams)]
+    command += ["--lookahead", str(LOOKAHEAD), "--min-draft", str(MIN_DRAFT), "--max-running", str(streams)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         for line in process.stderr or ():
@@ -271,7 +271,7 @@ def main() -> None:
     options = parser.parse_args()
     random.seed(options.seed)
     results: dict[str, Any] = {}
-    with Engine.load(lookahead=LOOKAHEAD, patience=MIN_DRAFT) as engine, server(options.streams) as (url, pid):
+    with Engine.load(lookahead=LOOKAHEAD, min_draft=MIN_DRAFT) as engine, server(options.streams) as (url, pid):
         requests = cases(engine)
         results["one_stream"] = overhead(engine, url, options.rounds)
         results["load"] = throughput(url, requests, options.streams, options.seconds / 3)
