@@ -59,12 +59,12 @@ class Due:
 class Timed:
     """A forward that takes its time on its processor, one part after the other."""
 
-    rows = None
+    logits = None
 
     def __init__(self, ms: float, pieces: int, clock: Clock) -> None:
         self.segments, self._seconds, self._clock = pieces, ms / 1000 / pieces, clock
 
-    def launch(self, piece: int, after: Any, cancelled: CancelFlag) -> Due:  # noqa: ARG002
+    def launch(self, segment: int, after: Any, cancelled: CancelFlag) -> Due:  # noqa: ARG002
         ready = max(time.perf_counter(), self._clock.free, after.end if after else 0.0)
         self._clock.free = ready + self._seconds
         return Due(self._clock.free)

@@ -18,7 +18,7 @@ from dsi.fleets.ray_actors import ResourceRequest
 from dsi.models.protocol import SamplingModel
 from dsi.models.vocab.slem import SLEM
 from dsi.models.vocab.tli import TLI
-from tongues import llama, tongue
+from sample_tokenizers import llama, sample_tokenizer
 
 pytest.importorskip("ray")
 
@@ -61,7 +61,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A drafter that has another vocabulary than the built-in target."""
     place = tmp_path_factory.mktemp("characters")
     llama("characters").save_pretrained(place)
-    tongue("characters").save_pretrained(place)
+    sample_tokenizer("characters").save_pretrained(place)
     return str(place)
 
 

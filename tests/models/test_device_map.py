@@ -100,6 +100,6 @@ def test_split_layers_refuses_more_devices_than_layers() -> None:
 
 
 def test_cuda_graph_model_is_eager_over_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(CudaGraphModel, "_take_cache", lambda *_: None)
+    monkeypatch.setattr(CudaGraphModel, "_create_cache", lambda *_: None)
     model = split_layers(make("llama"), ["cpu", "meta"])
-    assert CudaGraphModel(model, 64).eager_reason == "forwards on cpu and meta are not recorded"
+    assert CudaGraphModel(model, 64).eager_reason == "forwards on cpu and meta are not captured"

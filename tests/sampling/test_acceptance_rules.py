@@ -17,7 +17,7 @@ from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.sampling import acceptance_rules as rules
 from dsi.sampling.acceptance_rules import (
-    DraftToken,
+    DrawnToken,
     acceptance_probability,
     backoff_acceptance,
     block,
@@ -146,24 +146,24 @@ def one(rule: Any = reject) -> Write:
     return write
 
 
-def two(guess: Callable[[Tokens, Fate], list[DraftToken]], rule: Any = specinfer) -> Write:
+def two(guess: Callable[[Tokens, Fate], list[DrawnToken]], rule: Any = specinfer) -> Write:
     def write(text: Tokens, fate: Fate) -> Tokens:
         return *text, rule(target(text), guess(text, fate), [Uniform(fate), Uniform(fate)], Noise(fate))
 
     return write
 
 
-def two_drafters(text: Tokens, fate: Fate) -> list[DraftToken]:
+def two_drafters(text: Tokens, fate: Fate) -> list[DrawnToken]:
     """One token from each of two drafters."""
     return [(fate.draw(q), q) for q in (drafter(text), another(text))]
 
 
-def twins(text: Tokens, fate: Fate) -> list[DraftToken]:
+def twins(text: Tokens, fate: Fate) -> list[DrawnToken]:
     """Two independent tokens from one drafter."""
     return [(fate.draw(q), q) for q in (drafter(text), drafter(text))]
 
 
-def distinct(text: Tokens, fate: Fate, renormalise: bool = True) -> list[DraftToken]:
+def distinct(text: Tokens, fate: Fate, renormalise: bool = True) -> list[DrawnToken]:
     """Two tokens from one drafter, drawn without replacement."""
     q = drafter(text)
     first = fate.draw(q)
@@ -171,7 +171,7 @@ def distinct(text: Tokens, fate: Fate, renormalise: bool = True) -> list[DraftTo
     return [(first, q), (fate.draw(rest), rest / rest.sum() if renormalise else q)]
 
 
-def top(text: Tokens, _: Fate) -> list[DraftToken]:
+def top(text: Tokens, _: Fate) -> list[DrawnToken]:
     """The drafter's two likeliest tokens."""
     first, second = drafter(text).argsort()[:0:-1].tolist()
     return [(first, None), (second, None)]
@@ -214,16 +214,16 @@ def correct_from_p(p: Row, token: int, q: Row, u: float, noise: Any) -> int:
     return token if u < acceptance_probability(p, token, q) else gumbel_argmax(p, noise)
 
 
-def best_first(p: Row, guesses: list[DraftToken], uniforms: list[float], noise: Any) -> int:
+def best_first(p: Row, guesses: list[DrawnToken], uniforms: list[float], noise: Any) -> int:
     return specinfer(p, sorted(guesses, key=lambda guess: -p[guess[0]]), uniforms, noise)
 
 
-def as_if_drawn(p: Row, guesses: list[DraftToken], uniforms: list[float], noise: Any) -> int:
+def as_if_drawn(p: Row, guesses: list[DrawnToken], uniforms: list[float], noise: Any) -> int:
     """Treats the two likeliest tokens as draws from a distribution."""
     return specinfer(p, [(token, np.full(3, 1 / 3)) for token, _ in guesses], uniforms, noise)
 
 
-def one_by_one(ps: list[Row], guesses: list[DraftToken], uniforms: list[float], noise: Any) -> Tokens:
+def one_by_one(ps: list[Row], guesses: list[DrawnToken], uniforms: list[float], noise: Any) -> Tokens:
     """Stops at the first rejected prefix."""
     accepted = prefix_acceptance(ps, guesses)
     for i, (p, guess) in enumerate(zip(ps, guesses)):
@@ -277,15 +277,15 @@ def test_block_accepts_more_than_reject() -> None:
     """The example of Sun et al. (2025): `reject` accepts 10/9 of two guesses, `block` 11/9."""
     p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
 
-    def accepted(rule: Callable[[list[DraftToken], Fate], Tokens], fate: Fate) -> int:
-        guesses: list[DraftToken] = [(fate.draw(q), q), (fate.draw(q), q)]
+    def accepted(rule: Callable[[list[DrawnToken], Fate], Tokens], fate: Fate) -> int:
+        guesses: list[DrawnToken] = [(fate.draw(q), q), (fate.draw(q), q)]
         agree = [token == guess for token, (guess, _) in zip(rule(guesses, fate), guesses)]
         return [*agree, False].index(False)
 
-    def singly(guesses: list[DraftToken], fate: Fate) -> Tokens:
+    def singly(guesses: list[DrawnToken], fate: Fate) -> Tokens:
         return tuple(reject(p, *guess, cast(Any, Uniform(fate)), Noise(fate)) for guess in guesses)
 
-    def together(guesses: list[DraftToken], fate: Fate) -> Tokens:
+    def together(guesses: list[DrawnToken], fate: Fate) -> Tokens:
         return block([p, p], guesses, cast(Any, [Uniform(fate), Uniform(fate)]), lambda _: Noise(fate))
 
     mean = {rule: sum(n * w for n, w in law(partial(accepted, rule)).items()) for rule in (singly, together)}
@@ -297,7 +297,7 @@ def test_block_accepts_more_than_reject() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_reject_with_keyed_numbers_follows_the_target_distribution(seed: int) -> None:
-    """DraftToken, u and correction, each by a key of its own, at many positions."""
+    """Draft token, acceptance and correction, each with its own key, at many positions."""
     p, q, ids = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.2, 0.3, 0.4]), np.arange(4)
 
     def write(at: int) -> int:
@@ -318,9 +318,9 @@ def rows(draw: st.DrawFn, size: int = 5) -> Row:
 
 
 @st.composite
-def guesses(draw: st.DrawFn, count: int = 3) -> list[DraftToken]:
+def guesses(draw: st.DrawFn, count: int = 3) -> list[DrawnToken]:
     """Tokens, each with the distribution it was drawn from, or None."""
-    drafted: list[DraftToken] = []
+    drafted: list[DrawnToken] = []
     for _ in range(count):
         q = draw(rows())
         token = draw(st.sampled_from(np.flatnonzero(q).tolist()))
@@ -337,12 +337,12 @@ def random_numbers(seed: int) -> tuple[list[float], Callable[[int], Row]]:
     return uniforms, lambda i: np.asarray(exponential(noise_key(seed, i, RESIDUAL), np.arange(5)))
 
 
-def tensors(guesses: list[DraftToken]) -> list[DraftToken]:
+def tensors(guesses: list[DrawnToken]) -> list[DrawnToken]:
     return [(token, None if q is None else torch.from_numpy(q)) for token, q in guesses]
 
 
 @given(st.lists(rows(), min_size=3, max_size=3), guesses(), seeds)
-def test_rules_agree_in_numpy_and_torch(ps: list[Row], guesses: list[DraftToken], seed: int) -> None:
+def test_rules_agree_in_numpy_and_torch(ps: list[Row], guesses: list[DrawnToken], seed: int) -> None:
     uniforms, noise = random_numbers(seed)
     torch_ps, torch_guesses = [torch.from_numpy(p) for p in ps], tensors(guesses)
     torch_noise = torch.from_numpy(noise(0))
@@ -356,23 +356,23 @@ def test_rules_agree_in_numpy_and_torch(ps: list[Row], guesses: list[DraftToken]
 
 
 @given(st.lists(rows(), min_size=3, max_size=3), guesses(), seeds)
-def test_rules_never_output_impossible_tokens(ps: list[Row], guesses: list[DraftToken], seed: int) -> None:
+def test_rules_never_output_impossible_tokens(ps: list[Row], guesses: list[DrawnToken], seed: int) -> None:
     uniforms, noise = random_numbers(seed)
     assert ps[0][specinfer(ps[0], guesses, uniforms, noise(0))] > 0
     assert all(p[token] > 0 for p, token in zip(ps, block(ps, guesses, uniforms, noise)))
 
 
 @given(st.lists(rows(), min_size=3, max_size=3), guesses(), seeds)
-def test_rules_treat_none_as_a_point_mass(ps: list[Row], guesses: list[DraftToken], seed: int) -> None:
+def test_rules_treat_none_as_a_point_mass(ps: list[Row], guesses: list[DrawnToken], seed: int) -> None:
     uniforms, noise = random_numbers(seed)
-    short: list[DraftToken] = [(token, None) for token, _ in guesses]
-    spelled: list[DraftToken] = [(token, np.eye(5)[token]) for token, _ in guesses]
+    short: list[DrawnToken] = [(token, None) for token, _ in guesses]
+    spelled: list[DrawnToken] = [(token, np.eye(5)[token]) for token, _ in guesses]
     assert specinfer(ps[0], short, uniforms, noise(0)) == specinfer(ps[0], spelled, uniforms, noise(0))
     assert block(ps, short, uniforms, noise) == block(ps, spelled, uniforms, noise)
 
 
 @given(guesses(), seeds)
-def test_rules_accept_draws_from_the_target(guesses: list[DraftToken], seed: int) -> None:
+def test_rules_accept_draws_from_the_target(guesses: list[DrawnToken], seed: int) -> None:
     uniforms, noise = random_numbers(seed)
     ps = [np.eye(5)[token] if q is None else q for token, q in guesses]
     assert specinfer(ps[0], guesses, uniforms, noise(0)) == guesses[0][0]
@@ -390,7 +390,7 @@ def test_rules_reject_tokens_the_target_excludes(p: Row, q: Row, seed: int) -> N
 
 
 @given(st.lists(rows(), min_size=3, max_size=3), guesses(), seeds)
-def test_block_draws_noise_only_for_a_correction(ps: list[Row], guesses: list[DraftToken], seed: int) -> None:
+def test_block_draws_noise_only_for_a_correction(ps: list[Row], guesses: list[DrawnToken], seed: int) -> None:
     uniforms, noise = random_numbers(seed)
     asked: list[int] = []
     written = block(ps, guesses, uniforms, lambda i: asked.append(i) or noise(i))  # type: ignore[func-returns-value]

@@ -13,7 +13,7 @@ from dsi.sampling.logits import gumbel_argmax, sample
 from dsi.sampling.noise import Array, array_namespace
 
 # A draft token and the distribution it was drawn from; None for a deterministic drafter (a point mass).
-DraftToken = tuple[int, Array | None]
+DrawnToken = tuple[int, Array | None]
 
 
 def match(logits: Array, sampling: Sampling, position: int) -> tuple[int, ...]:
@@ -30,7 +30,7 @@ def reject(p: Array, token: int, q: Array | None, uniform: float, noise: Array) 
     return specinfer(p, [(token, q)], [uniform], noise)
 
 
-def specinfer(p: Array, guesses: Sequence[DraftToken], uniforms: Sequence[float], noise: Array) -> int:
+def specinfer(p: Array, guesses: Sequence[DrawnToken], uniforms: Sequence[float], noise: Array) -> int:
     """Multi-round rejection over several draft tokens for one position (SpecInfer, Miao et al., 2024).
 
     Return the first token accepted, or a sample of the final residual. The order of the guesses must not
@@ -45,7 +45,7 @@ def specinfer(p: Array, guesses: Sequence[DraftToken], uniforms: Sequence[float]
 
 
 def block(
-    ps: Sequence[Array], guesses: Sequence[DraftToken], uniforms: Sequence[float], noise: Callable[[int], Array]
+    ps: Sequence[Array], guesses: Sequence[DrawnToken], uniforms: Sequence[float], noise: Callable[[int], Array]
 ) -> tuple[int, ...]:
     """Block verification (Sun et al., 2025): the longest accepted prefix of the draft, then a correction.
 
@@ -71,7 +71,7 @@ def acceptance_probability(p: Array, token: int, q: Array | None, prefix: float 
     return min(1.0, prefix * float(p[token]) / draft_probability)
 
 
-def prefix_acceptance(ps: Sequence[Array], guesses: Sequence[DraftToken]) -> list[float]:
+def prefix_acceptance(ps: Sequence[Array], guesses: Sequence[DrawnToken]) -> list[float]:
     """The acceptance probability of every prefix of a block, from the empty to the whole one: P of Sun et al."""
     accepted = [1.0]
     for p, (token, q) in zip(ps, guesses, strict=True):

@@ -1,4 +1,4 @@
-"""The kernels, computed here as a GPU would: run by `test_kernels.py`, with TRITON_INTERPRET=1."""
+"""The Triton kernels in the interpreter: run by `test_triton_kernels.py` with TRITON_INTERPRET=1."""
 
 import sys
 from typing import Any
@@ -9,22 +9,22 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsi.models.cuda.graphs import static_cache
-from dsi.models.cuda.llama_triton import swift
+from dsi.models.cuda.llama_triton import triton_forward
 
-ROOM, WORDS = 160, 97
+MAX_LENGTH, VOCAB_SIZE = 160, 97
 
 
-def llama(size: int, shared: int, dtype: torch.dtype) -> Any:
+def llama(size: int, kv_heads: int, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=WORDS,
+        vocab_size=VOCAB_SIZE,
         hidden_size=4 * size,
         head_dim=size,
         intermediate_size=100,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=shared,
-        max_position_embeddings=ROOM,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=MAX_LENGTH,
     )
     model = LlamaForCausalLM(config).to(dtype).eval()
     for weight in model.parameters():
@@ -32,62 +32,62 @@ def llama(size: int, shared: int, dtype: torch.dtype) -> Any:
     return model
 
 
-def begun(model: Any) -> Any:
-    """A cache whose layers have their tensors."""
-    cache, place = static_cache(model.config, ROOM), torch.zeros(1, dtype=torch.int64)
-    rows(model, cache, place[0], torch.tensor([1]))
+def initialised_cache(model: Any) -> Any:
+    """A static cache whose layers have their tensors."""
+    cache, length = static_cache(model.config, MAX_LENGTH), torch.zeros(1, dtype=torch.int64)
+    forward(model, cache, length[0], torch.tensor([1]))
     return cache
 
 
-def rows(model: Any, cache: Any, length: Tensor, ids: Tensor) -> Tensor:
-    places = length + torch.arange(len(ids))
+def forward(model: Any, cache: Any, length: Tensor, ids: Tensor) -> Tensor:
+    positions = length + torch.arange(len(ids))
     for layer in cache.layers:
-        layer.cumulative_length, layer.places = length, places
-    found: Tensor = model(input_ids=ids[None], position_ids=places[None], past_key_values=cache, use_cache=True).logits[
-        0
-    ]
-    return found
+        layer.cumulative_length, layer.positions = length, positions
+    logits: Tensor = model(
+        input_ids=ids[None], position_ids=positions[None], past_key_values=cache, use_cache=True
+    ).logits[0]
+    return logits
 
 
-@pytest.mark.parametrize(("size", "shared", "dtype"), [(32, 2, torch.float32), (64, 4, torch.float16)])
+@pytest.mark.parametrize(("size", "kv_heads", "dtype"), [(32, 2, torch.float32), (64, 4, torch.float16)])
 @torch.inference_mode()
-def test_rows_and_the_cache_are_the_same(size: int, shared: int, dtype: torch.dtype) -> None:
-    """Of a text that is read in forwards of many widths: 70 tokens are more than are looked at in one go."""
-    model = llama(size, shared, dtype)
-    plainly, swiftly, length = begun(model), begun(model), torch.tensor(0)
-    near = 1e-5 if dtype == torch.float32 else 2e-2
+def test_triton_forward_keeps_logits_and_cache(size: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """Over forwards of many widths: 70 new tokens are more than one tile."""
+    model = llama(size, kv_heads, dtype)
+    reference, by_triton, length = initialised_cache(model), initialised_cache(model), torch.tensor(0)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     for new in (3, 1, 8, 1, 70):
-        ids = torch.randint(WORDS, (new,))
-        expected = rows(model, plainly, length, ids)
-        with swift(model, ROOM):
-            found = rows(model, swiftly, length, ids)
-        assert torch.allclose(expected, found, atol=near)
+        ids = torch.randint(VOCAB_SIZE, (new,))
+        expected = forward(model, reference, length, ids)
+        with triton_forward(model, MAX_LENGTH):
+            actual = forward(model, by_triton, length, ids)
+        assert torch.allclose(expected, actual, atol=tolerance)
         length = length + new
-    for a, b in zip(plainly.layers, swiftly.layers):
-        assert torch.allclose(a.keys[:, :, :length], b.keys[:, :, :length], atol=near)
-        assert torch.allclose(a.values[:, :, :length], b.values[:, :, :length], atol=near)
+    for a, b in zip(reference.layers, by_triton.layers):
+        assert torch.allclose(a.keys[:, :, :length], b.keys[:, :, :length], atol=tolerance)
+        assert torch.allclose(a.values[:, :, :length], b.values[:, :, :length], atol=tolerance)
 
 
 @torch.inference_mode()
-def test_what_lies_beyond_the_text_is_not_seen() -> None:
-    """A guess that was rejected, or padding, may have left anything there."""
+def test_triton_forward_ignores_the_cache_beyond_the_text() -> None:
+    """Rejected draft tokens and padding leave arbitrary values there."""
     model = llama(32, 2, torch.float32)
-    cache, ids = begun(model), torch.arange(6)
-    with swift(model, ROOM):
-        expected = rows(model, cache, torch.tensor(0), ids)
+    cache, ids = initialised_cache(model), torch.arange(6)
+    with triton_forward(model, MAX_LENGTH):
+        expected = forward(model, cache, torch.tensor(0), ids)
         for layer in cache.layers:
             layer.keys[:, :, 2:], layer.values[:, :, 2:] = torch.nan, torch.nan
-        assert torch.allclose(rows(model, cache, torch.tensor(2), ids[2:]), expected[2:], atol=1e-5)
+        assert torch.allclose(forward(model, cache, torch.tensor(2), ids[2:]), expected[2:], atol=1e-5)
 
 
 @torch.inference_mode()
-def test_the_model_is_as_before() -> None:
+def test_triton_forward_restores_the_model() -> None:
     model = llama(32, 2, torch.float32)
     module = sys.modules[type(model).__module__]
-    forwards, mask = [part.forward for part in model.modules()], module.create_causal_mask
-    before = rows(model, begun(model), torch.tensor(0), torch.arange(5))
-    with swift(model, ROOM):
-        assert [part.forward for part in model.modules()] != forwards
-    assert [part.forward for part in model.modules()] == forwards
+    forwards, mask = [submodule.forward for submodule in model.modules()], module.create_causal_mask
+    before = forward(model, initialised_cache(model), torch.tensor(0), torch.arange(5))
+    with triton_forward(model, MAX_LENGTH):
+        assert [submodule.forward for submodule in model.modules()] != forwards
+    assert [submodule.forward for submodule in model.modules()] == forwards
     assert module.create_causal_mask is mask
-    assert torch.equal(rows(model, begun(model), torch.tensor(0), torch.arange(5)), before)
+    assert torch.equal(forward(model, initialised_cache(model), torch.tensor(0), torch.arange(5)), before)

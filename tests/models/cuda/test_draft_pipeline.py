@@ -1,90 +1,82 @@
-"""Forwards that follow one another, on a processor whose clock stands still until told."""
+"""The draft pipeline on a fake GPU with a manual clock."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from dsi.models.cuda import draft_pipeline as chain
+from dsi.models.cuda import draft_pipeline
 from dsi.models.cuda.draft_pipeline import LEAD, DraftPipeline
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
-PIECE = 10 * LEAD  # what a piece takes
+SEGMENT_SECONDS = 10 * LEAD
 
 
-class Processor:
-    """It does what it is sent, one piece after the other."""
+class FakeGpu:
+    """Runs segments in the order in which they are launched."""
 
     def __init__(self) -> None:
         self.now = self.free = 0.0
-        self.sent: list[tuple[str, int, float]] = []  # which piece of which forward, and when
+        self.launches: list[tuple[str, int, float]] = []  # forward, segment, time
 
 
-class Mark:
-    def __init__(self, processor: Processor, end: float) -> None:
-        self._processor, self._end = processor, end
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu, end: float) -> None:
+        self._gpu, self._end = gpu, end
 
     def query(self) -> bool:
-        return self._processor.now >= self._end
+        return self._gpu.now >= self._end
 
 
-class CudaForward:
-    def __init__(self, name: str, processor: Processor, segments: int) -> None:
-        self.name, self.processor, self.segments = name, processor, segments
+class FakeForward:
+    def __init__(self, name: str, gpu: FakeGpu, segments: int) -> None:
+        self.name, self.gpu, self.segments = name, gpu, segments
 
-    def launch(self, piece: int, after: object, cancelled: CancelFlag) -> Mark:  # noqa: ARG002
-        processor = self.processor
-        processor.sent.append((self.name, piece, processor.now))
-        processor.free = max(processor.free, processor.now) + PIECE
-        return Mark(processor, processor.free)
+    def launch(self, segment: int, after: object, cancelled: CancelFlag) -> FakeEvent:  # noqa: ARG002
+        gpu = self.gpu
+        gpu.launches.append((self.name, segment, gpu.now))
+        gpu.free = max(gpu.free, gpu.now) + SEGMENT_SECONDS
+        return FakeEvent(gpu, gpu.free)
 
 
 @pytest.fixture
-def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
-    found = Processor()
-    monkeypatch.setattr(chain, "perf_counter", lambda: found.now)
-    return found
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    gpu = FakeGpu()
+    monkeypatch.setattr(draft_pipeline, "perf_counter", lambda: gpu.now)
+    return gpu
 
 
-def wait(steps: Iterator[None], processor: Processor) -> None:
+def wait(steps: Iterator[None], gpu: FakeGpu) -> None:
     for _ in steps:
-        processor.now += LEAD / 4
+        gpu.now += LEAD / 4
 
 
-def test_pieces_and_forwards_follow_without_a_gap_once_their_times_are_known(processor: Processor) -> None:
-    first, *turns = (CudaForward(name, processor, 2) for name in ("first", "even", "odd"))
+def test_draft_pipeline_has_no_gaps_once_latencies_are_measured(gpu: FakeGpu) -> None:
+    first, *followers = (FakeForward(name, gpu, 2) for name in ("first", "even", "odd"))
     seconds: dict[int, float] = {}
-    link = DraftPipeline(first, NEVER, seconds)
-    for place in range(8):
-        wait(link.ended(turns[place % 2] if place < 7 else None), processor)
-    assert [name for name, piece, _ in processor.sent if piece == 0] == ["first", *["even", "odd"] * 4][:8]
-    assert [piece for _, piece, _ in processor.sent] == [0, 1] * 8
-    assert processor.now == pytest.approx(16 * PIECE, rel=0.02)
-    assert seconds == {0: pytest.approx(PIECE, rel=0.05), 1: pytest.approx(PIECE, rel=0.05)}
+    pipeline = DraftPipeline(first, NEVER, seconds)
+    for i in range(8):
+        wait(pipeline.finish(followers[i % 2] if i < 7 else None), gpu)
+    assert [name for name, segment, _ in gpu.launches if segment == 0] == ["first", *["even", "odd"] * 4][:8]
+    assert [segment for _, segment, _ in gpu.launches] == [0, 1] * 8
+    assert gpu.now == pytest.approx(16 * SEGMENT_SECONDS, rel=0.02)
+    assert seconds == {0: pytest.approx(SEGMENT_SECONDS, rel=0.05), 1: pytest.approx(SEGMENT_SECONDS, rel=0.05)}
 
 
-def test_the_next_is_sent_only_shortly_before_the_end(processor: Processor) -> None:
-    link = DraftPipeline(CudaForward("first", processor, 1), NEVER, {0: PIECE})
-    wait(link.ended(CudaForward("next", processor, 1)), processor)
-    [_, (name, _, when)] = processor.sent
+def test_draft_pipeline_launches_shortly_before_the_end(gpu: FakeGpu) -> None:
+    pipeline = DraftPipeline(FakeForward("first", gpu, 1), NEVER, {0: SEGMENT_SECONDS})
+    wait(pipeline.finish(FakeForward("next", gpu, 1)), gpu)
+    [_, (name, _, launch_time)] = gpu.launches
     assert name == "next"
-    assert PIECE - LEAD < when < PIECE - LEAD / 2
+    assert SEGMENT_SECONDS - LEAD < launch_time < SEGMENT_SECONDS - LEAD / 2
 
 
-def test_a_cancelled_chain_sends_nothing_more_and_waits_for_nothing(processor: Processor) -> None:
-    class Gone:
-        gone = False
-
-        def is_set(self) -> bool:
-            return self.gone
-
-        def wait(self, timeout: float) -> bool:  # noqa: ARG002
-            return self.gone
-
-    flag = Gone()
-    steps = DraftPipeline(CudaForward("first", processor, 2), flag, {}).ended(CudaForward("next", processor, 2))
+def test_draft_pipeline_cancels_without_waiting(gpu: FakeGpu) -> None:
+    flag = threading.Event()
+    steps = DraftPipeline(FakeForward("first", gpu, 2), flag, {}).finish(FakeForward("next", gpu, 2))
     next(steps)
-    flag.gone = True
+    flag.set()
     with pytest.raises(Cancelled):
         next(steps)
-    assert [piece for _, piece, _ in processor.sent] == [0, 1]
-    assert processor.now == 0
+    assert [segment for _, segment, _ in gpu.launches] == [0, 1]
+    assert gpu.now == 0

@@ -1,4 +1,4 @@
-"""Which models are recorded in few kernels, and what their recordings read."""
+"""Which models are captured with the Triton kernels, and the tables their graphs read."""
 
 import gc
 from typing import Any
@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from decoders import MODELS, ROOM
-from dsi.models.cuda import llama_triton as swift
-from dsi.models.cuda.fused_ops import fused
-from dsi.models.cuda.graphs import ways
+from decoders import MAX_LENGTH, MODELS
+from dsi.models.cuda import llama_triton
+from dsi.models.cuda.fused_ops import fused_forward
+from dsi.models.cuda.graphs import capture_patches
 
 
 def llama(**changes: Any) -> Any:
@@ -19,12 +19,12 @@ def llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**shape | {"vocab_size": 97, "num_key_value_heads": 2} | changes))
 
 
-def test_a_plain_llama_is() -> None:
+def test_supports_triton_takes_a_standard_llama() -> None:
     pytest.importorskip("triton")
-    assert swift.fits(llama())
-    first, second, *_ = ways(llama(), ROOM)
-    assert getattr(first, "func", None) is swift.swift
-    assert second is fused
+    assert llama_triton.supports_triton(llama())
+    first, second, *_ = capture_patches(llama(), MAX_LENGTH)
+    assert getattr(first, "func", None) is llama_triton.triton_forward
+    assert second is fused_forward
 
 
 @pytest.mark.parametrize(
@@ -36,39 +36,39 @@ def test_a_plain_llama_is() -> None:
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}},
     ],
 )
-def test_another_is_not(changes: dict[str, Any]) -> None:
-    assert not swift.fits(llama(**changes))
-    assert ways(llama(**changes), ROOM)[0] is fused
+def test_supports_triton_refuses_other_llamas(changes: dict[str, Any]) -> None:
+    assert not llama_triton.supports_triton(llama(**changes))
+    assert capture_patches(llama(**changes), MAX_LENGTH)[0] is fused_forward
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama"])
-def test_other_makes_are_not(name: str) -> None:
-    assert not swift.fits(MODELS[name]())
+def test_supports_triton_refuses_other_architectures(name: str) -> None:
+    assert not llama_triton.supports_triton(MODELS[name]())
 
 
-def test_an_adapter_is_not_overlooked() -> None:
+def test_supports_triton_refuses_adapters() -> None:
     class Adapted(torch.nn.Linear):
-        """Adds to what its weights give."""
+        """As an adapter would, it changes the output."""
 
     model = llama()
     model.model.layers[1].self_attn.q_proj = Adapted(128, 128, bias=False)
-    assert not swift.fits(model)
+    assert not llama_triton.supports_triton(model)
 
 
-def test_without_triton_none_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swift, "find_spec", lambda _: None)
-    assert not swift.fits(llama())
+def test_supports_triton_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama_triton, "find_spec", lambda _: None)
+    assert not llama_triton.supports_triton(llama())
 
 
-def test_what_recordings_read_stays_for_as_long_as_the_model() -> None:
-    """A recording knows only where its tensors were, and must never find others in their place."""
+def test_rotary_tables_live_as_long_as_the_model() -> None:
+    """A captured graph holds only addresses: other tensors must never take their place."""
     pytest.importorskip("triton")
     model = llama()
-    with torch.inference_mode(), swift.swift(model, ROOM):
-        tables = [ref(table) for table in swift._turned(model, ROOM)]
+    with torch.inference_mode(), llama_triton.triton_forward(model, MAX_LENGTH):
+        tables = [ref(table) for table in llama_triton._tables(model, MAX_LENGTH)]
     gc.collect()
-    with torch.inference_mode(), swift.swift(model, ROOM):
-        assert [table() for table in tables] == list(swift._turned(model, ROOM))
+    with torch.inference_mode(), llama_triton.triton_forward(model, MAX_LENGTH):
+        assert [table() for table in tables] == list(llama_triton._tables(model, MAX_LENGTH))
     del model
     gc.collect()
     assert [table() for table in tables] == [None, None]

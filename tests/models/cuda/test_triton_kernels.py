@@ -1,4 +1,4 @@
-"""The kernels give the numbers that torch gives, and a GPU's compiler takes them: both without a GPU."""
+"""The kernels agree with torch and compile for a GPU: both tested without a GPU."""
 
 import os
 import subprocess
@@ -14,11 +14,11 @@ from dsi.models.cuda import triton_kernels as kernels  # noqa: E402
 
 INTERPRETED = Path(__file__).with_name("interpreted.py")
 HOPPER = 90
-MEMORY = 227 * 1024  # bytes that a block may share on such a GPU
+SHARED_MEMORY = 227 * 1024  # bytes of a block on such a GPU
 
 
-def test_numbers_are_those_of_torch() -> None:
-    """In a process of its own: the interpreter is chosen when triton is imported."""
+def test_kernels_agree_with_torch_in_the_interpreter() -> None:
+    """In its own process: the interpreter is chosen when triton is imported."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:xdist", str(INTERPRETED)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -31,7 +31,7 @@ def test_numbers_are_those_of_torch() -> None:
 
 
 def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, int]) -> Any:
-    """As for tensors whose memory is well aligned, which torch's is."""
+    """Compile for 16-byte aligned tensors, as torch's are."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -48,20 +48,22 @@ def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, int]) -> A
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize(
-    ("new", "heads", "shared", "half", "rows"),
+    ("new", "heads", "kv_heads", "half", "rows"),
     [(1, 32, 4, 32, 16), (8, 32, 32, 64, 16), (128, 40, 40, 64, 64)],
 )
-def test_a_gpu_can_attend(new: int, heads: int, shared: int, half: int, rows: int, dtype: str) -> None:
+def test_attend_compiles_for_a_gpu(new: int, heads: int, kv_heads: int, half: int, rows: int, dtype: str) -> None:
     kinds = dict.fromkeys(("qkv", "cos", "sin", "keys", "values", "out"), dtype)
-    sizes = {"NEW": new, "HEADS": heads, "SHARED": shared, "HALF": half, "ROWS": rows}
-    found = compiled(
+    sizes = {"NEW": new, "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "ROWS": rows}
+    kernel = compiled(
         kernels._attend,
-        kinds | {"length": "*i64", "scale": "fp32", "room": "i32"},
-        sizes | {"FRESH": min(64, max(16, new)), "HELD": 64},
+        kinds | {"length": "*i64", "scale": "fp32", "capacity": "i32"},
+        sizes | {"NEW_TILE": min(64, max(16, new)), "CACHED_TILE": 64},
     )
-    assert found.metadata.shared <= MEMORY
+    assert kernel.metadata.shared <= SHARED_MEMORY
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_a_gpu_can_open_gates() -> None:
-    assert compiled(kernels._gated, {"both": "*bf16", "out": "*bf16", "inner": "i32"}, {"BLOCK": 1024}).asm["ptx"]
+def test_silu_and_mul_compiles_for_a_gpu() -> None:
+    assert compiled(kernels._silu_and_mul, {"gate_up": "*bf16", "out": "*bf16", "inner": "i32"}, {"BLOCK": 1024}).asm[
+        "ptx"
+    ]

@@ -1,4 +1,4 @@
-"""Tokens are shared if they mean the same, however they are spelled."""
+"""Tokens are shared if their contents are equal, whatever their format."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from dsi.models.vocab.token_map import (
-    LETTERS,
+    BYTE_LEVEL_ALPHABET,
     TokenFormat,
     TokenMap,
-    carried,
-    declared,
-    guessed,
-    lexicon,
-    shared,
+    build_token_map,
+    format_from_decoder,
+    format_from_tokens,
+    map_logits,
+    shared_tokens,
 )
 
 LLAMA: dict[str, object] = {
@@ -45,69 +45,71 @@ DECODERS: list[tuple[dict[str, object] | None, str, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("decoder", "token", "meaning"), DECODERS)
-def test_a_token_means_what_its_decoder_writes(decoder: dict[str, object] | None, token: str, meaning: bytes) -> None:
-    assert declared(decoder).meaning(token) == meaning
+@pytest.mark.parametrize(("decoder", "token", "expected"), DECODERS)
+def test_format_from_decoder_decodes_tokens(decoder: dict[str, object] | None, token: str, expected: bytes) -> None:
+    assert format_from_decoder(decoder).to_bytes(token) == expected
 
 
-def test_without_a_decoder_the_space_gives_it_away() -> None:
-    assert guessed(["a", "▁b"]) == TokenFormat(space="▁")
-    assert guessed(["a", "Ġb"]) == TokenFormat(letters=True)
-    assert guessed(["a", "b"]) == TokenFormat()
+def test_format_from_tokens_infers_the_space() -> None:
+    assert format_from_tokens(["a", "▁b"]) == TokenFormat(space="▁")
+    assert format_from_tokens(["a", "Ġb"]) == TokenFormat(byte_level=True)
+    assert format_from_tokens(["a", "b"]) == TokenFormat()
 
 
-def test_the_alphabet_of_bytes_is_everybodys() -> None:
-    assert set(LETTERS) == set(pre_tokenizers.ByteLevel.alphabet())
-    assert sorted(LETTERS.values()) == list(range(256))
+def test_byte_level_alphabet_is_that_of_tokenizers() -> None:
+    assert set(BYTE_LEVEL_ALPHABET) == set(pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(BYTE_LEVEL_ALPHABET.values()) == list(range(256))
 
 
-def test_a_byte_that_has_a_token_of_its_own_is_said_by_that() -> None:
+def test_build_token_map_prefers_regular_tokens_to_byte_fallback() -> None:
     for vocab in ({"<0x41>": 0, "A": 1}, {"A": 0, "<0x41>": 1}):
-        assert lexicon(vocab, TokenFormat(), {}, 2).ids == {b"A": vocab["A"]}
+        assert build_token_map(vocab, TokenFormat(), {}, 2).ids == {b"A": vocab["A"]}
 
 
-def test_what_the_model_has_no_row_for_is_not_in_it() -> None:
-    found = lexicon({"a": 0, "b": 1, "<pad>": 2}, TokenFormat(), {2: "pad"}, 2)
-    assert found == TokenMap((b"a", b"b"), {b"a": 0, b"b": 1})
-    assert lexicon({"a": 0}, TokenFormat(), {}, 3).meanings == (b"a", "", "")
+def test_build_token_map_is_limited_to_the_models_vocabulary() -> None:
+    token_map = build_token_map({"a": 0, "b": 1, "<pad>": 2}, TokenFormat(), {2: "pad"}, 2)
+    assert token_map == TokenMap((b"a", b"b"), {b"a": 0, b"b": 1})
+    assert build_token_map({"a": 0}, TokenFormat(), {}, 3).contents == (b"a", "", "")
 
 
-def test_special_tokens_are_shared_by_their_roles_and_never_with_text() -> None:
-    ours = lexicon({"</s>": 0, "x": 1, "<|im|>": 2}, TokenFormat(), {0: "eos", 2: "<|im|>"}, 3)
-    theirs = lexicon({"</s>": 0, "<end>": 1, "<|im|>": 2}, TokenFormat(), {1: "eos", 2: "<|im|>"}, 3)
-    assert shared(ours, theirs).to_drafter() == {1: 0, 2: 2}
+def test_shared_tokens_match_special_tokens_by_role() -> None:
+    own = build_token_map({"</s>": 0, "x": 1, "<|im|>": 2}, TokenFormat(), {0: "eos", 2: "<|im|>"}, 3)
+    other = build_token_map({"</s>": 0, "<end>": 1, "<|im|>": 2}, TokenFormat(), {1: "eos", 2: "<|im|>"}, 3)
+    assert shared_tokens(own, other).to_drafter() == {1: 0, 2: 2}
 
 
-spellings = st.sampled_from([TokenFormat(letters=True), TokenFormat(space="▁"), TokenFormat(apart=True, inside="##")])
+formats = st.sampled_from(
+    [TokenFormat(byte_level=True), TokenFormat(space="▁"), TokenFormat(separate_words=True, continuation="##")]
+)
 vocabularies = st.builds(
-    lambda tokens, spelling, names: lexicon(
+    lambda tokens, form, names: build_token_map(
         {token: i for i, token in enumerate(tokens)},
-        spelling,
+        form,
         {i: name for i, name in names.items() if i < len(tokens)},
         len(tokens),
     ),
     st.lists(st.text("aĠ▁#b", max_size=4) | st.sampled_from(["<0x61>", "<0x20>"]), unique=True, max_size=30),
-    spellings,
+    formats,
     st.dictionaries(st.integers(0, 9), st.sampled_from(["eos", "bos", "<x>"]), max_size=3),
 )
 
 
 @given(vocabularies, vocabularies)
-def test_every_shared_token_means_the_same_and_has_one_partner(drafter: TokenMap, target: TokenMap) -> None:
-    found = shared(drafter, target)
-    for ours, theirs in zip(found.drafter, found.target):
-        assert drafter.meanings[ours] == target.meanings[theirs] != ""
-    assert len(set(found.drafter)) == len(set(found.target)) == len(found)
-    assert len(found) == len({*drafter.meanings} & {*target.meanings} - {"", b""})
+def test_shared_tokens_have_equal_contents_and_one_partner(drafter: TokenMap, target: TokenMap) -> None:
+    shared = shared_tokens(drafter, target)
+    for own, other in zip(shared.drafter, shared.target):
+        assert drafter.contents[own] == target.contents[other] != ""
+    assert len(set(shared.drafter)) == len(set(shared.target)) == len(shared)
+    assert len(shared) == len({*drafter.contents} & {*target.contents} - {"", b""})
 
 
 @given(vocabularies, vocabularies, st.integers(1, 3))
-def test_rows_are_carried_alike_in_numpy_and_torch(drafter: TokenMap, target: TokenMap, count: int) -> None:
-    found, width = shared(drafter, target), len(drafter.meanings) + 2  # a model's rows may be wider
-    rows = np.arange(count * width, dtype=np.float32).reshape(count, width)
-    moved = carried(rows, found, len(target.meanings))
-    assert moved.shape == (count, len(target.meanings))
-    assert np.array_equal(moved[:, found.target], rows[:, found.drafter])
-    others = np.delete(moved, found.target, axis=1)
+def test_map_logits_agrees_in_numpy_and_torch(drafter: TokenMap, target: TokenMap, count: int) -> None:
+    shared, width = shared_tokens(drafter, target), len(drafter.contents) + 2  # logits can be wider than the vocabulary
+    logits = np.arange(count * width, dtype=np.float32).reshape(count, width)
+    mapped = map_logits(logits, shared, len(target.contents))
+    assert mapped.shape == (count, len(target.contents))
+    assert np.array_equal(mapped[:, shared.target], logits[:, shared.drafter])
+    others = np.delete(mapped, shared.target, axis=1)
     assert np.isneginf(others).all()
-    assert np.array_equal(carried(torch.from_numpy(rows), found, len(target.meanings)).numpy(), moved)
+    assert np.array_equal(map_logits(torch.from_numpy(logits), shared, len(target.contents)).numpy(), mapped)

@@ -1,4 +1,4 @@
-"""Any target with any drafter: the text is the target's own, and the way the guesses go is chosen well."""
+"""Any target with any drafter: the text is the target's own, and the translation is chosen well."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from dsi.models.vocab.tli import TLI
 from dsi.models.vocab.translate import MIN_SHARED_RATE, shared_token_rate, translate_drafter
 from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.models.wait import Latency, Wait
-from tongues import MAKERS, llama, tongue, vocabulary
+from sample_tokenizers import MAKERS, llama, sample_tokenizer, vocabulary
 
 PROMPTS = ("Once upon a time", "🙂 def f(x):\n\treturn 1\n\n", "雪が降る。北京", "")
-TARGETS = ("byte_level", "bytes_as_a_last_resort", "metaspace")
+TARGETS = ("byte_level", "byte_fallback", "metaspace")
 CONTEXT, LENGTH = 256, 20
 
 
-def drafter_of(way: str, drafter: str, target: str) -> Model:
+def drafter_of(method: str, drafter: str, target: str) -> Model:
     pair = vocabulary(drafter), vocabulary(target)
-    return translate_drafter(way, LlamaCpu(llama(drafter, seed=1)), *pair, CONTEXT, drafter)
+    return translate_drafter(method, LlamaCpu(llama(drafter, seed=1)), *pair, CONTEXT, drafter)
 
 
 def prompt_of(target: str, text: str) -> tuple[int, ...]:
-    return tuple(tongue(target).encode(text)) or (1,)
+    return tuple(sample_tokenizer(target).encode(text)) or (1,)
 
 
 @cache
-def alone(target: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
-    """What transformers' own greedy generation writes."""
+def greedy_text(target: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """The text of transformers' own greedy generation."""
     ids = torch.tensor([prompt])
     text = llama(target).generate(
         ids,
@@ -66,39 +66,39 @@ def alone(target: str, prompt: tuple[int, ...]) -> tuple[int, ...]:
 def run(
     target: str, drafter: Model, prompt: tuple[int, ...], policy: Policy, sampling: Sampling = GREEDY
 ) -> Completion:
-    judge = SamplingModel(LlamaCpu(llama(target)))
-    servers = [Server(f"target-{i}", "target", Wait(judge, Latency(7.0))) for i in range(2)]
+    verifier = SamplingModel(LlamaCpu(llama(target)))
+    servers = [Server(f"target-{i}", "target", Wait(verifier, Latency(7.0))) for i in range(2)]
     servers.append(Server("drafter", "drafter", Wait(drafter, Latency(1.0))))
     [done] = EngineLoop(SimulatedFleet(servers)).run(Request(prompt, LENGTH, policy, sampling))
     return done
 
 
-@pytest.mark.parametrize("way", ["tli", "slem"])
+@pytest.mark.parametrize("method", ["tli", "slem"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_text_is_what_transformers_writes_whatever_the_drafter_speaks(target: str, way: str) -> None:
+def test_translate_drafter_keeps_the_greedy_text(target: str, method: str) -> None:
     for drafter in MAKERS:
-        guesser = drafter_of(way, drafter, target)
+        translated = drafter_of(method, drafter, target)
         for text in PROMPTS:
             prompt = prompt_of(target, text)
-            expected = alone(target, prompt)
+            expected = greedy_text(target, prompt)
             for policy in (speculative(3), distributed(2)):
-                done = run(target, guesser, prompt, policy)
+                done = run(target, translated, prompt, policy)
                 assert done.tokens == expected
                 assert (done.tally.failed, done.tally.drafted > 0) == (0, True)
 
 
-@pytest.mark.parametrize("way", ["tli", "slem"])
-def test_a_seed_gives_the_text_of_the_target_alone(way: str) -> None:
+@pytest.mark.parametrize("method", ["tli", "slem"])
+def test_translate_drafter_keeps_the_sampled_text(method: str) -> None:
     sampling, prompt = Sampling(temperature=1.0, top_p=0.95, seed=4), prompt_of("byte_level", PROMPTS[1])
-    nobody = drafter_of(way, "characters", "byte_level")
-    expected = run("byte_level", nobody, prompt, autoregressive(), sampling).tokens
+    unused = drafter_of(method, "characters", "byte_level")
+    expected = run("byte_level", unused, prompt, autoregressive(), sampling).tokens
     for drafter in ("metaspace", "characters", "byte_level"):
-        guesser = drafter_of(way, drafter, "byte_level")
+        translated = drafter_of(method, drafter, "byte_level")
         for policy in (speculative(3), distributed(2)):
-            assert run("byte_level", guesser, prompt, policy, sampling).tokens == expected
+            assert run("byte_level", translated, prompt, policy, sampling).tokens == expected
 
 
-def test_auto_goes_by_token_where_enough_are_shared() -> None:
+def test_translate_drafter_auto_chooses_by_shared_tokens() -> None:
     assert isinstance(drafter_of("auto", "byte_level", "byte_level"), SamplingModel)
     assert isinstance(drafter_of("auto", "characters", "byte_level"), SLEM)
     by_token = drafter_of("tli", "characters", "byte_level")
@@ -107,7 +107,7 @@ def test_auto_goes_by_token_where_enough_are_shared() -> None:
     assert 0 < shared_token_rate(by_token.backend, vocabulary("byte_level")) < MIN_SHARED_RATE
 
 
-def test_nothing_shared_is_one_sentence_by_token_and_no_hindrance_by_text() -> None:
+def test_translate_drafter_without_shared_tokens() -> None:
     raw = PreTrainedTokenizerFast(tokenizer_object=RawTokenizer(models.WordLevel({"unheard": 0, "of": 1})))
     pair = Vocabulary(Tokenizer(raw), 2), vocabulary("characters")
     backend = LlamaCpu(llama("characters"))
@@ -118,24 +118,24 @@ def test_nothing_shared_is_one_sentence_by_token_and_no_hindrance_by_text() -> N
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A model of each kind as it would lie on a disk."""
-    found = {}
+    """Model folders on disk."""
+    paths = {}
     for name in ("byte_level", "characters"):
-        place = tmp_path_factory.mktemp(name)
-        llama(name).save_pretrained(place)
-        tongue(name).save_pretrained(place)
-        found[name] = str(place)
-    return found
+        path = tmp_path_factory.mktemp(name)
+        llama(name).save_pretrained(path)
+        sample_tokenizer(name).save_pretrained(path)
+        paths[name] = str(path)
+    return paths
 
 
 def drafting(engine: Engine) -> Any:
     return engine.fleet._servers["drafter"].model  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("way", ["tli", "slem"])
-def test_processes_write_the_text_of_the_target_too(folders: dict[str, str], way: str) -> None:
-    with Engine.load(folders["byte_level"], folders["characters"], vocab=way, sp=2, lookahead=2) as engine:
-        assert isinstance(drafting(engine), SLEM) == (way == "slem")
+@pytest.mark.parametrize("method", ["tli", "slem"])
+def test_engine_with_another_vocabulary_keeps_the_text(folders: dict[str, str], method: str) -> None:
+    with Engine.load(folders["byte_level"], folders["characters"], vocab=method, sp=2, lookahead=2) as engine:
+        assert isinstance(drafting(engine), SLEM) == (method == "slem")
         assert engine.deployment.context == CONTEXT
         assert engine.deployment.latency.drafter_ms > 0
         for text in PROMPTS[:3]:
@@ -143,37 +143,42 @@ def test_processes_write_the_text_of_the_target_too(folders: dict[str, str], way
             for algorithm in ("si", "dsi"):
                 done = engine.generate(prompt, max_new_tokens=LENGTH, algorithm=algorithm)
                 assert done.tally.failed == 0
-                assert done.tokens == alone("byte_level", prompt)[: len(done.tokens)]
+                assert done.tokens == greedy_text("byte_level", prompt)[: len(done.tokens)]
                 assert len(done.tokens) == LENGTH or done.tokens[-1] in engine.tokenizer.eos_token_ids
 
 
-def test_several_drafters_may_speak_differently(folders: dict[str, str]) -> None:
+def test_engine_drafters_can_have_different_vocabularies(folders: dict[str, str]) -> None:
     drafters = [folders["characters"], "ngram", folders["byte_level"]]
     with Engine.load(folders["byte_level"], drafters, lookahead=2) as engine:
         servers = engine.fleet._servers.values()  # type: ignore[attr-defined]
-        assert [type(server.model).__name__ for server in servers] == ["SamplingModel", "SLEM", "NGram", "Speaker"]
+        assert [type(server.model).__name__ for server in servers] == [
+            "SamplingModel",
+            "SLEM",
+            "NGram",
+            "SamplingModel",
+        ]
         done = engine.generate(PROMPTS[0], max_new_tokens=12)
-        assert done.tokens == alone("byte_level", prompt_of("byte_level", PROMPTS[0]))[:12]
+        assert done.tokens == greedy_text("byte_level", prompt_of("byte_level", PROMPTS[0]))[:12]
 
 
-def test_a_model_need_not_know_all_that_its_tokenizer_does(tmp_path: Path) -> None:
-    """A drafter with 40 rows and a tokenizer of 49 tokens: the others are neither read nor guessed."""
+def test_engine_drafter_vocabulary_smaller_than_its_tokenizer(tmp_path: Path) -> None:
+    """A drafter with 40 logits and a tokenizer of 49 tokens: the others are neither read nor drafted."""
     config = llama("characters").config.to_dict() | {"vocab_size": 40}
     LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(tmp_path)
-    tongue("characters").save_pretrained(tmp_path)
-    for way in ("tli", "slem"):
-        with Engine.load(drafter=str(tmp_path), vocab=way, lookahead=2) as engine:
+    sample_tokenizer("characters").save_pretrained(tmp_path)
+    for method in ("tli", "slem"):
+        with Engine.load(drafter=str(tmp_path), vocab=method, lookahead=2) as engine:
             done = engine.generate("Once upon a time 雪🙂", max_new_tokens=6)
             assert (len(done.tokens), done.tally.failed) == (6, 0)
 
 
-def test_one_vocabulary_needs_no_translation(folders: dict[str, str]) -> None:
+def test_engine_with_one_vocabulary_translates_nothing(folders: dict[str, str]) -> None:
     for vocab in ("auto", "same"):
         with Engine.load(folders["byte_level"], folders["byte_level"], vocab=vocab, lookahead=2) as engine:
             assert isinstance(drafting(engine).backend, LlamaCpu)
 
 
-def test_what_cannot_be_loaded_is_one_sentence(folders: dict[str, str]) -> None:
+def test_engine_refuses_vocabularies_in_one_sentence(folders: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=r"has another vocabulary \(49 tokens\) than the target"):
         build(EngineConfig(folders["byte_level"], (folders["characters"],), vocab="same"))
     with pytest.raises(ValueError, match="vocab 'slem': on devices the drafter must have the target's"):
@@ -182,11 +187,11 @@ def test_what_cannot_be_loaded_is_one_sentence(folders: dict[str, str]) -> None:
         Engine.load(folders["byte_level"], folders["characters"], target_devices="cpu,cpu")
 
 
-def test_the_command_takes_it(folders: dict[str, str]) -> None:
+def test_generate_command_takes_vocab(folders: dict[str, str]) -> None:
     names = ("--target", folders["byte_level"], "--drafter", folders["characters"], "--vocab", "slem")
     command = [sys.executable, "-m", "dsi", "generate", "Once", *names, "--max-new-tokens", "8"]
     done = subprocess.run(command, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == 1  # the summary, and no warning about forks
-    expected = alone("byte_level", prompt_of("byte_level", "Once"))[:8]
-    assert done.stdout == (tongue("byte_level").decode(expected, skip_special_tokens=True) + "\n").encode()
+    expected = greedy_text("byte_level", prompt_of("byte_level", "Once"))[:8]
+    assert done.stdout == (sample_tokenizer("byte_level").decode(expected, skip_special_tokens=True) + "\n").encode()

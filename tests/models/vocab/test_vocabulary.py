@@ -1,4 +1,4 @@
-"""A tokenizer as bytes: nothing is lost on the way to tokens and back, wherever a text begins."""
+"""A vocabulary encodes and decodes bytes without loss, wherever a text begins."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsi.models.tokenizer import Tokenizer
-from dsi.models.vocab.token_map import shared
-from dsi.models.vocab.vocabulary import PIECE, Vocabulary, Written, fitting, pieces, unfinished
-from tongues import MAKERS, tongue, vocabulary
+from dsi.models.vocab.token_map import shared_tokens
+from dsi.models.vocab.vocabulary import (
+    CHUNK_BYTES,
+    IncrementalDecoder,
+    Vocabulary,
+    fit_context,
+    incomplete_bytes,
+    split_text,
+)
+from sample_tokenizers import MAKERS, sample_tokenizer, vocabulary
 
-FAITHFUL = ("byte_level", "bytes_as_a_last_resort")  # the others do not know every character
+FAITHFUL = ("byte_level", "byte_fallback")  # the others cannot encode every character
 TEXTS = ("Once upon a time", "\tx = 1\n\n  y", "雪が降る", "🙂🎉 hello 🙂", "naïve café", " two  spaces ")
 words = st.text(
     st.sampled_from("ab é雪🙂\n\t.") | st.characters(codec="utf-8", exclude_characters="\x00▁"), max_size=20
@@ -22,62 +29,62 @@ words = st.text(
 
 
 @given(words, st.sampled_from(FAITHFUL))
-def test_what_is_encoded_is_written_again(text: str, name: str) -> None:
-    ours = vocabulary(name)
-    written = ours.written(ours.encode(text))
-    assert written == b" " * (ours.leads and bool(text)) + text.encode()
+def test_vocabulary_decodes_what_it_encodes(text: str, name: str) -> None:
+    own = vocabulary(name)
+    written = own.decode(own.encode(text))
+    assert written == b" " * (own.adds_space and bool(text)) + text.encode()
 
 
 @given(words, words, st.sampled_from(FAITHFUL))
-def test_a_text_inside_another_has_no_space_that_is_not_its_own(before: str, text: str, name: str) -> None:
-    ours = vocabulary(name)
-    assert ours.written(ours.inside(text.encode())) == text.encode()
-    found = ours.after(before.encode(), text.encode())
-    at_start = b" " * (ours.leads and not before and bool(text))
-    assert found is None or ours.written(found) == at_start + text.encode()
+def test_encode_inside_adds_no_space(before: str, text: str, name: str) -> None:
+    own = vocabulary(name)
+    assert own.decode(own.encode_inside(text.encode())) == text.encode()
+    tokens = own.encode_after(before.encode(), text.encode())
+    at_start = b" " * (own.adds_space and not before and bool(text))
+    assert tokens is None or own.decode(tokens) == at_start + text.encode()
 
 
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text_after_its_own_beginning_has_the_tokens_of_the_whole(name: str, text: str) -> None:
-    ours = vocabulary(name)
-    tokens = ours.encode(text)
+def test_encode_after_gives_the_tokens_of_the_whole_text(name: str, text: str) -> None:
+    own = vocabulary(name)
+    tokens = own.encode(text)
     for i in range(1, len(tokens)):
-        before, after = ours.written(tokens[:i]), ours.written(tokens[i:])
-        whole = not unfinished(before) and b"\xef\xbf\xbd" not in before
-        if whole and before + after == b" " * ours.leads + text.encode():
-            assert ours.after(before, after) in (tuple(tokens[i:]), None)
+        before, after = own.decode(tokens[:i]), own.decode(tokens[i:])
+        whole = not incomplete_bytes(before) and b"\xef\xbf\xbd" not in before
+        if whole and before + after == b" " * own.adds_space + text.encode():
+            assert own.encode_after(before, after) in (tuple(tokens[i:]), None)
 
 
 def decoded(tokenizer: Any, token: int) -> str:
-    """What a token adds to a text that has begun."""
-    [begun] = tokenizer.encode("a", add_special_tokens=False)[-1:]
-    return str(tokenizer.decode([begun, token])[len(tokenizer.decode([begun])) :])
+    """What a token adds to a text that is not empty."""
+    [first] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+    return str(tokenizer.decode([first, token])[len(tokenizer.decode([first])) :])
 
 
 @pytest.mark.parametrize(("drafter", "target"), list(permutations(MAKERS, 2)))
-def test_shared_tokens_are_decoded_alike(drafter: str, target: str) -> None:
-    found = shared(vocabulary(drafter).lexicon, vocabulary(target).lexicon)
-    assert len(found) > 0
-    special = set(tongue(drafter).all_special_ids)
-    for ours, theirs in zip(found.drafter.tolist(), found.target.tolist()):
-        if ours not in special:
-            assert decoded(tongue(drafter), ours) == decoded(tongue(target), theirs)
+def test_shared_tokens_decode_alike(drafter: str, target: str) -> None:
+    shared = shared_tokens(vocabulary(drafter).token_map, vocabulary(target).token_map)
+    assert len(shared) > 0
+    special = set(sample_tokenizer(drafter).all_special_ids)
+    for own, other in zip(shared.drafter.tolist(), shared.target.tolist()):
+        if own not in special:
+            assert decoded(sample_tokenizer(drafter), own) == decoded(sample_tokenizer(target), other)
 
 
-def test_special_tokens_are_known_by_their_roles() -> None:
-    found = shared(vocabulary("metaspace").lexicon, vocabulary("byte_level").lexicon).to_drafter()
-    ours, theirs = tongue("byte_level"), tongue("metaspace")
-    assert found[ours.bos_token_id] == theirs.bos_token_id
-    assert found[ours.eos_token_id] == theirs.eos_token_id
-    assert vocabulary("byte_level").opening == (ours.bos_token_id,)
-    assert (vocabulary("whole_words").opening, vocabulary("whole_words").beginning) == ((), (1,))
-    assert vocabulary("characters").beginning == (0,)
+def test_vocabulary_names_special_tokens_by_role() -> None:
+    shared = shared_tokens(vocabulary("metaspace").token_map, vocabulary("byte_level").token_map).to_drafter()
+    own, other = sample_tokenizer("byte_level"), sample_tokenizer("metaspace")
+    assert shared[own.bos_token_id] == other.bos_token_id
+    assert shared[own.eos_token_id] == other.eos_token_id
+    assert vocabulary("byte_level").prefix == (own.bos_token_id,)
+    assert (vocabulary("whole_words").prefix, vocabulary("whole_words").empty_prompt) == ((), (1,))
+    assert vocabulary("characters").empty_prompt == (0,)
 
 
-def test_a_tokenizer_without_a_decoder_of_its_own_is_read_by_its_spaces() -> None:
+def test_vocabulary_of_a_tokenizer_without_a_decoder() -> None:
     class Plain:
-        """As much of a tokenizer written in Python as is looked at."""
+        """The part of a Python tokenizer that is used."""
 
         bos_token_id = unk_token_id = pad_token_id = None
         eos_token_id = 2
@@ -89,38 +96,38 @@ def test_a_tokenizer_without_a_decoder_of_its_own_is_read_by_its_spaces() -> Non
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             return [0] * text.count("a") + [2] * add_special_tokens
 
-    assert Vocabulary(Tokenizer(Plain()), 3).lexicon.meanings == (b" a", b"b", "eos")
+    assert Vocabulary(Tokenizer(Plain()), 3).token_map.contents == (b" a", b"b", "eos")
 
 
 @given(st.text("ab \n雪é🙂", max_size=900), st.integers(0, 900))
 @settings(max_examples=50)
-def test_pieces_add_up_and_those_of_a_longer_text_begin_alike(text: str, cut: int) -> None:
+def test_split_text_of_a_longer_text_begins_alike(text: str, cut: int) -> None:
     whole, part = text.encode(), text[:cut].encode()
-    assert b"".join(pieces(whole)) == whole
-    assert pieces(whole)[: len(pieces(part)) - 1] == pieces(part)[:-1]
-    assert all(len(piece) >= PIECE for piece in pieces(whole)[:-1])
+    assert b"".join(split_text(whole)) == whole
+    assert split_text(whole)[: len(split_text(part)) - 1] == split_text(part)[:-1]
+    assert all(len(chunk) >= CHUNK_BYTES for chunk in split_text(whole)[:-1])
 
 
 @given(st.text("aé雪🙂", min_size=1, max_size=3), st.integers(0, 3))
-def test_half_a_character_is_noticed(text: str, cut: int) -> None:
+def test_incomplete_bytes_counts_partial_characters(text: str, cut: int) -> None:
     last = len(text[-1].encode())
     missing = min(cut, last)
-    kept = text.encode()[: len(text.encode()) - missing]
-    assert unfinished(kept) == (last - missing if missing else 0)
+    cut_text = text.encode()[: len(text.encode()) - missing]
+    assert incomplete_bytes(cut_text) == (last - missing if missing else 0)
 
 
 @given(st.lists(st.lists(st.integers(0, 399), max_size=9), max_size=6))
-def test_the_bytes_of_a_text_do_not_depend_on_the_last_one(texts: list[list[int]]) -> None:
-    written = Written(vocabulary("byte_level"))
+def test_incremental_decoder_is_stateless(texts: list[list[int]]) -> None:
+    decoder = IncrementalDecoder(vocabulary("byte_level"))
     for tokens in texts:
-        assert written.of(tokens) == vocabulary("byte_level").written(tokens)
+        assert decoder.decode(tokens) == vocabulary("byte_level").decode(tokens)
 
 
 @given(st.integers(0, 200), st.integers(0, 20))
-def test_the_end_of_a_text_fits_and_begins_rarely_anew(length: int, context: int) -> None:
-    found = fitting(range(length), context)
-    assert list(found) == list(range(length))[length - len(found) :]
+def test_fit_context_truncates_rarely(length: int, context: int) -> None:
+    fitted = fit_context(range(length), context)
+    assert list(fitted) == list(range(length))[length - len(fitted) :]
     if context:
-        assert min(length, context // 2) <= len(found) <= context
-    longer = fitting(range(length + 1), context)
-    assert not context or longer[:1] == found[:1] or len(longer) - 1 <= max(1, context - context // 2)
+        assert min(length, context // 2) <= len(fitted) <= context
+    longer = fit_context(range(length + 1), context)
+    assert not context or longer[:1] == fitted[:1] or len(longer) - 1 <= max(1, context - context // 2)

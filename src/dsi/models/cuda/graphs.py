@@ -1,10 +1,10 @@
-"""A decoder whose forwards are recorded once and replayed: static cache and inputs, only token ids come back.
+"""Forwards captured as CUDA graphs, with a static KV cache and static inputs; only token ids are copied back.
 
-Each number of new tokens that is a power of two has a recording; others are padded up to the next, and what
-the padding leaves in the cache lies beyond the text and is written over. Cutting the cache back is writing
-its length. A recording is in pieces of a few layers, and a forward that nobody wants any longer ends between
-two. Models on slices of one device fill one cache together (`shelf.py`).
-Where nothing can be recorded, the model runs as it stands.
+A graph is captured for each power of two of new tokens; other numbers are padded up to the next, and the keys
+and values of the padding lie beyond the text and are overwritten. Truncating the cache means setting its
+length. A forward is captured in segments of a few layers, and a cancelled one stops between two. Models on
+green contexts of one device can fill one KV cache together (`kv_cache.py`).
+Where capture is impossible, the model runs eagerly.
 """
 
 from __future__ import annotations
@@ -22,149 +22,148 @@ from transformers.cache_utils import StaticLayer
 
 from dsi.core.sequence import Tokens
 from dsi.models.cuda.draft_pipeline import DraftPipeline
-from dsi.models.cuda.fused_ops import fused
+from dsi.models.cuda.fused_ops import fused_forward
 from dsi.models.cuda.green_contexts import driver
 from dsi.models.cuda.kv_cache import CudaForward, InflightForward, SharedKVCache
-from dsi.models.cuda.llama_triton import fits, swift
+from dsi.models.cuda.llama_triton import supports_triton, triton_forward
 from dsi.models.hf import common_prefix_length, decoder_layers
 from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Model
 from dsi.sampling.acceptance_rules import match
 
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are recorded
-LAYERS = 2  # of a piece
-MASKED = ("gpt_neo",)  # which see their places by a mask of their own that knows nothing of the cache
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are captured
+LAYERS_PER_SEGMENT = 2
+OWN_MASK = ("gpt_neo",)  # models whose attention mask ignores the KV cache
+
+Patch = Callable[[Any], AbstractContextManager[Any]]  # patches a model while it is captured
 
 
-How = Callable[[Any], AbstractContextManager[Any]]  # what is done to a model while it is being recorded
-
-
-class Ended:
-    """The mark of what has ended."""
+class Completed:
+    """The event of work that has ended."""
 
     def query(self) -> bool:
         return True
 
 
 class EagerForward:
-    """A forward as it stands, looking at its flag before the first layer of each piece."""
+    """A forward without a graph, which checks its cancel flag at the start of each segment."""
 
     segments = 1
 
-    def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any], stream: Any = None) -> None:
-        self._compute, self._cuts, self._stream = compute, cuts, stream
-        self.rows = torch.empty(0)
+    def __init__(self, compute: Callable[[], Tensor], segment_starts: Sequence[Any], stream: Any = None) -> None:
+        self._compute, self._segment_starts, self._stream = compute, segment_starts, stream
+        self.logits = torch.empty(0)
 
-    def launch(self, piece: int, after: Any, cancelled: CancelFlag) -> Ended:  # noqa: ARG002
-        """It has ended when it has begun."""
+    def launch(self, segment: int, after: Any, cancelled: CancelFlag) -> Completed:  # noqa: ARG002
+        """Compute it synchronously."""
 
-        def look(*_: Any) -> None:
+        def check_cancelled(*_: Any) -> None:
             if cancelled.is_set():
                 raise Cancelled
 
         with ExitStack() as hooks, torch.inference_mode(), on(self._stream):
-            for layer in self._cuts:
-                hooks.callback(layer.register_forward_pre_hook(look).remove)
+            for layer in self._segment_starts:
+                hooks.callback(layer.register_forward_pre_hook(check_cancelled).remove)
             try:
-                self.rows = self._compute()
+                self.logits = self._compute()
             finally:
                 if self._stream is not None:
-                    self._stream.synchronize()  # what it reads may be written over, what it writes read
-        return Ended()
+                    self._stream.synchronize()  # its inputs may be overwritten and its outputs read afterwards
+        return Completed()
 
 
 class CapturedForward:
-    """A forward as CUDA graphs, one for each piece: a replay costs the interpreter next to nothing."""
+    """A forward as CUDA graphs, one per segment: replaying them takes Python next to no time."""
 
-    def __init__(self, compute: Callable[[], Tensor], cuts: Sequence[Any], pool: Any, stream: Any) -> None:
+    def __init__(self, compute: Callable[[], Tensor], segment_starts: Sequence[Any], pool: Any, stream: Any) -> None:
         self._pool, self._stream = pool, stream
         self._graphs: list[Any] = []
         with ExitStack() as hooks:
-            for layer in cuts:
-                hooks.callback(layer.register_forward_pre_hook(self._cut).remove)
-            self._record()
+            for layer in segment_starts:
+                hooks.callback(layer.register_forward_pre_hook(self._next_segment).remove)
+            self._begin_capture()
             try:
-                self.rows = compute()
+                self.logits = compute()
             finally:
-                self._graphs[-1].capture_end()  # or the stream would stay as it is
+                self._graphs[-1].capture_end()  # else the stream would stay in capture mode
         self.segments = len(self._graphs)
         self._ends = [event() for _ in self._graphs]
         self._replays = [replay(graph, stream) for graph in self._graphs]
 
-    def _record(self) -> None:
+    def _begin_capture(self) -> None:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graphs.append(graph)
 
-    def _cut(self, *_: Any) -> None:
-        """What the pieces share lives on in the frames of the forward that is being recorded."""
+    def _next_segment(self, *_: Any) -> None:
+        """Tensors that segments share stay alive in the stack frames of the forward being captured."""
         self._graphs[-1].capture_end()
-        self._record()
+        self._begin_capture()
 
-    def launch(self, piece: int, after: Any, cancelled: CancelFlag) -> Any:  # noqa: ARG002
-        end = self._ends[piece]
+    def launch(self, segment: int, after: Any, cancelled: CancelFlag) -> Any:  # noqa: ARG002
+        end = self._ends[segment]
         if after is not None and after is not end:
             self._stream.wait_event(after)
-        self._replays[piece]()
+        self._replays[segment]()
         end.record(self._stream)
         return end
 
 
 def replay(graph: Any, stream: Any) -> Callable[[], None]:
-    """Asked of the driver itself: torch first makes this stream the current one, which takes it longer."""
+    """Launch through the driver: torch would first switch the current stream, which takes longer."""
     try:
-        begin = driver().cuGraphLaunch
-        recording, lane = c_void_p(graph.raw_cuda_graph_exec()), c_void_p(stream.cuda_stream)
-    except (AttributeError, ValueError):  # another maker's, or an older torch
-        return lambda: in_stream(graph, stream)
+        graph_launch = driver().cuGraphLaunch
+        executable, handle = c_void_p(graph.raw_cuda_graph_exec()), c_void_p(stream.cuda_stream)
+    except (AttributeError, ValueError):  # not an NVIDIA GPU, or an older torch
+        return lambda: replay_in_torch(graph, stream)
 
     def launch() -> None:
-        if begin(recording, lane):
-            in_stream(graph, stream)  # which looks after the device, and says what is wrong
+        if graph_launch(executable, handle):
+            replay_in_torch(graph, stream)  # which sets the device, and reports what is wrong
 
     return launch
 
 
-def in_stream(graph: Any, stream: Any) -> None:
-    with on(stream):  # which the caller's own work must not find changed
+def replay_in_torch(graph: Any, stream: Any) -> None:
+    with on(stream):  # the caller's current stream must not change
         graph.replay()
 
 
-def ways(model: Any, room: int) -> list[How]:
-    """How a model may be recorded, the fastest first: not all models can be, nor on all machines."""
-    return [*([partial(swift, room=room)] if fits(model) else []), fused, nullcontext]
+def capture_patches(model: Any, max_length: int) -> list[Patch]:
+    """Return the ways to capture a model, fastest first: not all work for every model and machine."""
+    triton = [partial(triton_forward, max_length=max_length)] if supports_triton(model) else []
+    return [*triton, fused_forward, nullcontext]
 
 
-def static_cache(config: Any, room: int) -> Any:
-    """All layers with room for the whole text.
+def static_cache(config: Any, max_length: int) -> Any:
+    """Create a static KV cache with room for the whole text in every layer.
 
-    One that keeps a window could not be cut back to before it, and the mask lets no token see beyond its
-    window anyway.
+    A layer with a sliding window could not be truncated to before it, and the mask enforces the window anyway.
     """
-    cache = StaticCache(config=config, max_cache_len=room)
-    if config.model_type in MASKED or not all(isinstance(layer, StaticLayer) for layer in cache.layers):
+    cache = StaticCache(config=config, max_cache_len=max_length)
+    if config.model_type in OWN_MASK or not all(isinstance(layer, StaticLayer) for layer in cache.layers):
         raise ValueError(f"a {config.model_type} model keeps a state that cannot be cut back to an earlier token")
     if not hasattr(cache.layers[0], "cumulative_length"):
         raise ValueError("this transformers keeps no length in its caches: version 5.4 and later do")
-    cache.layers = [StaticKVLayer(max_cache_len=room) for _ in cache.layers]
+    cache.layers = [StaticKVLayer(max_cache_len=max_length) for _ in cache.layers]
     return cache
 
 
 class StaticKVLayer(StaticLayer):  # type: ignore[misc]
-    """Its length and the places to fill are told for all layers at once, not counted in each."""
+    """A layer whose length and write positions are set for all layers at once, not counted in each."""
 
-    places: Tensor
+    positions: Tensor
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        places = self.places.to(self.keys.device)
-        self.keys.index_copy_(2, places, key_states)
-        self.values.index_copy_(2, places, value_states)
+        positions = self.positions.to(self.keys.device)
+        self.keys.index_copy_(2, positions, key_states)
+        self.values.index_copy_(2, positions, value_states)
         return self.keys, self.values
 
 
 def on(stream: Any) -> AbstractContextManager[Any]:
-    """With this stream for the current one, and the one before afterwards."""
+    """Make this stream the current one temporarily."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
@@ -173,17 +172,17 @@ def event() -> Any:
 
 
 class CudaGraphModel:
-    """A model on one device, on a slice of it, or spread over several (`pipeline.py`), with a cache for one
-    text of up to `room` tokens.
+    """A model on one device, on a green context, or split over devices (`device_map.py`), with a KV cache for
+    one text of up to `max_length` tokens.
 
-    Several may share the model's weights, each with a stream of its own; one that is made `beside` another
-    fills the same cache. One that `guesses` has a cache to itself.
+    Several can share the model's weights, each with its own stream; `share_cache_with` makes two fill the same
+    KV cache. A model that `drafts` has its own.
     """
 
     def __init__(
         self,
         model: Any,
-        room: int,
+        max_length: int,
         stream: Any = None,
         segments: int | None = None,
         sizes: Sequence[int] = SIZES,
@@ -191,44 +190,44 @@ class CudaGraphModel:
         drafts: bool = False,
     ) -> None:
         self.model = model.eval()
-        self.context = room
-        self.eager_reason = ""  # the forwards are recorded, if there is no reason here
+        self.context = max_length
+        self.eager_reason = ""  # why forwards are not captured; empty if they are
         self._device = model.device
-        self._sizes = sorted(size for size in sizes if size <= room)
-        self._shelf: SharedKVCache
+        self._sizes = sorted(size for size in sizes if size <= max_length)
+        self._kv: SharedKVCache
         self._cache: Any
-        deep = list(decoder_layers(model))
-        self.segments = max(1, min(len(deep), max(2, len(deep) // LAYERS) if segments is None else segments))
-        self._cuts = [deep[i * len(deep) // self.segments] for i in range(1, self.segments)]
-        self._stream = self._lane(stream)
+        layers = list(decoder_layers(model))
+        default_segments = max(2, len(layers) // LAYERS_PER_SEGMENT)
+        self.segments = max(1, min(len(layers), default_segments if segments is None else segments))
+        self._segment_starts = [layers[i * len(layers) // self.segments] for i in range(1, self.segments)]
+        self._stream = self._own_stream(stream)
         self._length = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._length_here = self._here(1)
-        self._ids_here, self._found_here = self._here(max(self._sizes)), self._here(max(self._sizes))
-        self._found = torch.zeros_like(self._found_here, device=self._device)
-        self._next_here = self._here(2)
-        # The same memory for the interpreter: writing a number through a tensor takes it ten times as long.
-        self._length_now, self._ids_now, self._found_now, self._next_now = (
-            each.numpy() for each in (self._length_here, self._ids_here, self._found_here, self._next_here)
+        self._host_length = self._host_buffer(1)
+        self._host_ids, self._host_tokens = self._host_buffer(max(self._sizes)), self._host_buffer(max(self._sizes))
+        self._tokens = torch.zeros_like(self._host_tokens, device=self._device)
+        self._host_next = self._host_buffer(2)
+        # The same memory as numpy arrays: writing a number through a tensor takes Python ten times as long.
+        self._length_array, self._ids_array, self._tokens_array, self._next_array = (
+            buffer.numpy() for buffer in (self._host_length, self._host_ids, self._host_tokens, self._host_next)
         )
         if drafts and share_cache_with is not None:
             raise ValueError("a model that guesses has its cache to itself")
         self._followers: list[CudaForward] = []
-        self._guess_seconds: dict[int, float] = {}  # by the piece of a guess: what it took lately
-        self._forwards = self._prepared(share_cache_with, drafts)
+        self._draft_seconds: dict[int, float] = {}  # by segment of a draft forward: a moving average
+        self._forwards = self._prepare(share_cache_with, drafts)
 
     @property
     def cached_tokens(self) -> list[int]:
-        """The text in the cache."""
-        return self._shelf.tokens
+        """The text in the KV cache."""
+        return self._kv.tokens
 
     def shares_cache_with(self, other: CudaGraphModel) -> bool:
-        """Whether both fill one cache."""
-        return self._shelf is other._shelf
+        return self._kv is other._kv
 
     @property
     def cancel_points(self) -> int:
-        """In how many parts virtual time sees a forward: it ends after one and a half pieces on average,
-        as one is on its way while another computes.
+        """The cancel points of a forward in simulation: it ends after one and a half segments on average, since
+        one is enqueued while another runs.
         """
         return max(1, self.segments // 3)
 
@@ -236,108 +235,110 @@ class CudaGraphModel:
     def on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
 
-    def _here(self, size: int) -> Tensor:
+    def _host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, pin_memory=self.on_gpu)
 
-    def _lane(self, stream: Any) -> Any:
+    def _own_stream(self, stream: Any) -> Any:
         if stream is None and self.on_gpu:
             return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         return stream
 
-    def _prepared(
+    def _prepare(
         self, share_cache_with: CudaGraphModel | None, drafts: bool
     ) -> dict[int, EagerForward | CapturedForward]:
-        plain = {size: EagerForward(self._computer(size), self._cuts, self._stream) for size in self._sizes}
+        eager = {
+            size: EagerForward(self._computation(size), self._segment_starts, self._stream) for size in self._sizes
+        }
         if self.on_gpu:
-            torch.cuda.synchronize(self._device)  # the weights are there
+            torch.cuda.synchronize(self._device)  # the weights have been copied
         with torch.inference_mode(), on(self._stream):
-            self._take_cache(share_cache_with)
+            self._create_cache(share_cache_with)
             devices = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
             if not self.on_gpu or len(devices) > 1:
-                self.eager_reason = f"forwards on {' and '.join(devices)} are not recorded"
-                return dict(plain)
-            for how in ways(self.model, self.context):
+                self.eager_reason = f"forwards on {' and '.join(devices)} are not captured"
+                return dict(eager)
+            for patch in capture_patches(self.model, self.context):
                 try:
-                    found, self.eager_reason = self._recorded(how, drafts), ""
-                    return found
+                    captured, self.eager_reason = self._capture_all(patch, drafts), ""
+                    return captured
                 except torch.OutOfMemoryError:
-                    raise  # as it stands, it would not fit either
+                    raise  # an eager forward would not fit either
                 except Exception as error:
-                    said = str(error).splitlines() or [type(error).__name__]
-                    self.eager_reason = f"forwards cannot be recorded ({said[0]})"
-            self._take_cache(None)  # it could not keep step with others
-            return dict(plain)
+                    lines = str(error).splitlines() or [type(error).__name__]
+                    self.eager_reason = f"forwards cannot be captured ({lines[0]})"
+            self._create_cache(None)  # eager forwards cannot interleave with others
+            return dict(eager)
 
-    def _take_cache(self, share_cache_with: CudaGraphModel | None) -> None:
-        """The other's, unless that one's forwards could not be recorded: such take no turns."""
-        self._shelf, self._cache = SharedKVCache(), static_cache(self.model.config, self.context)
-        self._computed(1)  # its layers get their tensors
+    def _create_cache(self, share_cache_with: CudaGraphModel | None) -> None:
+        """Create the KV cache, and share the other model's unless that one runs eagerly."""
+        self._kv, self._cache = SharedKVCache(), static_cache(self.model.config, self.context)
+        self._compute(1)  # initialises the layers' tensors
         if not all(layer.is_initialized for layer in self._cache.layers):
             raise ValueError(f"a {self.model.config.model_type} model does not use the cache it is given")
         if share_cache_with is not None and not (self.on_gpu and share_cache_with.eager_reason):
             self._share(share_cache_with)
 
     def _share(self, other: CudaGraphModel) -> None:
-        """Each keeps a length of its own: forwards in one piece may be at different places of the text."""
+        """Share the keys and values; each model keeps its own length, as forwards may be at different positions."""
         if (other.model, other.context, other.segments) != (self.model, self.context, self.segments):
-            raise ValueError("models that fill one cache must be the same, in the same pieces")
-        self._shelf = other._shelf
-        self.cached_tokens.clear()  # recording leaves its traces in the cache
-        for mine, its in zip(self._cache.layers, other._cache.layers):
-            mine.keys, mine.values = its.keys, its.values
+            raise ValueError("models that fill one cache must be the same, in the same segments")
+        self._kv = other._kv
+        self.cached_tokens.clear()  # capturing overwrites the cache
+        for own_layer, other_layer in zip(self._cache.layers, other._cache.layers):
+            own_layer.keys, own_layer.values = other_layer.keys, other_layer.values
 
-    def _recorded(self, how: How, drafts: bool) -> dict[int, EagerForward | CapturedForward]:
-        with how(self.model):  # it may have put the weights together, elsewhere
+    def _capture_all(self, patch: Patch, drafts: bool) -> dict[int, EagerForward | CapturedForward]:
+        with patch(self.model):  # which may have fused the weights into new memory
             torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # what is free now could not be had while a forward is being recorded
+            torch.cuda.empty_cache()  # memory cannot be freed during a capture
         pool = torch.cuda.graph_pool_handle()
-        found: dict[int, EagerForward | CapturedForward] = {}
+        forwards: dict[int, EagerForward | CapturedForward] = {}
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            found[size] = self._recording(self._computer(size), how, pool)
-        turns = (0, 1) if drafts else ()
-        self._followers = [self._recording(self._follower(turn), how, pool) for turn in turns]
+            forwards[size] = self._capture(self._computation(size), patch, pool)
+        buffers = (0, 1) if drafts else ()
+        self._followers = [self._capture(self._follower(buffer), patch, pool) for buffer in buffers]
         torch.cuda.synchronize()
-        return found
+        return forwards
 
-    def _recording(self, compute: Callable[[], Tensor], how: How, pool: Any) -> CapturedForward:
-        with how(self.model):
-            for _ in range(2):  # libraries set themselves up at the first forwards
+    def _capture(self, compute: Callable[[], Tensor], patch: Patch, pool: Any) -> CapturedForward:
+        with patch(self.model):
+            for _ in range(2):  # warm-up: libraries initialise during the first forwards
                 compute()
             torch.cuda.synchronize()
-            return CapturedForward(compute, self._cuts, pool, self._stream)
+            return CapturedForward(compute, self._segment_starts, pool, self._stream)
 
-    def _computer(self, size: int) -> Callable[[], Tensor]:
-        return lambda: self._computed(size)
+    def _computation(self, size: int) -> Callable[[], Tensor]:
+        return lambda: self._compute(size)
 
-    def _computed(self, size: int) -> Tensor:
-        """One forward, from numbers in this machine's memory to numbers in it: rows stay on the device."""
-        ids = self._ids_here[:size].to(self._device, non_blocking=True)
-        self._length.copy_(self._length_here[0], non_blocking=True)
-        return self._rows(ids, self._found_here[:size])
+    def _compute(self, size: int) -> Tensor:
+        """Run one forward from host memory to host memory: logits stay on the device."""
+        ids = self._host_ids[:size].to(self._device, non_blocking=True)
+        self._length.copy_(self._host_length[0], non_blocking=True)
+        return self._logits(ids, self._host_tokens[:size])
 
-    def _follower(self, turn: int) -> Callable[[], Tensor]:
-        """A forward over the token that the last one found: it need not come here and go back.
+    def _follower(self, buffer: int) -> Callable[[], Tensor]:
+        """A forward over the previous one's token, which need not be copied to the host and back.
 
-        They take turns: what one has told is read while the other computes.
+        Two host buffers alternate: one is read while the other is being written.
         """
 
         def follow() -> Tensor:
             self._length.add_(1)
-            return self._rows(self._found[:1], self._next_here[turn : turn + 1])
+            return self._logits(self._tokens[:1], self._host_next[buffer : buffer + 1])
 
         return follow
 
-    def _rows(self, ids: Tensor, told: Tensor) -> Tensor:
+    def _logits(self, ids: Tensor, host_tokens: Tensor) -> Tensor:
         size = len(ids)
-        places = self._length + torch.arange(size, device=self._device)
+        positions = self._length + torch.arange(size, device=self._device)
         for layer in self._cache.layers:
-            layer.cumulative_length, layer.places = self._length, places
-        rows: Tensor = self.model(
-            input_ids=ids[None], position_ids=places[None], past_key_values=self._cache, use_cache=True
+            layer.cumulative_length, layer.positions = self._length, positions
+        logits: Tensor = self.model(
+            input_ids=ids[None], position_ids=positions[None], past_key_values=self._cache, use_cache=True
         ).logits[0]
-        torch.argmax(rows, -1, out=self._found[:size])
-        told.copy_(self._found[:size], non_blocking=True)
-        return rows
+        torch.argmax(logits, -1, out=self._tokens[:size])
+        host_tokens.copy_(self._tokens[:size], non_blocking=True)
+        return logits
 
     def answer(self, request: ForwardRequest) -> Tokens:
         steps = self.poll_answer(request)
@@ -345,65 +346,67 @@ class CudaGraphModel:
             try:
                 next(steps)
             except StopIteration as end:
-                found: Tokens = end.value
-                return found
+                tokens: Tokens = end.value
+                return tokens
 
     def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
-        """As `answer`, but it yields while the GPU computes."""
+        """As `answer`, but yield while the GPU computes."""
         self._check(request)
-        while self._shelf.reader is not None:
+        while self._kv.prefilling is not None:
             yield None
-        begin = self._kept(request)
-        found: Tokens = ()
+        begin = self._num_reusable(request)
+        tokens: Tokens = ()
         try:
             while begin < len(request.tokens):
-                fresh, size = self._next(request.tokens, begin)
-                self._shelf.reader = self if begin + len(fresh) < len(request.tokens) else None
-                found += yield from self._reading(request, begin, fresh, size)
-                begin += len(fresh)
+                chunk, size = self._next_chunk(request.tokens, begin)
+                self._kv.prefilling = self if begin + len(chunk) < len(request.tokens) else None
+                tokens += yield from self._run_chunk(request, begin, chunk, size)
+                begin += len(chunk)
         finally:
-            if self._shelf.reader is self:
-                self._shelf.reader = None
-        return found[len(found) - request.num_positions :]
+            if self._kv.prefilling is self:
+                self._kv.prefilling = None
+        return tokens[len(tokens) - request.num_positions :]
 
     def poll_draft(self, request: ForwardRequest, count: int, teacher: Model | None = None) -> Iterator[int | None]:
-        """Guess after guess; `mind` says what is guessed in place of the model itself."""
+        """Draft token after token; a `teacher` determines the tokens in place of the model itself."""
         [token] = yield from self.poll_answer(request)
         if teacher is not None:
             [token] = teacher.answer(request)
         if self._followers and request.sampling.temperature == 0:
-            yield from self._chain(request, token, count, teacher)
+            yield from self._draft_pipelined(request, token, count, teacher)
         else:
-            yield from self._one_by_one(request, token, count, teacher)
+            yield from self._draft_one_by_one(request, token, count, teacher)
 
-    def _chain(self, request: ForwardRequest, token: int, count: int, teacher: Model | None) -> Iterator[int | None]:
-        """Each forward is sent after the one before it shortly before that ends: the GPU has no gaps."""
+    def _draft_pipelined(
+        self, request: ForwardRequest, token: int, count: int, teacher: Model | None
+    ) -> Iterator[int | None]:
+        """Launch each forward shortly before the previous one ends: the GPU has no gaps."""
         text = [*request.tokens, token]
         forwards = min(count - 1, self.context + 1 - len(text))
         if forwards:
-            self._ids_now[0], self._length_now[0] = token, len(text) - 1
-            link = DraftPipeline(self._forwards[1], request.cancelled, self._guess_seconds)
+            self._ids_array[0], self._length_array[0] = token, len(text) - 1
+            pipeline = DraftPipeline(self._forwards[1], request.cancelled, self._draft_seconds)
         yield token
-        for place in range(forwards):
-            said = teacher.answer(ForwardRequest(text, len(text))) if teacher is not None else ()
-            yield from link.ended(self._followers[place % 2] if place + 1 < forwards else None)
-            self._shelf.hold(len(text) - 1, text[-1:])
-            [token] = said or (int(self._next_now[(place - 1) % 2] if place else self._found_now[0]),)
+        for i in range(forwards):
+            taught = teacher.answer(ForwardRequest(text, len(text))) if teacher is not None else ()
+            yield from pipeline.finish(self._followers[i % 2] if i + 1 < forwards else None)
+            self._kv.set_tokens(len(text) - 1, text[-1:])
+            [token] = taught or (int(self._next_array[(i - 1) % 2] if i else self._tokens_array[0]),)
             text.append(token)
             yield token
         if forwards < count - 1:
-            yield from self.poll_answer(ForwardRequest(text, len(text)))  # which says that there is no room
+            yield from self.poll_answer(ForwardRequest(text, len(text)))  # raises: the cache is full
 
-    def _one_by_one(
+    def _draft_one_by_one(
         self, request: ForwardRequest, token: int, count: int, teacher: Model | None
     ) -> Iterator[int | None]:
         text = [*request.tokens, token]
         yield token
         for _ in range(count - 1):
-            further = ForwardRequest(text, len(text), None, request.sampling, request.cancelled)
-            [token] = yield from self.poll_answer(further)
+            extended = ForwardRequest(text, len(text), None, request.sampling, request.cancelled)
+            [token] = yield from self.poll_answer(extended)
             if teacher is not None:
-                [token] = teacher.answer(further)
+                [token] = teacher.answer(extended)
             text.append(token)
             yield token
 
@@ -413,34 +416,34 @@ class CudaGraphModel:
         if len(request.tokens) > self.context:
             raise ValueError(f"a text of {len(request.tokens)} tokens: there is room for {self.context}")
 
-    def _kept(self, request: ForwardRequest) -> int:
-        """How much of this text need not be read again."""
+    def _num_reusable(self, request: ForwardRequest) -> int:
+        """The number of tokens whose cached keys and values can be reused."""
         return min(common_prefix_length(self.cached_tokens, request.tokens), request.start - 1)
 
-    def _next(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
-        """What one forward reads after the first tokens, and how wide a forward."""
-        size = self._size(begin, len(tokens) - begin)
+    def _next_chunk(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
+        """Return the tokens of the next forward, and its captured size."""
+        size = self._captured_size(begin, len(tokens) - begin)
         return list(tokens[begin : begin + size]), size
 
-    def _begin(self, forward: CudaForward, begin: int, fresh: list[int], cancelled: CancelFlag) -> InflightForward:
-        self._ids_now[: len(fresh)], self._length_now[0] = fresh, begin
-        return self._shelf.begin(forward, begin, fresh, cancelled)
+    def _begin(self, forward: CudaForward, begin: int, chunk: list[int], cancelled: CancelFlag) -> InflightForward:
+        self._ids_array[: len(chunk)], self._length_array[0] = chunk, begin
+        return self._kv.begin(forward, begin, chunk, cancelled)
 
-    def _reading(
-        self, request: ForwardRequest, begin: int, fresh: list[int], size: int
+    def _run_chunk(
+        self, request: ForwardRequest, begin: int, chunk: list[int], size: int
     ) -> Generator[None, None, Tokens]:
-        """One forward over these tokens of the text, and the tokens found after each of its places."""
-        forward, new = self._forwards[size], len(fresh)
-        yield from self._shelf.going_on(self._begin(forward, begin, fresh, request.cancelled))
+        """Run one forward over these tokens, and return the token after each of them."""
+        forward, new = self._forwards[size], len(chunk)
+        yield from self._kv.run(self._begin(forward, begin, chunk, request.cancelled))
         if request.sampling.temperature == 0:
-            found: Tokens = tuple(self._found_now[:new].tolist())
-            return found
-        asked = max(0, request.start - begin - 1)  # rows before it are not asked about
+            tokens: Tokens = tuple(self._tokens_array[:new].tolist())
+            return tokens
+        skipped = max(0, request.start - begin - 1)  # logits that are not requested
         with torch.inference_mode(), on(self._stream):
-            return match(forward.rows[asked:new].float(), request.sampling, begin + 1 + asked)
+            return match(forward.logits[skipped:new].float(), request.sampling, begin + 1 + skipped)
 
-    def _size(self, begin: int, new: int) -> int:
-        """The next recorded size that holds all that is new; at the end of the room, one without padding."""
+    def _captured_size(self, begin: int, new: int) -> int:
+        """The next captured size that holds all new tokens; at the end of the cache, one without padding."""
         room = self.context - begin
         for size in self._sizes:
             if new <= size <= room:

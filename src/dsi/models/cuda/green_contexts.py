@@ -1,7 +1,6 @@
-"""One GPU as several processors: groups of its multiprocessors, each with a stream of its own.
+"""Partition one GPU into green contexts: groups of streaming multiprocessors (SMs), each with its own stream.
 
-CUDA calls such a group a green context. Forwards on different groups truly overlap; they share the memory and
-the way to it, and so one copy of the weights.
+Forwards on different groups run concurrently; they share memory and its bandwidth, and one copy of the weights.
 """
 
 from __future__ import annotations
@@ -15,23 +14,25 @@ from typing import Any
 
 import torch
 
-# Without this, an H200 was seen to compute on four slices at once and no more: the fifth waited for the
-# first. The driver looks at it when a process first uses a GPU, which may be soon.
+# Without this, an H200 ran forwards on only four green contexts at once: the fifth waited for the first.
+# The driver reads it when a process first uses a GPU.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 RESOURCE_BYTES = 144  # sizeof(CUdevResource)
-COUNT_AT = 96  # where it says how many multiprocessors it is
+SM_COUNT_OFFSET = 96  # of the number of SMs in it
 SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 DEFAULT_STREAM = NON_BLOCKING = 1
-STEP = 8  # multiprocessors that can only go together
+SM_GRANULARITY = 8  # SMs can be partitioned in groups of so many
 
 
 class Resource(ctypes.Structure):
+    """CUdevResource."""
+
     _fields_ = [("bytes", ctypes.c_ubyte * RESOURCE_BYTES)]
 
     @property
     def count(self) -> int:
-        return ctypes.c_uint.from_buffer(self, COUNT_AT).value
+        return ctypes.c_uint.from_buffer(self, SM_COUNT_OFFSET).value
 
 
 @cache
@@ -53,17 +54,17 @@ def _call(name: str, *arguments: Any) -> None:
         raise ValueError(f"slices of a GPU: {name} says {status}")
 
 
-def size_of_slice(processors: int, slices: int) -> int:
-    """How many multiprocessors each of so many equal slices has."""
-    size = processors // slices // STEP * STEP
-    if slices < 1 or size < STEP:
-        most = processors // STEP
+def sms_per_slice(processors: int, slices: int) -> int:
+    """Return the number of SMs in each of so many equal slices."""
+    size = processors // slices // SM_GRANULARITY * SM_GRANULARITY
+    if slices < 1 or size < SM_GRANULARITY:
+        most = processors // SM_GRANULARITY
         raise ValueError(f"{slices} slices of a GPU of {processors} multiprocessors: must be 1 to {most}")
     return size
 
 
 def green_context_streams(device: int, slices: int, shares: Sequence[int]) -> list[Any]:
-    """Streams on so many equal slices of a GPU, each with its share of them, until the process ends."""
+    """Create one stream per entry of `shares`, each on that many of the GPU's equal slices, for the process's life."""
     wanted = sum(shares)
     if wanted > slices:
         raise ValueError(f"{wanted} slices for the servers: the GPU is cut into {slices}")
@@ -71,30 +72,30 @@ def green_context_streams(device: int, slices: int, shares: Sequence[int]) -> li
     torch.cuda.synchronize(device)
     whole = Resource()
     _call("cuDeviceGetDevResource", device, ctypes.byref(whole), SM)
-    size = size_of_slice(whole.count, slices)
+    size = sms_per_slice(whole.count, slices)
     groups = (Resource * wanted)()
-    found = ctypes.c_uint(wanted)
+    available = ctypes.c_uint(wanted)
     rest = Resource()
-    # One call for all of them: each call would begin with the same multiprocessors.
+    # One call for all of them: every call starts with the same SMs.
     _call(
         "cuDevSmResourceSplitByCount",
         groups,
-        ctypes.byref(found),
+        ctypes.byref(available),
         ctypes.byref(whole),
         ctypes.byref(rest),
         0,
         size,
     )
-    if found.value < wanted:
-        raise ValueError(f"{wanted} slices of {size} multiprocessors: the GPU gives only {found.value}")
+    if available.value < wanted:
+        raise ValueError(f"{wanted} slices of {size} multiprocessors: the GPU gives only {available.value}")
     ends = list(accumulate(shares))
     return [_stream(device, groups[end - share : end]) for share, end in zip(shares, ends)]
 
 
 def _stream(device: int, groups: Sequence[Resource]) -> Any:
-    together = (Resource * len(groups))(*groups)
+    joined = (Resource * len(groups))(*groups)
     description, context, stream = (ctypes.c_void_p() for _ in range(3))
-    _call("cuDevResourceGenerateDesc", ctypes.byref(description), together, len(groups))
+    _call("cuDevResourceGenerateDesc", ctypes.byref(description), joined, len(groups))
     _call("cuGreenCtxCreate", ctypes.byref(context), description, device, DEFAULT_STREAM)
     _call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, NON_BLOCKING, 0)
     return torch.cuda.ExternalStream(stream.value or 0, device=device)  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""One text in one cache, which several servers of a device fill together.
+"""One KV cache of one text that several servers on a device fill together.
 
-What one of them is reading, the next need not read again: a forward goes through the pieces of the model's
-layers behind the one that began before it, and finds the keys and values of all earlier tokens there. Each
-piece sees the forwards in the order in which they began, so it is as if they ran one after the other.
+A forward need not recompute tokens that another one is computing: it runs through the segments of the model's
+layers behind the forward that began before it, and finds the keys and values of all earlier tokens in the
+cache. Every segment sees the forwards in the order in which they began, as if they ran one after the other.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from dsi.models.protocol import CancelFlag, Cancelled
 
-AHEAD = 2  # pieces of a forward on their way at once: the processor never waits for the interpreter
+MAX_QUEUED = 2  # segments of one forward enqueued at a time: the GPU never waits for Python
 
 
-class Mark(Protocol):
-    """The end of a piece."""
+class GpuEvent(Protocol):
+    """The end of a segment. `torch.cuda.Event` is one."""
 
     def query(self) -> bool: ...
 
@@ -26,12 +26,12 @@ class CudaForward(Protocol):
     @property
     def segments(self) -> int: ...
 
-    def launch(self, piece: int, after: Any, cancelled: CancelFlag) -> Mark:
-        """Begin a piece, behind the mark `after` if there is one; returns the mark of its end."""
+    def launch(self, segment: int, after: Any, cancelled: CancelFlag) -> GpuEvent:
+        """Enqueue a segment, behind the event `after` if there is one; return the event of its end."""
         ...
 
 
-class Gone:
+class Always:
     """The flag of a forward whose server is gone."""
 
     def is_set(self) -> bool:
@@ -43,13 +43,13 @@ class Gone:
 
 @dataclass(eq=False, slots=True)
 class InflightForward:
-    """A forward on its way."""
+    """A forward that has begun and not ended."""
 
     forward: CudaForward
-    begin: int  # where in the text it begins to read: what comes before, others have read or are reading
+    begin: int  # the position of its first token: earlier ones are computed by others
     cancelled: CancelFlag
-    ends: list[Mark] = field(default_factory=list)  # of the pieces that have begun
-    told: bool = True  # whether what it reads is still part of the shelf's text
+    ends: list[GpuEvent] = field(default_factory=list)  # of the segments launched so far
+    current: bool = True  # whether its tokens are still part of the cached text
 
     @property
     def launched(self) -> bool:
@@ -57,102 +57,107 @@ class InflightForward:
 
 
 class SharedKVCache:
+    """Tracks which tokens the cache holds, and which forwards are writing which positions."""
+
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._flying: list[InflightForward] = []  # in the order in which they began
-        self._orphans: list[InflightForward] = []  # those whose server is gone, and which others need
-        self._last: dict[int, Mark] = {}  # the end of the last forward through each piece
-        self.reader: object = None  # who is in the middle of a long text: nobody else begins
+        self._inflight: list[InflightForward] = []  # in the order in which they began
+        self._orphans: list[InflightForward] = []  # those whose server is gone, and which others depend on
+        self._last_end: dict[int, GpuEvent] = {}  # by segment: the end of the last forward through it
+        self.prefilling: object = None  # the model in the middle of a long prefill: no other forward begins
 
     @property
     def tokens(self) -> list[int]:
-        """The text that the cache holds as soon as the forwards on their way have ended."""
+        """The text that the cache holds once the forwards in flight have ended."""
         self._sweep()
         return self._tokens
 
-    def hold(self, begin: int, fresh: Sequence[int]) -> None:
-        """Somebody who has the shelf to himself has read these tokens there; the rest is forgotten."""
-        self._tokens[begin:] = fresh
+    def set_tokens(self, begin: int, new_tokens: Sequence[int]) -> None:
+        """Record tokens written by the only user of this cache; later positions become invalid."""
+        self._tokens[begin:] = new_tokens
 
-    def begin(self, forward: CudaForward, begin: int, fresh: Sequence[int], cancelled: CancelFlag) -> InflightForward:
-        """A forward over these tokens, after the first `begin` of the text; the rest of it is forgotten."""
-        for other in self._flying:
-            other.told = other.told and other.begin < begin
-        self._tokens[begin:] = fresh
-        flight = InflightForward(forward, begin, cancelled)
-        self._flying.append(flight)
+    def begin(
+        self, forward: CudaForward, begin: int, new_tokens: Sequence[int], cancelled: CancelFlag
+    ) -> InflightForward:
+        """Start a forward over tokens from position `begin`; later positions become invalid."""
+        for other in self._inflight:
+            other.current = other.current and other.begin < begin
+        self._tokens[begin:] = new_tokens
+        inflight = InflightForward(forward, begin, cancelled)
+        self._inflight.append(inflight)
         try:
-            self._launch(flight)
+            self._launch(inflight)
         except BaseException:
-            self._drop(flight)
+            self._drop(inflight)
             raise
-        return flight
+        return inflight
 
-    def going_on(self, flight: InflightForward) -> Iterator[None]:
-        """Look again after each None; it ends with the forward, or when a cancelled one has halted."""
+    def run(self, inflight: InflightForward) -> Iterator[None]:
+        """Yield until the forward has ended; raise `Cancelled` when a cancelled one has halted."""
         try:
-            while not flight.launched:
-                if flight.cancelled.is_set() and not self._needed(flight):
-                    self._drop(flight)
-                    while not flight.ends[-1].query():  # its inputs may be written over only then
+            while not inflight.launched:
+                if inflight.cancelled.is_set() and not self._is_needed(inflight):
+                    self._drop(inflight)
+                    while not inflight.ends[-1].query():  # its input buffers may be overwritten only then
                         yield None
                     raise Cancelled
-                self._push(flight)
+                self._advance(inflight)
                 yield None
-            while not flight.ends[-1].query():
+            while not inflight.ends[-1].query():
                 yield None
-            self._flying.remove(flight)
+            self._inflight.remove(inflight)
         except GeneratorExit:
-            self._orphan(flight)
+            self._orphan(inflight)
             raise
 
-    def _push(self, flight: InflightForward) -> None:
-        """Begin its next piece, if it is time and the forward before it has been there."""
+    def _advance(self, inflight: InflightForward) -> None:
+        """Launch the next segment of this forward and of the orphans, where possible."""
         for orphan in self._orphans:
             if not orphan.launched:
-                self._push_alone(orphan)
-        self._push_alone(flight)
+                self._launch_if_ready(orphan)
+        self._launch_if_ready(inflight)
 
-    def _push_alone(self, flight: InflightForward) -> None:
-        piece = len(flight.ends)
-        if piece >= AHEAD and not flight.ends[piece - AHEAD].query():
+    def _launch_if_ready(self, inflight: InflightForward) -> None:
+        """Launch the next segment if the queue is short and the previous forward has launched it."""
+        segment = len(inflight.ends)
+        if segment >= MAX_QUEUED and not inflight.ends[segment - MAX_QUEUED].query():
             return
-        before = self._before(flight)
-        if before is None or len(before.ends) > piece:
-            self._launch(flight)
+        previous = self._previous(inflight)
+        if previous is None or len(previous.ends) > segment:
+            self._launch(inflight)
 
-    def _before(self, flight: InflightForward) -> InflightForward | None:
-        place = self._flying.index(flight)
-        return self._flying[place - 1] if place else None
+    def _previous(self, inflight: InflightForward) -> InflightForward | None:
+        index = self._inflight.index(inflight)
+        return self._inflight[index - 1] if index else None
 
-    def _launch(self, flight: InflightForward) -> None:
-        piece = len(flight.ends)
-        end = flight.forward.launch(piece, self._last.get(piece), flight.cancelled)
-        flight.ends.append(end)
-        self._last[piece] = end
+    def _launch(self, inflight: InflightForward) -> None:
+        segment = len(inflight.ends)
+        end = inflight.forward.launch(segment, self._last_end.get(segment), inflight.cancelled)
+        inflight.ends.append(end)
+        self._last_end[segment] = end
 
-    def _needed(self, flight: InflightForward) -> bool:
-        """Whether a forward that is wanted builds on what this one reads."""
-        later = self._flying[self._flying.index(flight) + 1 :]
-        return any(other.begin > flight.begin and not other.cancelled.is_set() for other in later)
+    def _is_needed(self, inflight: InflightForward) -> bool:
+        """Whether a later forward that is not cancelled depends on this one's keys and values."""
+        later = self._inflight[self._inflight.index(inflight) + 1 :]
+        return any(other.begin > inflight.begin and not other.cancelled.is_set() for other in later)
 
-    def _drop(self, flight: InflightForward) -> None:
-        """It goes no further: what it was reading is not there."""
-        self._flying.remove(flight)
-        if flight.told:
-            del self._tokens[flight.begin :]
+    def _drop(self, inflight: InflightForward) -> None:
+        """Stop a forward: its tokens are not in the cache."""
+        self._inflight.remove(inflight)
+        if inflight.current:
+            del self._tokens[inflight.begin :]
 
-    def _orphan(self, flight: InflightForward) -> None:
-        if flight in self._flying:
-            flight.cancelled = Gone()
-            self._orphans.append(flight)
+    def _orphan(self, inflight: InflightForward) -> None:
+        if inflight in self._inflight:
+            inflight.cancelled = Always()
+            self._orphans.append(inflight)
 
     def _sweep(self) -> None:
-        """Forget the forwards without a server that are through, or that nobody needs."""
+        """Remove the orphans that are completely launched, or that no other forward needs."""
         for orphan in reversed(self._orphans[:]):
             if orphan.launched:
-                self._flying.remove(orphan)
-            elif not self._needed(orphan):
+                self._inflight.remove(orphan)
+            elif not self._is_needed(orphan):
                 self._drop(orphan)
             else:
                 continue

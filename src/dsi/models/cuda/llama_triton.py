@@ -1,8 +1,8 @@
-"""A Llama's forward in eight kernels a layer, for as long as it is being recorded.
+"""A Llama forward in eight kernels per layer, patched in while a forward is captured.
 
-`fused.py` makes do with what torch has, for any decoder; here what lies between two matrices is one kernel
-(`kernels.py`), and what a matrix adds to the text so far, it adds in its place. No mask is made, and of the
-cache's room only what is filled is read.
+`fused_ops.py` uses torch operators and works for any decoder; here everything between two matrix
+multiplications is one Triton kernel (`triton_kernels.py`), and residual adds are fused into the output
+projections. No mask is materialised, and only the filled part of the KV cache is read.
 """
 
 from __future__ import annotations
@@ -18,68 +18,68 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dsi.models.cuda.fused_ops import normed, swapped
+from dsi.models.cuda.fused_ops import fused_norms, patched
 from dsi.models.llama_cpu import fuse_projections, is_standard_llama, rope_type
 
-SIZES = (32, 64, 128, 256)  # of a head
-STEADY = ("default", "linear", "llama3", "yarn")  # rotations that do not depend on the length of the text
+HEAD_SIZES = (32, 64, 128, 256)
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # kinds that do not depend on the text's length
 
-Turns = tuple[Tensor, Tensor]  # cosines and sines of all places
-# By the length of texts. Recordings read them for as long as a model lives.
-_turns: WeakKeyDictionary[Any, dict[int, Turns]] = WeakKeyDictionary()
+RotaryTables = tuple[Tensor, Tensor]  # cosines and sines of all positions
+# By context length. Captured graphs read them for as long as a model lives.
+_rotary_tables: WeakKeyDictionary[Any, dict[int, RotaryTables]] = WeakKeyDictionary()
 
 
-def fits(model: Any) -> bool:
-    """Whether a model can be recorded so."""
-    if not is_standard_llama(model) or model.config.head_dim not in SIZES:
+def supports_triton(model: Any) -> bool:
+    """Whether a model's forward can be computed by these kernels."""
+    if not is_standard_llama(model) or model.config.head_dim not in HEAD_SIZES:
         return False
-    return rope_type(model.config) in STEADY and find_spec("triton") is not None
+    return rope_type(model.config) in STATIC_ROPE and find_spec("triton") is not None
 
 
 @contextmanager
-def swift(model: Any, room: int) -> Iterator[None]:
-    """For texts of up to `room` tokens."""
-    body, turns = model.model, _turned(model, room)
-    with ExitStack() as parts:
-        parts.enter_context(normed(model))
-        parts.enter_context(swapped(body.rotary_emb, "forward", lambda *_, **__: turns))
-        parts.enter_context(swapped(sys.modules[type(model).__module__], "create_causal_mask", _no_mask))
-        for number, layer in enumerate(body.layers):
-            parts.enter_context(swapped(layer, "forward", _forward(layer, number, model.config)))
+def triton_forward(model: Any, max_length: int) -> Iterator[None]:
+    """Patch a model's layers for texts of up to `max_length` tokens."""
+    decoder, tables = model.model, _tables(model, max_length)
+    with ExitStack() as patches:
+        patches.enter_context(fused_norms(model))
+        patches.enter_context(patched(decoder.rotary_emb, "forward", lambda *_, **__: tables))
+        patches.enter_context(patched(sys.modules[type(model).__module__], "create_causal_mask", _no_mask))
+        for number, layer in enumerate(decoder.layers):
+            patches.enter_context(patched(layer, "forward", _layer_forward(layer, number, model.config)))
         yield
 
 
-def _turned(model: Any, room: int) -> Turns:
-    known = _turns.setdefault(model, {})
-    if room not in known:
-        places = torch.arange(room, device=model.device)[None]
-        known[room] = model.model.rotary_emb(model.lm_head.weight, places)
-    return known[room]
+def _tables(model: Any, max_length: int) -> RotaryTables:
+    by_length = _rotary_tables.setdefault(model, {})
+    if max_length not in by_length:
+        positions = torch.arange(max_length, device=model.device)[None]
+        by_length[max_length] = model.model.rotary_emb(model.lm_head.weight, positions)
+    return by_length[max_length]
 
 
 def _no_mask(**_: Any) -> None:
     return None
 
 
-def _forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
-    from dsi.models.cuda.triton_kernels import attend, gated
+def _layer_forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
+    from dsi.models.cuda.triton_kernels import attend, silu_and_mul
 
-    own = fuse_projections(layer)
+    weights = fuse_projections(layer)
 
-    def forward(hidden_states: Tensor, *, position_embeddings: Turns, past_key_values: Any, **_: Any) -> Tensor:
-        x, held = hidden_states[0], past_key_values.layers[number]
-        qkv = functional.linear(layer.input_layernorm(x), own.qkv)
-        seen = attend(
+    def forward(hidden_states: Tensor, *, position_embeddings: RotaryTables, past_key_values: Any, **_: Any) -> Tensor:
+        x, cache = hidden_states[0], past_key_values.layers[number]
+        qkv = functional.linear(layer.input_layernorm(x), weights.qkv)
+        attention = attend(
             qkv,
             *position_embeddings,
-            held.keys,
-            held.values,
-            held.cumulative_length,
+            cache.keys,
+            cache.values,
+            cache.cumulative_length,
             config.num_attention_heads,
         )
-        x.addmm_(seen, own.out.T)
-        both = functional.linear(layer.post_attention_layernorm(x), own.gate_up)
-        x.addmm_(gated(both), own.down.T)
+        x.addmm_(attention, weights.out.T)
+        gate_up = functional.linear(layer.post_attention_layernorm(x), weights.gate_up)
+        x.addmm_(silu_and_mul(gate_up), weights.down.T)
         return hidden_states
 
     return forward

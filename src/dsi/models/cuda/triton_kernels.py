@@ -1,4 +1,4 @@
-"""What lies between the matrices of a Llama's layer, as two kernels for GPUs."""
+"""Triton kernels for what lies between the matrix multiplications of a Llama layer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-LEAST = 16  # rows, keys and halves of a head: what the units that multiply matrices take
-MOST = 64
+MIN_TILE = 16  # rows, keys and half a head: the smallest operands of tensor cores
+MAX_TILE = 64
 
 
 def attend(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor, heads: int) -> Tensor:
-    """Turn new queries and keys, keep keys and values, and let each token see what came before it.
+    """Apply rotary embeddings, append new keys and values to the cache, and compute causal attention.
 
-    A row of `qkv` is one new token; the cache has one head after the other, filled up to `length`.
+    A row of `qkv` is one new token; the cache is laid out head by head and filled up to `length`.
     """
-    new, (shared, room, size) = len(qkv), keys.shape[-3:]
+    new, (kv_heads, capacity, size) = len(qkv), keys.shape[-3:]
     out = torch.empty(new, heads * size, dtype=qkv.dtype, device=qkv.device)
-    rows = new * (heads // shared)
-    tile = min(MOST, max(LEAST, next_power_of_2(rows)))
-    _attend[(shared, cdiv(rows, tile))](
+    rows = new * (heads // kv_heads)
+    tile = min(MAX_TILE, max(MIN_TILE, next_power_of_2(rows)))
+    _attend[(kv_heads, cdiv(rows, tile))](
         qkv,
         cos,
         sin,
@@ -30,14 +30,14 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, 
         length,
         out,
         size**-0.5,
-        room,
+        capacity,
         NEW=new,
         HEADS=heads,
-        SHARED=shared,
+        KV_HEADS=kv_heads,
         HALF=size // 2,
         ROWS=tile,
-        FRESH=min(MOST, max(LEAST, next_power_of_2(new))),
-        HELD=MOST,
+        NEW_TILE=min(MAX_TILE, max(MIN_TILE, next_power_of_2(new))),
+        CACHED_TILE=MAX_TILE,
     )
     return out
 
@@ -52,92 +52,92 @@ def _attend(
     length,
     out,
     scale,
-    room,
+    capacity,
     NEW: tl.constexpr,
     HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
-    FRESH: tl.constexpr,
-    HELD: tl.constexpr,
+    NEW_TILE: tl.constexpr,
+    CACHED_TILE: tl.constexpr,
 ):
-    """One head of keys, and some of the queries that read them: all of a token before those of the next."""
+    """One KV head, and a tile of the query rows that read it: all of a token before those of the next."""
     head, part = tl.program_id(0), tl.program_id(1)
-    held = tl.load(length)
-    groups: tl.constexpr = HEADS // SHARED
+    cached = tl.load(length)
+    groups: tl.constexpr = HEADS // KV_HEADS
     size: tl.constexpr = 2 * HALF
-    wide: tl.constexpr = (HEADS + 2 * SHARED) * size
+    stride: tl.constexpr = (HEADS + 2 * KV_HEADS) * size
     half, whole = tl.arange(0, HALF), tl.arange(0, size)
     row = part * ROWS + tl.arange(0, ROWS)
     token, query = row // groups, head * groups + row % groups
     inside = (token < NEW)[:, None]
-    mine = qkv + (token * wide + query * size)[:, None] + half[None, :]
-    q1, q2 = _turned(mine, cos, sin, held + token, inside, HALF)
-    best = tl.full((ROWS,), -float("inf"), tl.float32)
+    queries = qkv + (token * stride + query * size)[:, None] + half[None, :]
+    q1, q2 = _rotate(queries, cos, sin, cached + token, inside, HALF)
+    row_max = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    found = tl.zeros((ROWS, size), tl.float32)
-    for start in tl.range(0, NEW, FRESH, num_stages=1):  # these first: each token sees at least itself
-        fresh = start + tl.arange(0, FRESH)
-        there = (fresh < NEW)[:, None]
-        its = qkv + (fresh * wide + (HEADS + head) * size)[:, None]
-        k1, k2 = _turned(its + half[None, :], cos, sin, held + fresh, there, HALF)
-        v = tl.load(its + SHARED * size + whole[None, :], there, 0.0)
+    result = tl.zeros((ROWS, size), tl.float32)
+    for start in tl.range(0, NEW, NEW_TILE, num_stages=1):  # new keys first: each token attends to itself
+        new = start + tl.arange(0, NEW_TILE)
+        valid = (new < NEW)[:, None]
+        new_kv = qkv + (new * stride + (HEADS + head) * size)[:, None]
+        k1, k2 = _rotate(new_kv + half[None, :], cos, sin, cached + new, valid, HALF)
+        v = tl.load(new_kv + KV_HEADS * size + whole[None, :], valid, 0.0)
         if part == 0:
-            place = (head * room + held + fresh)[:, None] * size
-            tl.store(keys + place + half[None, :], k1, there)
-            tl.store(keys + place + HALF + half[None, :], k2, there)
-            tl.store(values + place + whole[None, :], v, there)
-        seen = (fresh[None, :] <= token[:, None]) & (fresh < NEW)[None, :]
-        best, total, found = _seen(q1, q2, k1, k2, v, seen, scale, best, total, found)
-    for start in range(0, held, HELD):
-        old = start + tl.arange(0, HELD)
-        filled = (old < held)[:, None]
-        before = (head * room + old)[:, None] * size
-        k1 = tl.load(keys + before + half[None, :], filled, 0.0)
-        k2 = tl.load(keys + before + HALF + half[None, :], filled, 0.0)
-        v = tl.load(values + before + whole[None, :], filled, 0.0)
-        best, total, found = _seen(q1, q2, k1, k2, v, (old < held)[None, :], scale, best, total, found)
-    answer = out + (token * HEADS * size + query * size)[:, None] + whole[None, :]
-    tl.store(answer, (found / total[:, None]).to(out.dtype.element_ty), inside)
+            target = (head * capacity + cached + new)[:, None] * size
+            tl.store(keys + target + half[None, :], k1, valid)
+            tl.store(keys + target + HALF + half[None, :], k2, valid)
+            tl.store(values + target + whole[None, :], v, valid)
+        visible = (new[None, :] <= token[:, None]) & (new < NEW)[None, :]
+        row_max, total, result = _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result)
+    for start in range(0, cached, CACHED_TILE):
+        old = start + tl.arange(0, CACHED_TILE)
+        filled = (old < cached)[:, None]
+        source = (head * capacity + old)[:, None] * size
+        k1 = tl.load(keys + source + half[None, :], filled, 0.0)
+        k2 = tl.load(keys + source + HALF + half[None, :], filled, 0.0)
+        v = tl.load(values + source + whole[None, :], filled, 0.0)
+        row_max, total, result = _accumulate(q1, q2, k1, k2, v, (old < cached)[None, :], scale, row_max, total, result)
+    output = out + (token * HEADS * size + query * size)[:, None] + whole[None, :]
+    tl.store(output, (result / total[:, None]).to(out.dtype.element_ty), inside)
 
 
 @triton.jit
-def _turned(at, cos, sin, place, inside, HALF: tl.constexpr):
-    """Both halves of queries or keys, turned by their places."""
-    turn = place[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
-    c = tl.load(cos + turn, inside, 0.0).to(tl.float32)
-    s = tl.load(sin + turn, inside, 0.0).to(tl.float32)
-    a, b = tl.load(at, inside, 0.0), tl.load(at + HALF, inside, 0.0)
+def _rotate(pointer, cos, sin, position, inside, HALF: tl.constexpr):
+    """Load both halves of queries or keys, and apply the rotary embedding of their positions."""
+    table = position[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
+    c = tl.load(cos + table, inside, 0.0).to(tl.float32)
+    s = tl.load(sin + table, inside, 0.0).to(tl.float32)
+    a, b = tl.load(pointer, inside, 0.0), tl.load(pointer + HALF, inside, 0.0)
     x, y = a.to(tl.float32), b.to(tl.float32)
     return (x * c - y * s).to(a.dtype), (y * c + x * s).to(a.dtype)
 
 
 @triton.jit
-def _seen(q1, q2, k1, k2, v, seen, scale, best, total, found):
-    """What some more keys add to what was found."""
+def _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result):
+    """One step of online softmax: add a tile of keys and values to the running result."""
     score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
     score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee") * scale
-    score = tl.where(seen, score, -float("inf"))
-    better = tl.maximum(best, tl.max(score, 1))
-    weight = tl.exp(score - better[:, None])
-    fade = tl.exp(best - better)
-    found = tl.dot(weight.to(v.dtype), v, found * fade[:, None], input_precision="ieee")
-    return better, total * fade + tl.sum(weight, 1), found
+    score = tl.where(visible, score, -float("inf"))
+    new_max = tl.maximum(row_max, tl.max(score, 1))
+    weight = tl.exp(score - new_max[:, None])
+    rescale = tl.exp(row_max - new_max)
+    result = tl.dot(weight.to(v.dtype), v, result * rescale[:, None], input_precision="ieee")
+    return new_max, total * rescale + tl.sum(weight, 1), result
 
 
-def gated(both: Tensor) -> Tensor:
-    """The second half of each row, as far as the first half opens its gate."""
-    new, inner = len(both), both.shape[-1] // 2
-    out = torch.empty(new, inner, dtype=both.dtype, device=both.device)
-    _gated[(new, cdiv(inner, 1024))](both, out, inner, BLOCK=1024)
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, where a row is the gate followed by the up projection."""
+    new, inner = len(gate_up), gate_up.shape[-1] // 2
+    out = torch.empty(new, inner, dtype=gate_up.dtype, device=gate_up.device)
+    _silu_and_mul[(new, cdiv(inner, 1024))](gate_up, out, inner, BLOCK=1024)
     return out
 
 
 @triton.jit
-def _gated(both, out, inner, BLOCK: tl.constexpr):
+def _silu_and_mul(gate_up, out, inner, BLOCK: tl.constexpr):
     row = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < inner
-    gate = tl.load(both + row * 2 * inner + at, inside, 0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * inner + inner + at, inside, 0.0).to(tl.float32)
-    tl.store(out + row * inner + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < inner
+    gate = tl.load(gate_up + row * 2 * inner + column, inside, 0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * inner + inner + column, inside, 0.0).to(tl.float32)
+    tl.store(out + row * inner + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)

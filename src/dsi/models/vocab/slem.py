@@ -1,11 +1,11 @@
-"""A drafter of another vocabulary, through text (Timor et al., 2025: string-level exact match, SLEM).
+"""String-level exact match (SLEM; Timor et al., 2025): drafting through text.
 
-The drafter reads the text in its own tokens and writes on; what it writes is put into the target's
-tokens, and the first of them is the guess, as soon as more text would not change it.
+The drafter continues the text in its own tokens; the continuation is encoded in the target's tokens, and the
+first of them is the draft token, as soon as more text would not change it.
 
-A guess is a function of the text and the sampling: each is derived anew from the text, as if nothing had
-been asked before. Only single steps of the drafter are remembered, each under the whole of what it had
-read. So the next guess, one token further, finds most of its steps taken.
+A draft token is a function of the text and the sampling, derived as if nothing had been requested before. Only
+single steps of the drafter are cached, each by the whole of its input, so that most steps of the next draft
+token are cache hits.
 """
 
 from __future__ import annotations
@@ -16,115 +16,116 @@ from collections.abc import Sequence
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.models.protocol import Backend, ForwardRequest
-from dsi.models.vocab.vocabulary import SEAM, Vocabulary, Written, fitting, unfinished
+from dsi.models.vocab.vocabulary import BOUNDARY, IncrementalDecoder, Vocabulary, fit_context, incomplete_bytes
 from dsi.sampling.logits import sample
 
-REACH = 24  # tokens that the drafter writes at most for one guess
-BEHIND = 8  # tokens before the new ones that are encoded with them, so that they divide as they would
-WORD = 48  # bytes that the last word is taken to have at most
-STEPS = 256  # of the drafter that are remembered
+MAX_STEPS = 24  # drafter tokens for one draft token
+ENCODING_CONTEXT = 8  # tokens before the new text that are encoded with it, so that boundaries are right
+MAX_WORD = 48  # bytes of the last word
+CACHED_STEPS = 256
 
 
 class SLEM:
-    """`context` is the drafter's own; of a longer text it reads the end. 0: without bounds."""
+    """`context` is the drafter's own; a longer text is truncated from the left. 0: unlimited."""
 
     def __init__(self, backend: Backend, drafter: Vocabulary, target: Vocabulary, context: int = 0) -> None:
         self._backend, self._drafter, self._target, self._context = backend, drafter, target, context
-        self._written = Written(target)
+        self._decoder = IncrementalDecoder(target)
         self._steps: OrderedDict[tuple[Tokens, Sampling], int] = OrderedDict()
 
     def answer(self, request: ForwardRequest) -> Tokens:
         if request.start > len(request.tokens):
-            read = fitting(self._drafter.read(self._text(request.tokens)), self._context)
-            self._backend.forward(read, len(read) + 1, request.cancelled)
-        return tuple(self._guess(request.tokens[:i], request) for i in range(request.start, len(request.tokens) + 1))
+            own_tokens = fit_context(self._drafter.encode_prompt(self._text(request.tokens)), self._context)
+            self._backend.forward(own_tokens, len(own_tokens) + 1, request.cancelled)
+        positions = range(request.start, len(request.tokens) + 1)
+        return tuple(self._guess(request.tokens[:i], request) for i in positions)
 
     def _guess(self, tokens: Sequence[int], request: ForwardRequest) -> int:
-        """What the drafter writes from the beginning of the last word, if it agrees with the word so far.
+        """Continue from the beginning of the last word, if the drafter agrees with the word so far.
 
-        For the target may have written half of it, and the drafter may have no token that begins there. If
-        it does not agree, or means another division of the word, it goes on from the end of the text.
+        The text may end within a word, where the drafter may have no token that begins. If it disagrees, or
+        the word would be split differently, continue from the end of the text.
         """
-        text, before = self._text(tokens), self._behind(tokens)
-        end = len(text) - unfinished(text)
-        start = last_seam(text, end)
-        found = None
+        text, before = self._text(tokens), self._encoding_context(tokens)
+        end = len(text) - incomplete_bytes(text)
+        start = last_word_start(text, end)
+        guess = None
         if start < end:
-            found = self._continued(text, start, before, request, strict=True)
-        if found is None:
-            found = self._continued(text, end, before, request, strict=False)
-        if found is None:
-            return tokens[-1] if tokens else 0  # nothing sensible: as good a token as any
-        return found
+            guess = self._continue(text, start, before, request, strict=True)
+        if guess is None:
+            guess = self._continue(text, end, before, request, strict=False)
+        if guess is None:
+            return tokens[-1] if tokens else 0  # no sensible guess: any token will do
+        return guess
 
-    def _continued(self, text: bytes, start: int, before: bytes, request: ForwardRequest, strict: bool) -> int | None:
-        """The token that follows `text` if the drafter writes on after its first `start` bytes."""
-        read, rest, written = self._drafter.read(text[:start]), text[start:], b""
-        space = b" " if self._drafter.leads and not start else b""  # which it puts before every text
-        found: Tokens | None = ()
-        for _ in range(REACH):
-            token, said = self._step(read, request), written.removeprefix(space)
+    def _continue(self, text: bytes, start: int, before: bytes, request: ForwardRequest, strict: bool) -> int | None:
+        """Return the target's token after `text` if the drafter continues from its first `start` bytes."""
+        own_tokens, rest, generated = self._drafter.encode_prompt(text[:start]), text[start:], b""
+        space = b" " if self._drafter.adds_space and not start else b""
+        tokens: Tokens | None = ()
+        for _ in range(MAX_STEPS):
+            token, continuation = self._step(own_tokens, request), generated.removeprefix(space)
             if token in self._drafter.eos_token_ids:
-                return found[0] if found else self._target.end if said.startswith(rest) else None
-            piece = self._drafter.piece(token)
-            read, written = (*read, token), written + piece
-            said = written.removeprefix(space)
-            if not piece or not agree(said, rest):
+                return tokens[0] if tokens else self._target.eos if continuation.startswith(rest) else None
+            token_bytes = self._drafter.token_bytes(token)
+            own_tokens, generated = (*own_tokens, token), generated + token_bytes
+            continuation = generated.removeprefix(space)
+            if not token_bytes or not agree(continuation, rest):
                 break
-            new = said[len(rest) :]
-            found = self._told(before, new, strict)
-            if found is None or (found and self._is_settled(before, new)):
+            new = continuation[len(rest) :]
+            tokens = self._encode_new(before, new, strict)
+            if tokens is None or (tokens and self._is_final(before, new)):
                 break
-        return found[0] if found else None
+        return tokens[0] if tokens else None
 
-    def _told(self, before: bytes, new: bytes, strict: bool) -> Tokens | None:
-        """What is new in the target's tokens; None if it would divide the text before it differently."""
+    def _encode_new(self, before: bytes, new: bytes, strict: bool) -> Tokens | None:
+        """Encode the new text in the target's tokens; return None if a token would cross into the old text."""
         text = before + new
-        whole = text[len(before) : len(text) - unfinished(text)]
-        if not whole:
+        complete = text[len(before) : len(text) - incomplete_bytes(text)]
+        if not complete:
             return ()
-        found = self._target.after(before, whole)
-        return self._target.inside(whole) if found is None and not strict else found
+        tokens = self._target.encode_after(before, complete)
+        return self._target.encode_inside(complete) if tokens is None and not strict else tokens
 
-    def _is_settled(self, before: bytes, new: bytes) -> bool:
-        """No token of the target begins with all that is new and goes on: more text makes no longer one."""
-        return not self._target.can_go_on(b" " * (self._target.leads and not before) + new)
+    def _is_final(self, before: bytes, new: bytes) -> bool:
+        """Whether no token of the target begins with all the new text and is longer."""
+        return not self._target.has_longer_token(b" " * (self._target.adds_space and not before) + new)
 
-    def _step(self, read: Tokens, request: ForwardRequest) -> int:
-        """The drafter's own next token; its noise is that of its own place and vocabulary."""
-        key = (read, request.sampling)
+    def _step(self, own_tokens: Tokens, request: ForwardRequest) -> int:
+        """Sample the drafter's next token, with the noise of its own position and vocabulary."""
+        key = (own_tokens, request.sampling)
         if key not in self._steps:
-            fits = fitting(read, self._context)
-            row = self._backend.forward(fits, len(fits), request.cancelled)[0]
-            self._steps[key] = sample(row, request.sampling, len(read))
-            if len(self._steps) > STEPS:
+            fitting = fit_context(own_tokens, self._context)
+            logits = self._backend.forward(fitting, len(fitting), request.cancelled)[0]
+            self._steps[key] = sample(logits, request.sampling, len(own_tokens))
+            if len(self._steps) > CACHED_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return self._steps[key]
 
     def _text(self, tokens: Sequence[int]) -> bytes:
-        """As a reader sees it: without the space that the target's tokenizer puts before every text."""
-        text = self._written.of(tokens)
-        return text.removeprefix(b" ") if self._target.leads else text
+        """Decode without the space that the target's tokenizer puts before every text."""
+        text = self._decoder.decode(tokens)
+        return text.removeprefix(b" ") if self._target.adds_space else text
 
-    def _behind(self, tokens: Sequence[int]) -> bytes:
-        """The last few tokens, from a whole character on, back to a special token at most."""
-        found: list[bytes] = []
+    def _encoding_context(self, tokens: Sequence[int]) -> bytes:
+        """The bytes of the last few tokens, from a character boundary on, back to a special token at most."""
+        parts: list[bytes] = []
         for token in reversed(tokens):
-            piece = self._target.piece(token)
-            if not piece:
+            token_bytes = self._target.token_bytes(token)
+            if not token_bytes:
                 break
-            found.append(piece)
-            if len(found) >= BEHIND and piece[0] & 0xC0 != 0x80:
+            parts.append(token_bytes)
+            if len(parts) >= ENCODING_CONTEXT and token_bytes[0] & 0xC0 != 0x80:
                 break
-        return b"".join(reversed(found))
+        return b"".join(reversed(parts))
 
 
-def agree(said: bytes, rest: bytes) -> bool:
-    return said.startswith(rest) or rest.startswith(said)
+def agree(continuation: bytes, rest: bytes) -> bool:
+    return continuation.startswith(rest) or rest.startswith(continuation)
 
 
-def last_seam(text: bytes, end: int) -> int:
-    """Where the last word begins; where there is none, the end."""
-    found = [seam.start() for seam in SEAM.finditer(text, max(0, end - WORD), end)]
-    return found[-1] if found else 0 if end <= WORD else end
+def last_word_start(text: bytes, end: int) -> int:
+    """Return where the last word begins; the end, if no boundary is near."""
+    boundaries = [match.start() for match in BOUNDARY.finditer(text, max(0, end - MAX_WORD), end)]
+    return boundaries[-1] if boundaries else 0 if end <= MAX_WORD else end

@@ -1,4 +1,4 @@
-"""A drafter whose vocabulary may be another than the target's: which way its guesses are translated."""
+"""Choose how the draft tokens of a drafter with another vocabulary are translated to the target's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dsi.models.vocab.slem import SLEM
 from dsi.models.vocab.tli import TLI
 from dsi.models.vocab.vocabulary import Vocabulary
 
-# Of an ordinary text's tokens, the share that the drafter must have for `auto` to go by tokens. What it lacks
-# it never guesses; through text it can guess all, but a guess costs more (0.9 against 0.6 ms for the built-in
-# drafter, which 5% more right guesses make up for in virtual time). In `benchmarks/vocabularies.py` the two
-# are right equally often at 0.81 (0.433 and 0.438 of the guesses), and by tokens it is 9% less at 0.68.
+# The fraction of a sample text's tokens that the drafter must share for `auto` to choose TLI. TLI never drafts
+# tokens that are not shared; SLEM can draft all, but a token costs more (0.9 against 0.6 ms for the built-in
+# drafter, which 5% more acceptance makes up for in virtual time). In `benchmarks/vocabularies.py` acceptance is
+# equal at a fraction of 0.81 (0.433 and 0.438), and TLI's is 9% lower at 0.68.
 MIN_SHARED_RATE = 0.75
 SAMPLE_TEXT = """\
 Once upon a time there was an old man who lived by the sea. Every morning he went down to the shore, and
@@ -30,7 +30,7 @@ history, geography and physics. However, the results are not significantly bette
 def translate_drafter(
     vocab: str, backend: Backend, drafter: Vocabulary, target: Vocabulary, context: int, name: str
 ) -> Model:
-    """A drafter that guesses in the target's tokens; `name` is what an error calls it."""
+    """Wrap a backend as a drafter that drafts the target's tokens; `name` is for errors."""
     by_token = TLI(backend, drafter, target, context)
     if vocab == AUTO:
         vocab = BY_TOKEN if shared_token_rate(by_token, target) >= MIN_SHARED_RATE else BY_TEXT
@@ -45,6 +45,6 @@ def translate_drafter(
 
 
 def shared_token_rate(by_token: TLI, target: Vocabulary) -> float:
-    """Of an ordinary text's tokens, those that this drafter could guess."""
-    tokens, known = target.encode(SAMPLE_TEXT), set(by_token.shared.target.tolist())
-    return sum(token in known for token in tokens) / max(1, len(tokens))
+    """Return the fraction of a sample text's tokens that the two vocabularies share."""
+    tokens, shared = target.encode(SAMPLE_TEXT), set(by_token.shared.target.tolist())
+    return sum(token in shared for token in tokens) / max(1, len(tokens))

@@ -1,8 +1,8 @@
-"""A tokenizer as bytes: what each of its tokens writes, and which tokens write a text.
+"""A tokenizer in terms of bytes: what each token decodes to, and which tokens encode a text.
 
-Bytes, because a token can be a part of a character. A text may have to be written in the middle of
-another one, and tokenizers treat the beginning of a text in ways of their own: so it is written after
-something, and what that took is cut off.
+Bytes, because a token can be part of a character. A text may have to be encoded in the middle of another one,
+while tokenizers treat the beginning of a text specially: so it is encoded after an anchor, whose tokens are
+then cut off.
 """
 
 from __future__ import annotations
@@ -17,103 +17,100 @@ from typing import Any
 from dsi.core.sequence import Tokens
 from dsi.models.hf import common_prefix_length
 from dsi.models.tokenizer import Tokenizer
-from dsi.models.vocab.token_map import TokenFormat, TokenMap, declared, guessed, lexicon
+from dsi.models.vocab.token_map import TokenFormat, TokenMap, build_token_map, format_from_decoder, format_from_tokens
 
-ROLES = ("pad", "unk", "bos", "eos")  # a token with several of them is known by the last
-ANCHORS = (b"\n", b".", b"a")  # what a piece is written after, if it is known not to begin a text
+ROLES = ("pad", "unk", "bos", "eos")  # a token with several roles gets the last
+ANCHORS = (b"\n", b".", b"a")  # what a text is encoded after if it does not begin the whole
 PROBES = ("a", "the", "1", ".")
-PIECE = 128  # bytes of a text that are encoded together, and remembered
-PIECES = 4096  # that are remembered
-# Where a text can be cut without changing its tokens, more or less: before a space, before a character of
-# a script without spaces, before an emoji.
-SEAM = re.compile(rb"(?<=\S)\s|[\xe3-\xf4]")
+CHUNK_BYTES = 128  # of a text that are encoded together, and cached
+CACHED_CHUNKS = 4096
+# Where a text can be split, mostly without changing its tokens: before a space, before a character of a script
+# without spaces, before an emoji.
+BOUNDARY = re.compile(rb"(?<=\S)\s|[\xe3-\xf4]")
 
 
 class Vocabulary:
-    """`size` is how many ids the model has rows for; what its tokenizer knows beyond that is not used."""
+    """A tokenizer's vocabulary, limited to the `size` ids that the model has logits for."""
 
-    def __init__(self, text: Tokenizer, size: int) -> None:
-        self._tokenizer, self.size = text.tokenizer, size
-        self.eos_token_ids = text.eos_token_ids
-        self.lexicon = _lexicon(text.tokenizer, size)
-        self._pieces = [what if isinstance(what, bytes) else b"" for what in self.lexicon.meanings]
-        self._sorted = sorted(self._pieces)
+    def __init__(self, tokenizer: Tokenizer, size: int) -> None:
+        self._tokenizer, self.size = tokenizer.tokenizer, size
+        self.eos_token_ids = tokenizer.eos_token_ids
+        self.token_map = _token_map(tokenizer.tokenizer, size)
+        self._bytes = [content if isinstance(content, bytes) else b"" for content in self.token_map.contents]
+        self._sorted = sorted(self._bytes)
         # Whether it puts a space before a text, as SentencePiece does.
-        self.leads = any(self.written(self.encode(probe)).startswith(b" ") for probe in PROBES)
-        self.opening = _opening(text.tokenizer, size)
-        self.inside = lru_cache(PIECES)(self._inside)
+        self.adds_space = any(self.decode(self.encode(probe)).startswith(b" ") for probe in PROBES)
+        self.prefix = _prefix(tokenizer.tokenizer, size)
+        self.encode_inside = lru_cache(CACHED_CHUNKS)(self._encode_inside)
 
     @property
-    def end(self) -> int | None:
-        return self.lexicon.ids.get("eos")
+    def eos(self) -> int | None:
+        return self.token_map.ids.get("eos")
 
-    def piece(self, token: int) -> bytes:
-        """What a token writes: nothing, if it is a special one or none at all."""
-        return self._pieces[token] if token < self.size else b""
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of a token: none, if it is special or unknown."""
+        return self._bytes[token] if token < self.size else b""
 
-    def written(self, tokens: Iterable[int]) -> bytes:
-        return b"".join(map(self.piece, tokens))
+    def decode(self, tokens: Iterable[int]) -> bytes:
+        return b"".join(map(self.token_bytes, tokens))
 
-    def can_go_on(self, text: bytes) -> bool:
-        """Whether some token writes all of this and more."""
+    def has_longer_token(self, text: bytes) -> bool:
+        """Whether some token begins with this text and is longer."""
         i = bisect_right(self._sorted, text)
         return i < len(self._sorted) and self._sorted[i].startswith(text)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text by itself, and no others; none, if there are none for some part of it."""
+        """Encode a text without special tokens; return no tokens if part of it cannot be encoded."""
         try:
-            found = self._tokenizer.encode(text, add_special_tokens=False)
-        except Exception:  # so says a vocabulary that has no token for what it does not know
+            tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception:  # raised by a vocabulary without an unknown token
             return []
-        return [token for token in found if token < self.size]
+        return [token for token in tokens if token < self.size]
 
-    def after(self, before: bytes, text: bytes) -> Tokens | None:
-        """The tokens of a text that follows another, or None if one of them would begin before it."""
-        visible = before.removeprefix(b" ") if self.leads else before
+    def encode_after(self, before: bytes, text: bytes) -> Tokens | None:
+        """Encode a text that follows another; return None if a token would cross the boundary."""
+        visible = before.removeprefix(b" ") if self.adds_space else before
         tokens = self.encode((visible + text).decode(errors="replace"))
         so_far = b""
         for i, token in enumerate(tokens):
             if so_far in (before, b" " + before):
                 return tuple(tokens[i:])
-            so_far += self.piece(token)
+            so_far += self.token_bytes(token)
         return None if text else ()
 
-    def _inside(self, text: bytes) -> Tokens:
-        """The tokens of a text that does not begin one."""
+    def _encode_inside(self, text: bytes) -> Tokens:
+        """Encode a text that is not the beginning of the whole."""
         for anchor in ANCHORS:
-            found = self.after(anchor, text)
-            if found is not None:
-                return found
+            tokens = self.encode_after(anchor, text)
+            if tokens is not None:
+                return tokens
         return tuple(self.encode(text.decode(errors="replace")))
 
-    def read(self, text: bytes) -> Tokens:
-        """A whole text as this model reads it, piece by piece: the pieces of a longer text are the same."""
-        first, *others = pieces(text)
-        found = [*self.opening, *self._first(first)]
-        for piece in others:
-            found += self.inside(piece)
-        return tuple(found) or self.beginning
-
-    def _first(self, text: bytes) -> Sequence[int]:
-        return self.encode(text.decode(errors="replace")) if text else ()
+    def encode_prompt(self, text: bytes) -> Tokens:
+        """Encode a whole text chunk by chunk: a longer text begins with the same chunks."""
+        first, *others = split_text(text)
+        tokens = [*self.prefix, *(self.encode(first.decode(errors="replace")) if first else ())]
+        for chunk in others:
+            tokens += self.encode_inside(chunk)
+        return tuple(tokens) or self.empty_prompt
 
     @property
-    def beginning(self) -> Tokens:
-        """What an empty text is to a model that needs at least one token."""
-        ids = self.lexicon.ids
-        return self.opening or (ids.get("bos", ids.get("eos", 0)),)
+    def empty_prompt(self) -> Tokens:
+        """The encoding of an empty text: models need at least one token."""
+        ids = self.token_map.ids
+        return self.prefix or (ids.get("bos", ids.get("eos", 0)),)
 
 
-def pieces(text: bytes) -> list[bytes]:
-    found, at = [], 0
-    while seam := SEAM.search(text, at + PIECE):
-        found.append(text[at : seam.start()])
-        at = seam.start()
-    return [*found, text[at:]]
+def split_text(text: bytes) -> list[bytes]:
+    chunks, at = [], 0
+    while boundary := BOUNDARY.search(text, at + CHUNK_BYTES):
+        chunks.append(text[at : boundary.start()])
+        at = boundary.start()
+    return [*chunks, text[at:]]
 
 
-def unfinished(text: bytes) -> int:
-    """How many bytes at the end of a text are the beginning of a character."""
+def incomplete_bytes(text: bytes) -> int:
+    """Return how many bytes at the end of a text are the beginning of an incomplete character."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte >= 0xC0:
@@ -123,8 +120,8 @@ def unfinished(text: bytes) -> int:
     return 0
 
 
-class Written:
-    """The bytes of a text in a vocabulary, which grow as it grows."""
+class IncrementalDecoder:
+    """Decode a growing text to bytes, reusing the common prefix."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -132,20 +129,20 @@ class Written:
         self._lengths = [0]
         self._bytes = bytearray()
 
-    def of(self, tokens: Sequence[int]) -> bytes:
-        kept = common_prefix_length(self._tokens, tokens)
-        del self._tokens[kept:], self._lengths[kept + 1 :], self._bytes[self._lengths[kept] :]
-        for token in tokens[kept:]:
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        shared = common_prefix_length(self._tokens, tokens)
+        del self._tokens[shared:], self._lengths[shared + 1 :], self._bytes[self._lengths[shared] :]
+        for token in tokens[shared:]:
             self._tokens.append(token)
-            self._bytes += self._vocabulary.piece(token)
+            self._bytes += self._vocabulary.token_bytes(token)
             self._lengths.append(len(self._bytes))
         return bytes(self._bytes)
 
 
-def fitting(tokens: Sequence[int], context: int) -> Sequence[int]:
-    """What a model of this context can read of a text: its end.
+def fit_context(tokens: Sequence[int], context: int) -> Sequence[int]:
+    """Truncate a text from the left to fit a model's context; 0 means unlimited.
 
-    It begins at a multiple of half the context, so that most steps only add to what has been read.
+    It begins at a multiple of half the context, so that most steps only extend what is cached.
     """
     if not context or len(tokens) <= context:
         return tokens
@@ -153,26 +150,26 @@ def fitting(tokens: Sequence[int], context: int) -> Sequence[int]:
     return tokens[-(-(len(tokens) - context) // half) * half :]
 
 
-def _lexicon(tokenizer: Any, size: int) -> TokenMap:
+def _token_map(tokenizer: Any, size: int) -> TokenMap:
     vocab = tokenizer.get_vocab()
-    return lexicon(vocab, _spelling(tokenizer, list(vocab)), _names(tokenizer), size)
+    return build_token_map(vocab, _token_format(tokenizer, list(vocab)), _special_tokens(tokenizer), size)
 
 
-def _spelling(tokenizer: Any, tokens: Sequence[str]) -> TokenFormat:
+def _token_format(tokenizer: Any, tokens: Sequence[str]) -> TokenFormat:
     raw = getattr(tokenizer, "backend_tokenizer", None)
     if raw is None:
-        return guessed(tokens)
-    return declared(None if raw.decoder is None else json.loads(raw.decoder.__getstate__()))
+        return format_from_tokens(tokens)
+    return format_from_decoder(None if raw.decoder is None else json.loads(raw.decoder.__getstate__()))
 
 
-def _names(tokenizer: Any) -> dict[int, str]:
-    """Special tokens: those with a role are known by it, whatever they are called."""
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Name the special tokens: by their role where they have one, whatever they are called."""
     names = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     roles = {getattr(tokenizer, f"{role}_token_id"): role for role in ROLES}
     return names | {id: role for id, role in roles.items() if id is not None}
 
 
-def _opening(tokenizer: Any, size: int) -> Tokens:
-    """What it puts before every text; what it puts after one is not for a text that goes on."""
+def _prefix(tokenizer: Any, size: int) -> Tokens:
+    """The special token before every text; one after it would not fit a text that continues."""
     start = tokenizer.bos_token_id
     return (start,) if start is not None and start < size and start in tokenizer.encode("") else ()

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that is about, and small models that speak them."""
+"""Small tokenizers of every common kind, and small models with their vocabularies."""
 
 import json
 from functools import cache
@@ -22,7 +22,7 @@ SENTENCES = [
 
 
 def byte_level() -> Any:
-    """As GPT-2 and most later ones: BPE over bytes. Characters of three bytes and more are split."""
+    """Byte-level BPE, as GPT-2 and most later models. Characters of three and more bytes are split."""
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -36,7 +36,7 @@ def byte_level() -> Any:
 
 
 def metaspace() -> Any:
-    """As T5 and ALBERT: pieces of words, a ▁ for a space, and a token for what it does not know."""
+    """Unigram with metaspace, as T5 and ALBERT, and an unknown token."""
     raw = RawTokenizer(models.Unigram())
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     trainer = trainers.UnigramTrainer(
@@ -50,8 +50,8 @@ def metaspace() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<begin>", eos_token="<end>", unk_token="<unk>")
 
 
-def bytes_as_a_last_resort() -> Any:
-    """As Llama 2: BPE over characters, a space before every text, <0xE9> for a byte of an unknown one."""
+def byte_fallback() -> Any:
+    """BPE over characters with byte fallback, as Llama 2, and a space before every text."""
     raw = RawTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     raw.decoder = decoders.Sequence(
@@ -59,19 +59,19 @@ def bytes_as_a_last_resort() -> Any:
     )
     raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     special = ["<unk>", "<s>", "</s>"]
-    every = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    initial_tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     raw.train_from_iterator(
-        SENTENCES[:2], trainers.BpeTrainer(vocab_size=340, special_tokens=every, show_progress=False)
+        SENTENCES[:2], trainers.BpeTrainer(vocab_size=340, special_tokens=initial_tokens, show_progress=False)
     )
-    said = json.loads(raw.to_str())
-    said["added_tokens"] = said["added_tokens"][: len(special)]  # bytes are tokens like others
-    said["pre_tokenizer"] = None  # words were taken apart while it learned, and only then
-    raw = RawTokenizer.from_str(json.dumps(said))
+    state = json.loads(raw.to_str())
+    state["added_tokens"] = state["added_tokens"][: len(special)]  # byte tokens are not special
+    state["pre_tokenizer"] = None  # words are split during training only
+    raw = RawTokenizer.from_str(json.dumps(state))
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
 def whole_words() -> Any:
-    """Words it has seen; everything else, and all white space, is lost on it."""
+    """Whole words of the training text; everything else, and all white space, is unknown."""
     raw = RawTokenizer(models.WordLevel(unk_token="[UNK]"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.train_from_iterator(
@@ -81,31 +81,33 @@ def whole_words() -> Any:
 
 
 def characters() -> Any:
-    """One token for each character, and no special ones but the one for what it does not know."""
+    """One token per character, and an unknown token."""
     letters = sorted(set("".join(SENTENCES[:4])))
     raw = RawTokenizer(models.WordLevel({"?": 0} | {c: i for i, c in enumerate(letters, 1)}, unk_token="?"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?")
 
 
-MAKERS = {make.__name__: make for make in (byte_level, metaspace, bytes_as_a_last_resort, whole_words, characters)}
-SPARE = 3  # rows that a model has beyond its tokenizer's tokens, as many have
+MAKERS = {make.__name__: make for make in (byte_level, metaspace, byte_fallback, whole_words, characters)}
+PADDING = 3  # ids of a model beyond its tokenizer's, as many have
 
 
 @cache
-def tongue(name: str) -> Any:
+def sample_tokenizer(name: str) -> Any:
     return MAKERS[name]()
 
 
 @cache
 def vocabulary(name: str) -> Vocabulary:
-    return Vocabulary(Tokenizer(tongue(name)), len(tongue(name)) + SPARE)
+    return Vocabulary(Tokenizer(sample_tokenizer(name)), len(sample_tokenizer(name)) + PADDING)
 
 
 @cache
 def llama(name: str, seed: int = 0, context: int = 256) -> Any:
-    """A model with random weights that speaks it, after a fashion."""
+    """A model with random weights and this vocabulary."""
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(**shape, vocab_size=len(tongue(name)) + SPARE, max_position_embeddings=context, pad_token_id=0)
+    config = LlamaConfig(
+        **shape, vocab_size=len(sample_tokenizer(name)) + PADDING, max_position_embeddings=context, pad_token_id=0
+    )
     return LlamaForCausalLM(config).float().eval()
