@@ -285,13 +285,13 @@ def helpers(engine: Engine, target: str) -> list[int]:
 
 def test_engine_loses_no_token_to_a_killed_rank(engine: Engine, expected: dict[str, str]) -> None:
     writing = engine.stream(PROMPTS[0], max_new_tokens=30)
-    pieces = []
-    for piece in writing:
-        pieces.append(piece)
-        if len(pieces) == 3:
+    parts = []
+    for part in writing:
+        parts.append(part)
+        if len(parts) == 3:
             [helper] = helpers(engine, "target-1")
             os.kill(helper, signal.SIGKILL)
-    assert "".join(pieces) == expected[PROMPTS[0]]
+    assert "".join(parts) == expected[PROMPTS[0]]
     end = time.monotonic() + 20
     while not engine.fleet.deaths and time.monotonic() < end:  # type: ignore[attr-defined]
         # the last forward of the first text may have ended before
