@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from io import StringIO
@@ -34,25 +36,44 @@ def server() -> ForkServerContext:
     return context
 
 
-def run(arguments: list[str], folder: str, *files: Path) -> None:
-    from dsi.cli.main import main
-
+def _redirected(target: Callable[[list[str]], None], words: list[str], folder: str, *files: Path) -> None:
     os.chdir(folder)
-    for descriptor, path in enumerate(files, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
-    main(arguments)
+    for descriptor, path in enumerate(files):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
+    sys.stdin = files[0].open()  # multiprocessing has closed the one there was
+    target(words)
 
 
-def dsi(*arguments: object) -> CompletedProcess[str]:
-    """Run a command in a forked process."""
-    words = [str(word) for word in arguments]
+def _forked(target: Callable[[list[str]], None], words: list[str], stdin: str) -> CompletedProcess[str]:
     with TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = server().Process(target=run, args=(words, str(Path.cwd()), out, err))
+        files = [Path(folder, name) for name in ("in", "out", "err")]
+        files[0].write_text(stdin)
+        process = server().Process(target=_redirected, args=(target, words, str(Path.cwd()), *files))
         process.start()
         process.join()
         assert process.exitcode is not None
-        return CompletedProcess(words, process.exitcode, out.read_text(), err.read_text())
+        return CompletedProcess(words, process.exitcode, files[1].read_text(), files[2].read_text())
+
+
+def _main(words: list[str]) -> None:
+    from dsi.cli.main import main
+
+    main(words)
+
+
+def _exec(words: list[str]) -> None:
+    code, *sys.argv[1:] = words
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+
+
+def dsi(*arguments: object, stdin: str = "") -> CompletedProcess[str]:
+    """Run a command in a forked process."""
+    return _forked(_main, [str(word) for word in arguments], stdin)
+
+
+def python(code: str, *arguments: str, stdin: str = "") -> CompletedProcess[str]:
+    """Run Python code in a forked process, as `python -c` would."""
+    return _forked(_exec, [code, *arguments], stdin)
 
 
 def dsi_here(*arguments: object) -> CompletedProcess[str]:

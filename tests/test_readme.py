@@ -2,14 +2,12 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from command import dsi
+from command import dsi, python
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,7 +47,8 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.parametrize("code", list(blocks("python")))
 def test_the_python_runs(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    done = python(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_file_that_is_linked_or_named_is_there() -> None:

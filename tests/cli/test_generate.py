@@ -1,8 +1,6 @@
 """`dsi generate` and `dsi chat`."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,7 @@ def test_generate_writes_text_alone_on_stdout() -> None:
 
 def test_generate_reads_a_pipe_or_a_file_and_gives_figures(tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Tom and his dog")
-    command = [sys.executable, "-m", "dsi", "generate", "--max-new-tokens", "8", "--json"]
-    piped = subprocess.run(command, input="Tom and his dog", capture_output=True, text=True, check=True)
+    piped = dsi("generate", "--max-new-tokens", 8, "--json", stdin="Tom and his dog")
     from_pipe = json.loads(piped.stdout.splitlines()[-1])
     from_file = document("generate", "--file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "8")
     assert (from_pipe["text"], from_pipe["tokens"], from_pipe["label"]) == (from_file["text"], 8, "measured")
@@ -37,6 +34,6 @@ def test_generate_reports_the_decisions_of_auto() -> None:
 
 
 def test_chat_answers_each_line() -> None:
-    command = [sys.executable, "-m", "dsi", "chat", "--max-new-tokens", "8"]
-    done = subprocess.run(command, input="Once upon a time\nThe cat was\n", capture_output=True, text=True, check=True)
+    done = dsi("chat", "--max-new-tokens", 8, stdin="Once upon a time\nThe cat was\n")
+    assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2

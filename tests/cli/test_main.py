@@ -1,13 +1,12 @@
 """What all commands share: errors, help, and doing without Ray."""
 
-import subprocess
-import sys
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from command import dsi_here, refused
+from command import dsi_here, python, refused
 from dsi.cli.main import app
 from dsi.engine.engine import Engine
 
@@ -115,11 +114,9 @@ for command in sys.argv[1:]:
 """
 
 
-def without_ray(*commands: str) -> subprocess.CompletedProcess[str]:
+def without_ray(*commands: str) -> CompletedProcess[str]:
     """Several commands where Ray is not installed, in one process."""
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_RAY, *commands], capture_output=True, text=True, input="Once\n"
-    )
+    return python(WITHOUT_RAY, *commands, stdin="Once\n")
 
 
 @pytest.mark.slow

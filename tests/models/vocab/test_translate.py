@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from command import dsi
 from dsi.core.generation import Policy
 from dsi.core.messages import GREEDY, Sampling
 from dsi.core.policies import autoregressive, distributed, speculative
@@ -189,9 +188,8 @@ def test_engine_refuses_vocabularies_in_one_sentence(folders: dict[str, str]) ->
 
 def test_generate_command_takes_vocab(folders: dict[str, str]) -> None:
     names = ("--target", folders["byte_level"], "--drafter", folders["characters"], "--vocab", "slem")
-    command = [sys.executable, "-m", "dsi", "generate", "Once", *names, "--max-new-tokens", "8"]
-    done = subprocess.run(command, capture_output=True, check=False)
+    done = dsi("generate", "Once", *names, "--max-new-tokens", 8)
     assert done.returncode == 0, done.stderr
     assert len(done.stderr.splitlines()) == 1  # the summary, and no warning about forks
     expected = greedy_text("byte_level", prompt_of("byte_level", "Once"))[:8]
-    assert done.stdout == (sample_tokenizer("byte_level").decode(expected, skip_special_tokens=True) + "\n").encode()
+    assert done.stdout == sample_tokenizer("byte_level").decode(expected, skip_special_tokens=True) + "\n"
