@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from command import dsi_here, python, refused
 from dsi.cli.main import app
+from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 
 
@@ -85,8 +86,8 @@ def test_main_reports_a_mistake_in_one_sentence(command: str, sentence: str) -> 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "compare", "serve"])
 def test_commands_pass_time_limits_of_servers_on_ray(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any, **options: Any) -> None:
-        raise ValueError(f"asked for {options['hang_seconds']} and {options['start_seconds']}")
+    def load(config: EngineConfig, **_: Any) -> None:
+        raise ValueError(f"asked for {config.hang_seconds} and {config.start_seconds}")
 
     monkeypatch.setattr(Engine, "load", load)
     monkeypatch.setattr("dsi.server.sockets.listen", lambda *_: None)
