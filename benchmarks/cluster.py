@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import harness
+from dsi.core.spec import default_max_lead
 from dsi.fleets.simulated import Outage
 from dsi.planning.equation_1 import minimal_lookahead, servers_needed
 from dsi.planning.latency import LatencyModel
@@ -87,7 +88,7 @@ def fastest(setting: SimulationConfig) -> SimulationConfig:
     away = setting.latency.target_ms + 2 * setting.latency.network_ms
     block = minimal_lookahead(away, setting.latency.drafter_ms, setting.sp)
     tried = [
-        setting.with_spec(lookahead=k, min_draft=wait, max_lead=(setting.sp + 1) * k)
+        setting.with_spec(lookahead=k, min_draft=wait, max_lead=default_max_lead(setting.sp, k))
         for k, wait in product(sorted({block, block + 1, 2 * block, 7}), (0, 3))
     ]
     return min(tried, key=lambda choice: ms_per_token(choice, "dsi", range(TRIES)))
