@@ -14,6 +14,8 @@ from attackers import num_requests, until
 from dsi import Engine
 from live_server import Live
 
+pytestmark = pytest.mark.slow
+
 STORY = "Once upon a time"
 
 

@@ -30,6 +30,8 @@ from attackers import (
 from dsi.server.schema import ChatBody, CompletionBody
 from live_server import Live, Serving, start
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 JSON, CONTENT = {"content-type": "application/json"}, "Content-Type: application/json"
 BODY_BYTES, HEAD_BYTES = 1 << 20, 1 << 14

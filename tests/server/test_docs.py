@@ -9,6 +9,8 @@ import pytest
 
 from live_server import Live
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 METRIC = re.compile(r"`([a-z][a-z0-9_]+)(?:\{[a-z,]+\})?`")
 

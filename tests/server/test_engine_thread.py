@@ -285,10 +285,9 @@ def test_engine_thread_reports_a_failed_engine_to_all_jobs_and_serves_the_next(
     run(scenario)
 
 
-@pytest.fixture
-def trespasses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Every attribute of the engine's mutable parts that is read by another thread than the engine's."""
-    trespassed: list[str] = []
+def record_trespasses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on, every attribute of the engine's mutable parts that another thread than the engine's reads."""
+    trespasses: list[str] = []
 
     def guard(owner: type) -> None:
         read: Any = owner.__getattribute__
@@ -297,15 +296,14 @@ def trespasses(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             if threading.current_thread().name != "engine":
                 caller = sys._getframe(1).f_code.co_name
                 if name != "wake" and caller != "wake":  # which any thread may call
-                    trespassed.append(f"{owner.__name__}.{name} in {caller}")
+                    trespasses.append(f"{owner.__name__}.{name} in {caller}")
             return read(self, name)
 
         monkeypatch.setattr(owner, "__getattribute__", checked)
 
-    for owner in (Engine, Deployment, ActiveRequest, Generation, Scoring, ProcessFleet, Scheduler):
+    for owner in (Engine, EngineLoop, Deployment, ActiveRequest, Generation, Scoring, ProcessFleet, Scheduler):
         guard(owner)
-    yield trespassed
-    monkeypatch.undo()
+    return trespasses
 
 
 BODIES: list[dict[str, Any]] = [
@@ -315,6 +313,7 @@ BODIES: list[dict[str, Any]] = [
     {"stream": True, "n": 2, "temperature": 1.0, "seed": 3},
     {"echo": True, "logprobs": 1},
     {"echo": True, "logprobs": 1, "max_tokens": 0},
+    {"max_tokens": 0},
     {"stop": ["little"], "max_tokens": 60},
     {"timeout": 0.05, "max_tokens": 200},
     {"lookahead": 3, "algorithm": "si"},
@@ -323,7 +322,8 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-def test_engine_is_touched_by_no_other_thread(trespasses: list[str]) -> None:
+@pytest.mark.slow
+def test_engine_is_touched_by_no_other_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the event loop serves: completions, streams, health, metrics, traces."""
 
     async def serve_all(client: httpx.AsyncClient) -> None:
@@ -338,7 +338,7 @@ def test_engine_is_touched_by_no_other_thread(trespasses: list[str]) -> None:
     async def scenario() -> None:
         engine = Engine.load()
         app, service = make_app(engine, "builtin", Limits(shutdown_seconds=5), local=True)
-        trespasses.clear()  # until here the engine was this thread's
+        trespasses = record_trespasses(monkeypatch)  # until here the engine was this thread's
         try:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
                 await serve_all(client)

@@ -16,6 +16,8 @@ from schemathesis.specs.openapi.checks import (
 from attackers import check_error
 from live_server import start
 
+pytestmark = pytest.mark.slow
+
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 OPERATIONS = {  # with the number of requests
     "POST /v1/completions": 30,

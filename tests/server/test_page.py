@@ -24,7 +24,10 @@ from selenium.webdriver.support.wait import WebDriverWait
 DRIVER = which("chromedriver")
 PROMPT = "Once upon a time there was a little fox"
 
-pytestmark = pytest.mark.skipif(DRIVER is None, reason="there is no chromedriver to open a browser with")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(DRIVER is None, reason="there is no chromedriver to open a browser with"),
+]
 
 
 class Page:

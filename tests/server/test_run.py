@@ -3,12 +3,11 @@
 import json
 import logging
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from command import dsi_here
 from dsi.server.auth import KEYS_VARIABLE, read_keys
 from dsi.server.limits import Limits
 from dsi.server.run import LogFormatter
@@ -70,8 +69,7 @@ def test_log_formatter_writes_json() -> None:
     ],
 )
 def test_serve_reports_a_mistake_in_one_sentence(options: list[str], words: str) -> None:
-    command = [sys.executable, "-m", "dsi", "serve", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = dsi_here("serve", "--port", 0, *options)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -79,8 +77,6 @@ def test_serve_reports_a_mistake_in_one_sentence(options: list[str], words: str)
 
 def test_serve_reports_a_port_in_use_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "dsi", "serve", "--port", port]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = dsi_here("serve", "--port", taken.getsockname()[1])
     assert done.returncode == 2
     assert "cannot listen there (address already in use)" in done.stderr

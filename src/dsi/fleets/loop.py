@@ -69,11 +69,9 @@ class ActiveRequest:
     @property
     def overlap(self) -> Overlap:
         """What overlapping forwards gained and cost, up to now while it runs."""
-        times, generation = tuple(self.times), self.generation  # which another thread may extend
         elapsed, usage = self._end or self._so_far()
-        origins = generation.origins[: len(times)]
-        before = self._usage_before
-        return overlap(times, origins, generation.tally, self.leads, before, usage, elapsed, self.alone)
+        origins, tally = self.generation.origins, self.generation.tally
+        return overlap(self.times, origins, tally, self.leads, self._usage_before, usage, elapsed, self.alone)
 
     def completion(self) -> Completion:
         if self.error is not None:

@@ -187,8 +187,8 @@ def model_json(service: Service) -> dict[str, Any]:
         "owned_by": "dsi",
         "max_model_len": info.context,
         "sp": info.sp,
-        "algorithm": info.algorithm,
-        "lookahead": info.lookahead(info.algorithm),
+        "algorithm": info.spec.algorithm,
+        "lookahead": info.lookahead(info.spec.algorithm),
         "max_tokens": service.limits.new_tokens,
     }
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import ALGORITHMS, AUTO, SpecConfig
+from dsi.engine.config import fill_spec
 from dsi.engine.engine import Engine
 from dsi.models.tokenizer import Tokenizer
 from dsi.planning.latency import LatencyModel
@@ -43,7 +44,7 @@ class EngineInfo:
     """What never changes of an engine, read once before its thread starts."""
 
     tokenizer: Tokenizer
-    algorithm: str
+    spec: SpecConfig  # of requests that leave it open
     context: int  # tokens; 0: unbounded
     sp: int
     lookaheads: Mapping[str, int]  # by algorithm
@@ -58,7 +59,7 @@ class EngineInfo:
         _ = deployment.latency_table  # for `auto`
         return cls(
             engine.tokenizer,
-            engine.algorithm,
+            engine.spec,
             deployment.context,
             deployment.sp,
             {algorithm: deployment.lookahead(algorithm) for algorithm in ALGORITHMS},
@@ -149,7 +150,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         chat = isinstance(body, ChatBody)
         prompts = self._prompts(body)
-        algorithm = body.algorithm or self.info.algorithm
+        algorithm = body.algorithm or self.info.spec.algorithm
         request = ApiRequest(
             id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             chat=chat,
@@ -209,7 +210,7 @@ class Service:
         stops, num_logprobs, n = self._stops(body), _num_logprobs(body), body.n or 1
         max_tokens = self._max_tokens(body)
         min_draft = None if body.lookahead is None else min(self.info.min_draft, body.lookahead)
-        spec = SpecConfig(request.algorithm, body.lookahead, min_draft, rule=request.rule)
+        spec = fill_spec(SpecConfig(request.algorithm, body.lookahead, min_draft, rule=request.rule), self.info.spec)
         seed = secrets.randbits(31) if body.seed is None else body.seed
         loop = asyncio.get_running_loop()
         for index in range(len(prompts) * n):
