@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,7 +17,7 @@ from io import StringIO
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from subprocess import CompletedProcess
+from subprocess import CompletedProcess, TimeoutExpired
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,6 +27,7 @@ PRELOADED = [
     "dsi.engine.build_cuda",
     "dsi.experiments.acceptance",
     "dsi.experiments.latency",
+    "dsi.server.run",
 ]
 
 
@@ -74,6 +76,46 @@ def dsi(*arguments: object, stdin: str = "") -> CompletedProcess[str]:
 def python(code: str, *arguments: str, stdin: str = "") -> CompletedProcess[str]:
     """Run Python code in a forked process, as `python -c` would."""
     return _forked(_exec, [code, *arguments], stdin)
+
+
+def _background(words: list[str], env: dict[str, str], stderr: str) -> None:
+    os.setsid()
+    os.environ.update(env)
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    _main(words)
+
+
+class ForkedProcess:
+    """A command that runs in the background, in a forked process, with the interface of `subprocess.Popen`."""
+
+    def __init__(self, words: list[str], env: dict[str, str]) -> None:
+        with TemporaryDirectory() as folder:
+            pipe = os.path.join(folder, "stderr")
+            os.mkfifo(pipe)
+            self._process = server().Process(target=_background, args=(words, env, pipe))
+            self._process.start()
+            self.stderr = open(pipe)  # noqa: SIM115  # which waits until the other end is open
+        assert self._process.pid
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise TimeoutExpired("dsi", timeout or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def dsi_here(*arguments: object) -> CompletedProcess[str]:

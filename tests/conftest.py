@@ -12,6 +12,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
 settings.register_profile("dsi", deadline=None, print_blob=True)
 settings.load_profile("dsi")
+STARTS_SLOWLY = {"live", "serving", "locked", "api", "browser", "cluster", "hosts"}  # fixtures
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests slow that start a server, a browser or a cluster."""
+    for item in items:
+        if STARTS_SLOWLY.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

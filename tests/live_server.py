@@ -1,9 +1,6 @@
 """`dsi serve` with the built-in pair, in a process of its own."""
 
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+
+from command import ForkedProcess
 
 LISTENING = re.compile(r"listening on (http://\S+)")
 START_SECONDS = 60.0
@@ -20,7 +19,7 @@ START_SECONDS = 60.0
 class Live:
     """A running server and its log so far."""
 
-    process: subprocess.Popen[str]
+    process: ForkedProcess
     log: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -34,7 +33,7 @@ class Live:
             time.sleep(0.02)
 
     def _read_log(self) -> None:
-        for line in self.process.stderr or ():
+        for line in self.process.stderr:
             self.log.append(line)
             if address := LISTENING.search(line):
                 self.url = address[1]
@@ -65,19 +64,14 @@ class Live:
         self.process.kill()
         self.process.wait()
         self._log_reader.join(10)
-        if self.process.stderr:
-            self.process.stderr.close()
+        self.process.stderr.close()
 
 
 Serving = Callable[..., Live]
 
 
 def start(*options: str, env: dict[str, str] | None = None) -> Live:
-    command = [sys.executable, "-m", "dsi", "serve", "--port", "0", *options]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}, start_new_session=True
-    )
-    live = Live(process)
+    live = Live(ForkedProcess(["serve", "--port", "0", *options], env or {}))
     try:
         live.start()
     except BaseException:

@@ -139,7 +139,7 @@ FLEETS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*FLEETS])
+@pytest.fixture(scope="module", params=[*list(FLEETS)[:-1], pytest.param("actors", marks=pytest.mark.slow)])
 def kind(request: pytest.FixtureRequest) -> str:
     if request.param == "actors":
         request.getfixturevalue("cluster")
