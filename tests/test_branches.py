@@ -1,4 +1,4 @@
-"""Second guesses: what follows them is judged by targets to spare, in case the first guess falls."""
+"""Runner-ups: spare targets verify what follows them, in case the first choice is rejected."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -19,7 +19,7 @@ from dsi.planning.simulation import SimulationConfig
 TARGET_MS, DRAFTER_MS, TOKENS = Fraction(10), Fraction(1), 60
 
 
-def watches(jobs: tuple[Job, ...]) -> list[tuple[tuple[int, ...], int, bool]]:
+def verifications(jobs: tuple[Job, ...]) -> list[tuple[tuple[int, ...], int, bool]]:
     return [(tuple(job.context), job.width, job.is_alternate) for job in jobs if isinstance(job, Verify)]
 
 
@@ -28,80 +28,80 @@ def open_draft(g: Generation) -> int:
     return id
 
 
-def open_watch(g: Generation, *context: int) -> int:
+def open_verification(g: Generation, *context: int) -> int:
     [id] = [job.id for job in g.jobs.open.values() if isinstance(job, Verify) and tuple(job.context) == context]
     return id
 
 
-def guessed(g: Generation, token: int, *others: int) -> list[tuple[tuple[int, ...], int, bool]]:
-    return watches(g.handle(Drafted(open_draft(g), token, alternates=others)).start)
+def drafted(g: Generation, token: int, *others: int) -> list[tuple[tuple[int, ...], int, bool]]:
+    return verifications(g.handle(Drafted(open_draft(g), token, alternates=others)).start)
 
 
 def test_alternates_verify_what_follows_an_accepted_runner_up() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
-    assert watches(g.start().start) == [((7,), 1, False)]
-    assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
-    assert g.handle(Verified(open_watch(g, 7, 2), (5,))).emit == ()
-    step = g.handle(Verified(open_watch(g, 7), (2,)))
+    assert verifications(g.start().start) == [((7,), 1, False)]
+    assert drafted(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
+    assert g.handle(Verified(open_verification(g, 7, 2), (5,))).emit == ()
+    step = g.handle(Verified(open_verification(g, 7), (2,)))
     assert step.emit == (2, 5)
-    assert watches(step.start) == [((7, 2, 5), 1, False)]
+    assert verifications(step.start) == [((7, 2, 5), 1, False)]
 
 
 def test_alternates_runner_up_that_became_the_root_is_verified_once() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
-    guessed(g, 1, 2)
-    aside = open_watch(g, 7, 2)
-    step = g.handle(Verified(open_watch(g, 7), (2,)))
-    assert (step.emit, step.promote, watches(step.start)) == ((2,), (aside,), [])
-    assert guessed(g, 3, 4) == [((7, 2, 3), 1, False), ((7, 2, 4), 1, True)]
+    drafted(g, 1, 2)
+    alternate = open_verification(g, 7, 2)
+    step = g.handle(Verified(open_verification(g, 7), (2,)))
+    assert (step.emit, step.promote, verifications(step.start)) == ((2,), (alternate,), [])
+    assert drafted(g, 3, 4) == [((7, 2, 3), 1, False), ((7, 2, 4), 1, True)]
 
 
 def test_alternates_use_no_more_than_the_spare_targets() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
-    assert guessed(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
-    assert guessed(g, 3, 4) == [((7, 1, 3), 1, False)]
-    fallen = open_watch(g, 7, 2)
-    step = g.handle(Verified(open_watch(g, 7), (1,)))
+    assert drafted(g, 1, 2) == [((7, 1), 1, False), ((7, 2), 1, True)]
+    assert drafted(g, 3, 4) == [((7, 1, 3), 1, False)]
+    fallen = open_verification(g, 7, 2)
+    step = g.handle(Verified(open_verification(g, 7), (1,)))
     assert fallen in step.cancel
-    assert watches(step.start) == [((7, 1, 4), 1, True)]
+    assert verifications(step.start) == [((7, 1, 4), 1, True)]
 
 
 def test_alternates_come_after_the_block_they_belong_to() -> None:
     g = Generation((7,), 20, distributed(3, branches=2, spare_targets=9))
     g.start()
-    assert guessed(g, 1, 2) == [((7, 2), 1, True)]  # the root is watched
-    assert guessed(g, 3, 4) == []
+    assert drafted(g, 1, 2) == [((7, 2), 1, True)]  # the root is being verified
+    assert drafted(g, 3, 4) == []
     block = ((7, 1, 3, 5), 3, False)
-    assert guessed(g, 5, 6) == [block, ((7, 1, 4), 1, True), ((7, 1, 3, 6), 1, True)]
+    assert drafted(g, 5, 6) == [block, ((7, 1, 4), 1, True), ((7, 1, 3, 6), 1, True)]
 
 
 def test_alternates_repeat_a_failed_verification() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=1))
     g.start()
-    guessed(g, 1, 2)
-    assert watches(g.handle(Failed(open_watch(g, 7, 2))).start) == [((7, 2), 1, True)]
+    drafted(g, 1, 2)
+    assert verifications(g.handle(Failed(open_verification(g, 7, 2))).start) == [((7, 2), 1, True)]
 
 
 def test_alternates_verify_nothing_after_a_stop_token() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=9), stop={2})
     g.start()
-    assert guessed(g, 1, 2) == [((7, 1), 1, False)]
+    assert drafted(g, 1, 2) == [((7, 1), 1, False)]
 
 
 def test_alternates_run_last_until_promoted() -> None:
     g = Generation((7,), 20, distributed(1, branches=2, spare_targets=9))
-    dispatch = Scheduler({"t": "target"})
+    scheduler = Scheduler({"t": "target"})
     for step in (g.start(), g.handle(Drafted(open_draft(g), 1, alternates=(2,)))):
         for job in step.start:
-            dispatch.enqueue(job)
+            scheduler.enqueue(job)
     for job in g.handle(Drafted(open_draft(g), 3)).start:
-        dispatch.enqueue(job)
+        scheduler.enqueue(job)
     order = []
     for _ in range(4):
-        order += [tuple(job.context) for _, job in dispatch.assign() if isinstance(job, Verify)]
-        dispatch.release("t")
+        order += [tuple(job.context) for _, job in scheduler.assign() if isinstance(job, Verify)]
+        scheduler.release("t")
     assert order == [(7,), (7, 1), (7, 1, 3), (7, 2)]
 
 
@@ -150,7 +150,7 @@ def test_alternates_beat_the_bound_of_proposition_1() -> None:
 
 
 def test_alternates_never_delay_a_root_verification() -> None:
-    """Blocks queue for two targets all the time: what is to be looked at aside comes after them."""
+    """Blocks queue for two targets all the time: alternates come after them."""
     scarce = SimulationConfig(
         LatencyModel(TARGET_MS, DRAFTER_MS), 1.0, 2, TOKENS, spec=SpecConfig(lookahead=1, branches=2, spare_targets=1)
     )

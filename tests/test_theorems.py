@@ -66,7 +66,7 @@ def test_theorem_1_dsi_is_never_slower_than_non_si(
 
 
 def hesitant(lookahead: int) -> Policy:
-    """A planted mistake: the root is watched only when a block is full, as if verification were free."""
+    """A planted mistake: the root is verified only when a block is full, as if verification were free."""
 
     def policy(g: Generation) -> None:
         tip = g.tip()
@@ -124,7 +124,7 @@ def test_proposition_1_bounds_the_expected_time_and_is_reached(acceptance: float
 def test_eq_1_says_how_many_targets_are_ever_busy(
     drafter: Fraction, acceptance: float, lookahead: int, seed: int
 ) -> None:
-    """One more at most: the watch on a fresh root, or on what remains at the end, is no full block."""
+    """One more at most: the verification of a new root, or on what remains at the end, is no full block."""
     log: list[Span] = []
     setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, sp=110, tokens=30)
     EngineLoop(setting.simulated(seed, log)).run(Request((1, 2, 3), 30, distributed(lookahead)))
@@ -145,7 +145,7 @@ def test_distributed_is_faster_with_two_drafters() -> None:
 
 
 def test_distributed_with_one_target_and_min_draft_is_si() -> None:
-    """The two ends of one family: at SP 1, patience = lookahead judges the same blocks as SI."""
+    """The two ends of one family: at SP 1, min_draft = lookahead verifies the same blocks as SI."""
     setting = SimulationConfig(LatencyModel(Fraction(7), Fraction(1)), 0.0, sp=1, tokens=30)
     for seed in range(5):
         assert took(setting, distributed(4, min_draft=4), seed) == took(setting, speculative(4), seed)

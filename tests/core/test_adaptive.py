@@ -1,4 +1,4 @@
-"""A policy that learns: it goes where the outlook says, for what it has seen, and changes no text."""
+"""The adaptive policy: it follows the latency table at the learned acceptance rates, and changes no text."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ SETTING = SimulationConfig(
 TABLE = latency_table(SETTING)
 
 
-def written(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None = None) -> Completion:
+def generated(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None = None) -> Completion:
     fleet = setting.simulated(seed)
     loop = EngineLoop(fleet)
     loop.latency_monitor = LatencyMonitor(TABLE)
@@ -33,21 +33,21 @@ def written(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None 
     return done
 
 
-def ways(done: Completion) -> list[SpecConfig]:
+def specs(done: Completion) -> list[SpecConfig]:
     return [decision.spec for _, decision in done.decisions]
 
 
 def test_adaptive_stops_speculating_when_nothing_is_accepted() -> None:
-    done = written(replace(SETTING, acceptance=0.0))
-    assert ways(done)[0].speculates
-    assert not ways(done)[-1].speculates
+    done = generated(replace(SETTING, acceptance=0.0))
+    assert specs(done)[0].speculates
+    assert not specs(done)[-1].speculates
     assert done.decisions[-1][1].cause == "acceptance"
     assert done.elapsed < 200 * 20 * 1.02
 
 
 def test_adaptive_speculates_again_when_acceptance_recovers() -> None:
-    done = written(replace(SETTING, acceptance=0.0, acceptance_change=(100, 1.0)))
-    kinds = [way.speculates for way in ways(done)]
+    done = generated(replace(SETTING, acceptance=0.0, acceptance_change=(100, 1.0)))
+    kinds = [spec.speculates for spec in specs(done)]
     assert kinds[0]
     assert kinds[-1]
     assert not all(kinds)
@@ -55,8 +55,8 @@ def test_adaptive_speculates_again_when_acceptance_recovers() -> None:
 
 
 def test_adaptive_keeps_speculating_at_full_acceptance() -> None:
-    done = written(replace(SETTING, acceptance=1.0))
-    assert all(way.speculates for way in ways(done))
+    done = generated(replace(SETTING, acceptance=1.0))
+    assert all(spec.speculates for spec in specs(done))
     assert done.elapsed < 200 * 20 / 4
 
 
@@ -64,7 +64,7 @@ def test_adaptive_keeps_speculating_at_full_acceptance() -> None:
 def test_adaptive_gives_the_targets_text(acceptance: float) -> None:
     setting = replace(SETTING, acceptance=acceptance, acceptance_change=(90, 1 - acceptance))
     [plain] = EngineLoop(setting.simulated(5)).run(Request((1, 2, 3), 200, autoregressive()))
-    assert written(setting, 5).tokens == plain.tokens
+    assert generated(setting, 5).tokens == plain.tokens
 
 
 def test_adaptive_gives_one_text_under_rejection_sampling() -> None:
@@ -81,7 +81,7 @@ def test_adaptive_gives_one_text_under_rejection_sampling() -> None:
 
 
 def test_adaptive_notices_a_slow_drafter() -> None:
-    done = written(SETTING.with_latency(drafter_ms=8.0))
+    done = generated(SETTING.with_latency(drafter_ms=8.0))
     assert "latency" in [decision.cause for _, decision in done.decisions]
 
 

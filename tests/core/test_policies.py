@@ -30,8 +30,8 @@ def test_pearl_drafts_one_block_during_verification() -> None:
     g = Generation((7,), 20, pearl(2))
     step = g.start()
     assert (verifications(step.start), drafts(step.start)) == ([((7,), 1)], [(DRAFTER, (7,), 2)])
-    for guess in (1, 2):
-        assert g.handle(Drafted(open_draft(g), guess)).start == ()
+    for token in (1, 2):
+        assert g.handle(Drafted(open_draft(g), token)).start == ()
     step = g.handle(Verified(open_watch(g, 7), (1,)))
     assert step.emit == (1,)
     assert verifications(step.start) == [((7, 1, 2), 2)]
@@ -54,9 +54,9 @@ def test_distributed_min_draft_ends_at_max_new_tokens() -> None:
 def test_distributed_max_lead_bounds_the_draft() -> None:
     g = Generation((7,), 50, distributed(5, max_lead=3))
     assert drafts(g.start().start) == [(DRAFTER, (7,), 3)]
-    steps = [g.handle(Drafted(open_draft(g), guess)) for guess in (1, 2, 3)]
+    steps = [g.handle(Drafted(open_draft(g), token)) for token in (1, 2, 3)]
     assert [drafts(step.start) for step in steps] == [[], [], []]
-    assert verifications(steps[-1].start) == [((7, 1, 2, 3), 3)]  # it will not fill: judged as it is
+    assert verifications(steps[-1].start) == [((7, 1, 2, 3), 3)]  # it will not fill: verified as it is
     step = g.handle(Verified(open_watch(g, 7), (1,)))
     assert drafts(step.start) == [(DRAFTER, (7, 1, 2, 3), 1)]
 
@@ -94,9 +94,9 @@ def test_distributed_drafter_of_a_pruned_branch_follows_the_survivor() -> None:
 def test_distributed_follows_the_first_of_several_survivors() -> None:
     g = Generation((7,), 50, distributed(1, ("a", "b", "c")))
     g.start()
-    for model, guesses in (("a", (1, 3)), ("b", (1, 4)), ("c", (9,))):
-        for guess in guesses:
-            g.handle(Drafted(open_draft(g, model), guess))
+    for model, tokens in (("a", (1, 3)), ("b", (1, 4)), ("c", (9,))):
+        for token in tokens:
+            g.handle(Drafted(open_draft(g, model), token))
     step = g.handle(Verified(open_watch(g, 7), (1,)))
     assert drafts(step.start) == [("c", (7, 1, 3), 47)]
 
@@ -127,8 +127,8 @@ def test_spec_config_refuses_impossible_numbers(refused: object) -> None:
 
 
 def among(targets: int, requests: int, verifying: int) -> Generation:
-    crowd = Load(targets, requests, verifying)
-    return Generation((7,), 50, load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), crowd))
+    load = Load(targets, requests, verifying)
+    return Generation((7,), 50, load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), load))
 
 
 def test_load_aware_speculates_fully_when_alone() -> None:
@@ -140,7 +140,7 @@ def test_load_aware_verifies_one_whole_block_under_load() -> None:
     g = among(targets=1, requests=4, verifying=1)
     step = g.start()
     assert (verifications(step.start), drafts(step.start)) == ([], [(DRAFTER, (7,), 3)])
-    steps = [g.handle(Drafted(open_draft(g), guess)) for guess in (1, 2, 3)]
+    steps = [g.handle(Drafted(open_draft(g), token)) for token in (1, 2, 3)]
     assert [verifications(step.start) for step in steps] == [[], [], [((7, 1, 2, 3), 4)]]
     assert drafts(steps[-1].start) == []
 
@@ -156,7 +156,7 @@ def test_load_aware_lead_follows_the_share_of_targets() -> None:
 
 
 def test_load_aware_keeps_the_blocks_of_the_rule_block() -> None:
-    crowd = Load(1, 9, 1)
-    policy = load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), crowd)
+    load = Load(1, 9, 1)
+    policy = load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), load)
     g = Generation((7,), 50, policy, sampling=Sampling(temperature=1.0, rule="reject"))
     assert drafts(g.start().start) == [(DRAFTER, (7,), 20)]

@@ -16,7 +16,7 @@ from dsi.fleets.threads import ThreadFleet
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
-# Every guess is right but those of tokens 5 and 9; there are more targets than DSI can use.
+# Every draft token is right but those of tokens 5 and 9; there are more targets than DSI can use.
 SETTING = SimulationConfig(LatencyModel(20, 2), 1.0, 12, 20, rejected_positions=frozenset({5, 9}))
 
 
@@ -26,54 +26,54 @@ def done(policy: Policy, setting: SimulationConfig = SETTING) -> Overlap:
     return text.overlap
 
 
-def busy(found: Overlap) -> dict[str, Time]:
-    return {each.server: each.busy for each in found.servers or ()}
+def busy(stats: Overlap) -> dict[str, Time]:
+    return {each.server: each.busy for each in stats.servers or ()}
 
 
 def test_overlap_of_autoregressive_is_none() -> None:
-    found = done(autoregressive(), replace(SETTING, sp=2))
-    assert (found.hidden, found.lead, found.wasted_drafts, found.wasted_forwards) == (0, 0, 0, 0)
-    assert (found.target_time, found.drafter_time, found.elapsed) == (20, None, 400)
-    assert (found.losses, found.lost, found.gap) == ((), 0, 1.0)
-    assert busy(found) == {"target-1": 400, "target-2": 0, "drafter": 0}
-    assert [each.idle_share for each in found.servers or ()] == [0.0, 1.0, 1.0]
+    stats = done(autoregressive(), replace(SETTING, sp=2))
+    assert (stats.hidden, stats.lead, stats.wasted_drafts, stats.wasted_forwards) == (0, 0, 0, 0)
+    assert (stats.target_time, stats.drafter_time, stats.elapsed) == (20, None, 400)
+    assert (stats.losses, stats.lost, stats.gap) == ((), 0, 1.0)
+    assert busy(stats) == {"target-1": 400, "target-2": 0, "drafter": 0}
+    assert [each.idle_share for each in stats.servers or ()] == [0.0, 1.0, 1.0]
 
 
 def test_overlap_of_distributed_loses_one_forward_less_a_draft_per_rejection() -> None:
     """Tokens at 20, 22, ... 30; the sixth is put right, so the next comes at 50; likewise the tenth."""
-    found = done(distributed(1))
-    assert found.losses == (RejectionCost(5, 30, 18), RejectionCost(9, 56, 18))
-    assert (found.target_time, found.drafter_time) == (20, 2)
-    assert (found.elapsed, found.ideal, found.gap) == (94, 17 * 2 + 3 * 20, 1.0)
-    assert found.hidden == 17 / 20  # one forward for each token, and three tokens that nobody had guessed
+    stats = done(distributed(1))
+    assert stats.losses == (RejectionCost(5, 30, 18), RejectionCost(9, 56, 18))
+    assert (stats.target_time, stats.drafter_time) == (20, 2)
+    assert (stats.elapsed, stats.ideal, stats.gap) == (94, 17 * 2 + 3 * 20, 1.0)
+    assert stats.hidden == 17 / 20  # one forward for each token, and three tokens that nobody had drafted
 
 
 def test_overlap_min_draft_adds_to_the_cost_of_a_rejection() -> None:
-    found = done(distributed(1, min_draft=3))
-    assert [loss.lost for loss in found.losses] == [18 + 3 * 2] * 2
-    assert found.lost == 48
+    stats = done(distributed(1, min_draft=3))
+    assert [loss.lost for loss in stats.losses] == [18 + 3 * 2] * 2
+    assert stats.lost == 48
 
 
 def test_overlap_of_speculative_is_none() -> None:
-    """Blocks of 26: three guesses and a forward; the last has room for one guess."""
-    found = done(speculative(3))
-    assert (found.hidden, found.lead, found.wasted_drafts, found.wasted_forwards) == (0, 0, 2, 0)
-    assert found.losses == (RejectionCost(5, 52, 26 - 2),)  # token 9 is the target's own, after a block
-    assert busy(found)["target-1"] == 6 * 20
-    assert busy(found)["drafter"] == 16 * 2
-    assert (found.elapsed, found.ideal) == (5 * 26 + 22, 14 * 2 + 6 * 20)
-    assert found.gap == 152 / 148
+    """Blocks of 26: three draft tokens and a forward; the last has room for one draft token."""
+    stats = done(speculative(3))
+    assert (stats.hidden, stats.lead, stats.wasted_drafts, stats.wasted_forwards) == (0, 0, 2, 0)
+    assert stats.losses == (RejectionCost(5, 52, 26 - 2),)  # token 9 is the target's own, after a block
+    assert busy(stats)["target-1"] == 6 * 20
+    assert busy(stats)["drafter"] == 16 * 2
+    assert (stats.elapsed, stats.ideal) == (5 * 26 + 22, 14 * 2 + 6 * 20)
+    assert stats.gap == 152 / 148
 
 
 def test_overlap_of_pearl_is_in_between() -> None:
-    found = done(pearl(10))
-    assert 0 < found.hidden < done(distributed(1)).hidden
-    assert found.gap == 120 / 94
-    assert found.lost == 2 * 18
+    stats = done(pearl(10))
+    assert 0 < stats.hidden < done(distributed(1)).hidden
+    assert stats.gap == 120 / 94
+    assert stats.lost == 2 * 18
 
 
 def test_overlap_lead_counts_draft_tokens_ahead() -> None:
-    """All right, and a target ten times as slow: at 20 there are 10 guesses, of which one is sure now."""
+    """All right, and a target ten times as slow: at 20 there are 10 draft tokens, of which one is verified now."""
     setting = replace(SETTING, rejected_positions=frozenset(), tokens=12)
     assert done(distributed(1), setting).lead == (9 + sum(range(10))) / 11  # 9, 9, 8, ... 0
     assert done(distributed(1, max_lead=4), setting).lead < 4
@@ -97,9 +97,9 @@ def test_overlap_counts_no_forward_twice() -> None:
     """Forwards that cannot be stopped go on after the end of the request that wanted them."""
     fleet = replace(SETTING, sp=4).with_latency(cancel_points=1).simulated(0)
     loop = EngineLoop(fleet)
-    found = [loop.run(Request((1, 2, i), 20, distributed(1)))[0].overlap for i in range(3)]
-    assert all(each is not None and each.servers is not None for each in found)
-    total = {name: sum(busy(each)[name] for each in found if each) for name in fleet.busy}
+    stats = [loop.run(Request((1, 2, i), 20, distributed(1)))[0].overlap for i in range(3)]
+    assert all(each is not None and each.servers is not None for each in stats)
+    total = {name: sum(busy(each)[name] for each in stats if each) for name in fleet.busy}
     fleet.close()
     assert total == fleet.busy
 
@@ -137,9 +137,9 @@ def test_overlap_of_a_cancelled_request_ends_there() -> None:
     assert run.overlap.elapsed == 100
     loop.step()
     loop.cancel(run)
-    found = run.completion().overlap
-    assert found is not None
-    assert (found.elapsed, busy(found)["target-1"]) == (120, 120)
+    stats = run.completion().overlap
+    assert stats is not None
+    assert (stats.elapsed, busy(stats)["target-1"]) == (120, 120)
 
 
 def test_overlap_is_measured_on_threads() -> None:
@@ -148,18 +148,18 @@ def test_overlap_is_measured_on_threads() -> None:
         [text] = EngineLoop(fleet).run(Request((1, 2, 3), 8, speculative(3)))
     finally:
         fleet.close()
-    found = text.overlap
-    assert found is not None
-    assert (found.target_time or 0) >= 0.019
-    assert (found.drafter_time or 0) >= 0.0019
-    assert busy(found)["target-2"] == 0
-    assert 0 < busy(found)["target-1"] < text.elapsed
+    stats = text.overlap
+    assert stats is not None
+    assert (stats.target_time or 0) >= 0.019
+    assert (stats.drafter_time or 0) >= 0.0019
+    assert busy(stats)["target-2"] == 0
+    assert 0 < busy(stats)["target-1"] < text.elapsed
 
 
 def test_overlap_json_is_in_milliseconds() -> None:
-    said = done(distributed(1), replace(SETTING, sp=11)).json(1)
-    assert said.pop("idle_share").keys() == {*(f"target-{i}" for i in range(1, 12)), "drafter"}
-    assert said == {
+    figures = done(distributed(1), replace(SETTING, sp=11)).json(1)
+    assert figures.pop("idle_share").keys() == {*(f"target-{i}" for i in range(1, 12)), "drafter"}
+    assert figures == {
         "hidden_share": 0.85,
         "drafter_lead": pytest.approx(5.684, abs=1e-3),
         "wasted_drafts": 20,
@@ -184,21 +184,21 @@ def of(
 
 
 def test_overlap_counts_only_usage_in_between() -> None:
-    found = of(
+    stats = of(
         (10, 16),
         ("plain", "accepted"),
         20,
         target=(ServerUsage("target", 100, 9, 90), ServerUsage("target", 115, 11, 104)),
         other=(ServerUsage("drafter", 5, 2, 5), ServerUsage("drafter", 13, 6, 11)),
     )
-    assert (found.target_time, found.drafter_time) == (7, 1.5)
-    assert found.servers == (ServerTime("target", "target", 15, 5), ServerTime("other", "drafter", 8, 12))
-    assert found.ideal == 8.5
+    assert (stats.target_time, stats.drafter_time) == (7, 1.5)
+    assert stats.servers == (ServerTime("target", "target", 15, 5), ServerTime("other", "drafter", 8, 12))
+    assert stats.ideal == 8.5
 
 
 def test_overlap_of_a_server_added_later() -> None:
-    found = overlap((), (), Tally(), (), {}, {"new": ServerUsage("target", 4, 1, 4)}, 10, alone=True)
-    assert found.servers == (ServerTime("new", "target", 4, 6),)
+    stats = overlap((), (), Tally(), (), {}, {"new": ServerUsage("target", 4, 1, 4)}, 10, alone=True)
+    assert stats.servers == (ServerTime("new", "target", 4, 6),)
 
 
 def test_overlap_ideal_needs_measured_latencies() -> None:
@@ -208,8 +208,8 @@ def test_overlap_ideal_needs_measured_latencies() -> None:
 
 def test_overlap_rejection_with_a_known_next_token_costs_nothing() -> None:
     drafts = ServerUsage("drafter"), ServerUsage("drafter", 4, 2, 4)
-    found = of((10, 10, 30), ("corrected", "accepted", "corrected"), 30, drafter=drafts)
-    assert [loss.lost for loss in found.losses] == [0, 0]
+    stats = of((10, 10, 30), ("corrected", "accepted", "corrected"), 30, drafter=drafts)
+    assert [loss.lost for loss in stats.losses] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_loop_runs_more_requests_than_are_tracked() -> None:
 
 
 def test_loop_starts_no_deeper_job_before_a_waiting_root() -> None:
-    """Many requests, one target: every root is watched in turn, and hardly any speculation is."""
+    """Many requests, one target: every root is verified in turn, and hardly any speculation is."""
     log: list[Span] = []
     setting = SimulationConfig(LatencyModel(20.0, 1.0), 0.9, sp=1, tokens=10)
     requests = [Request((i,), 10, distributed(2)) for i in range(8)]
