@@ -51,9 +51,9 @@ def row(target: float, drafter: float, acceptance: float, gpus: int, scales: lis
 
 def on_cores(cores: int, repeats: int, tokens: int) -> list[Table]:
     """Interleaved and repeated; all texts are checked to be equal."""
-    entrants = budget.contenders(budget.ALGORITHMS, cores, BLOCKS)
-    count = len(entrants) * sum(map(len, CLASSES.values())) * repeats
-    with budget.engines(Engine.load, entrants) as running, show.progress("texts", count) as advance:
+    configs = budget.configurations(budget.ALGORITHMS, cores, BLOCKS)
+    count = len(configs) * sum(map(len, CLASSES.values())) * repeats
+    with budget.engines(Engine.load, configs) as running, show.progress("texts", count) as advance:
         return budget.measured(running, CLASSES, repeats, {"max_new_tokens": tokens}, advance)
 
 

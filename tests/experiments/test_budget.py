@@ -11,33 +11,38 @@ import pytest
 
 from dsi.core.generation import Tally
 from dsi.core.request import Completion
+from dsi.core.spec import SpecConfig
 from dsi.engine.engine import Engine
 from dsi.experiments.budget import (
     ALGORITHMS,
     MEASURED,
     OTHER,
     SIMULATED,
-    Contender,
+    Configuration,
     Entry,
     Layout,
     Table,
     acceptance,
-    arranged,
-    check_entrants,
+    check_algorithms,
     check_one_text,
     check_processors,
     check_share,
-    contenders,
+    configurations,
     engines,
     entries,
     layouts,
     measured,
     simulated,
+    with_layout,
 )
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 ALL, OWN = Layout(2), Layout(2, 1)
+
+
+def configuration(algorithm: str, layout: Layout, lookahead: int | None = None) -> Configuration:
+    return Configuration(SpecConfig(algorithm, lookahead), layout)
 
 
 def completion(times: list[float], tally: Tally, tokens: int = 7) -> Completion:
@@ -51,18 +56,18 @@ def text(seconds: float, count: int = 20, **tally: int) -> Completion:
 
 def found(rates: dict[str, list[float]]) -> Table:
     """Texts of 20 tokens at these speeds."""
-    texts = {Contender(name, OWN): [text(20 / rate) for rate in speeds] for name, speeds in rates.items()}
+    texts = {configuration(name, OWN): [text(20 / rate) for rate in speeds] for name, speeds in rates.items()}
     return Table("made up", entries(texts, MEASURED, 1000))
 
 
 def test_layouts_divide_all_processors_evenly() -> None:
     assert layouts(1) == [Layout(1)]
     assert layouts(2) == [ALL, OWN]
-    assert [(each.targets, each.each) for each in layouts(7)] == [(0, 7), (6, 1), (3, 2), (2, 3), (1, 6)]
+    assert [(each.targets, each.per_target) for each in layouts(7)] == [(0, 7), (6, 1), (3, 2), (2, 3), (1, 6)]
 
 
 def test_on_two_cores_everyone_is_there_once_and_non_si_and_si_twice() -> None:
-    names = [each.name() for each in contenders(ALGORITHMS, 2, [3, 5])]
+    names = [each.name() for each in configurations(ALGORITHMS, 2, [3, 5])]
     assert names == [
         "non-SI, all 2 cores",
         "non-SI, 1 core",
@@ -77,7 +82,7 @@ def test_on_two_cores_everyone_is_there_once_and_non_si_and_si_twice() -> None:
 
 
 def test_many_targets_are_for_dsi_and_auto() -> None:
-    found = contenders(ALGORITHMS, 7, [3])
+    found = configurations(ALGORITHMS, 7, [3])
     homes = {name: [each.layout.targets for each in found if each.algorithm == name] for name in ALGORITHMS}
     assert homes == {
         "nonsi": [0, 6],
@@ -86,12 +91,12 @@ def test_many_targets_are_for_dsi_and_auto() -> None:
         "dsi": [6, 3, 2, 1],
         "auto": [6, 3, 2, 1],
     }
-    assert Contender("pearl", Layout(7, 6)).name() == "PEARL, 1 target of 1 core"
-    assert Contender("dsi", Layout(7, 3)).name("GPU") == "DSI, 3 targets of 2 GPUs"
+    assert configuration("pearl", Layout(7, 6)).name() == "PEARL, 1 target of 1 core"
+    assert configuration("dsi", Layout(7, 3)).name("GPU") == "DSI, 3 targets of 2 GPUs"
 
 
 def test_one_core_is_for_all_of_them() -> None:
-    assert [each.name() for each in contenders(ALGORITHMS, 1, [3])] == [
+    assert [each.name() for each in configurations(ALGORITHMS, 1, [3])] == [
         "non-SI, 1 core",
         "SI (3), 1 core",
         "PEARL, 1 core",
@@ -105,7 +110,7 @@ def test_an_entry_tells_rates_latencies_and_costs() -> None:
         text(2.0, forwards=10, drafted=30, accepted=15, abandoned=4),
         text(4.0, forwards=20, drafted=30, accepted=10),
     ]
-    [entry] = entries({Contender("dsi", OWN): texts}, MEASURED, 1000)
+    [entry] = entries({configuration("dsi", OWN): texts}, MEASURED, 1000)
     assert (entry.rates, entry.tokens_per_second) == ((10.0, 5.0), 7.5)
     assert entry.times_ms == pytest.approx((150, 1500, 3000))
     costs = (entry.target_forwards, entry.given_up, entry.drafter_forwards, entry.tokens_wasted)
@@ -117,19 +122,19 @@ def test_an_entry_tells_rates_latencies_and_costs() -> None:
 
 
 def test_virtual_milliseconds_are_told_as_such() -> None:
-    [entry] = entries({Contender("dsi", OWN): [text(2000.0)]}, SIMULATED, 1)
+    [entry] = entries({configuration("dsi", OWN): [text(2000.0)]}, SIMULATED, 1)
     assert entry.rates == (10.0,)
     assert entry.times_ms == pytest.approx((100, 1000, 2000))
 
 
 def test_a_text_that_is_too_short_has_no_tenth_token() -> None:
-    [entry] = entries({Contender("nonsi", ALL): [text(1.0, count=8), text(1.0, count=8)]}, MEASURED, 1000)
+    [entry] = entries({configuration("nonsi", ALL): [text(1.0, count=8), text(1.0, count=8)]}, MEASURED, 1000)
     assert entry.times_ms == pytest.approx((125, None, 1000))
 
 
 def test_of_several_blocks_in_a_layout_the_fastest_is_shown() -> None:
     texts = {
-        Contender("si", layout, block): [text(seconds)]
+        configuration("si", layout, block): [text(seconds)]
         for layout, block, seconds in ((ALL, 3, 2.0), (ALL, 5, 1.0), (OWN, 3, 1.5), (OWN, 5, 3.0))
     }
     assert [(each.layout, each.lookahead) for each in entries(texts, MEASURED, 1000)] == [(ALL, 5), (OWN, 3)]
@@ -153,7 +158,7 @@ def test_a_winner_that_often_loses_is_not_clear() -> None:
 
 
 def test_the_second_is_of_another_algorithm_and_nobody_wins_alone() -> None:
-    texts = {Contender("nonsi", ALL): [text(1.0)], Contender("nonsi", OWN): [text(1.1)]}
+    texts = {configuration("nonsi", ALL): [text(1.0)], configuration("nonsi", OWN): [text(1.1)]}
     table = Table("made up", entries(texts, MEASURED, 1000))
     assert table.verdict is None
     assert table.json()["verdict"] is None
@@ -170,14 +175,14 @@ class Pen:
         return completion([1.0 * (i + 1) for i in range(max_new_tokens)], Tally(), self.token)
 
 
-def run(pens: dict[Contender, Pen], repeats: int) -> list[Table]:
+def run(pens: dict[Configuration, Pen], repeats: int) -> list[Table]:
     classes = {"one": ["a", "b"], "two": ["c"]}
-    return measured(cast(dict[Contender, Engine], pens), classes, repeats, {"max_new_tokens": 3})
+    return measured(cast(dict[Configuration, Engine], pens), classes, repeats, {"max_new_tokens": 3})
 
 
 def test_each_prompt_goes_through_all_and_another_is_first_each_time() -> None:
     log: list[tuple[str, str]] = []
-    tables = run({Contender("nonsi", ALL): Pen(log), Contender("dsi", OWN): Pen(log)}, repeats=1)
+    tables = run({configuration("nonsi", ALL): Pen(log), configuration("dsi", OWN): Pen(log)}, repeats=1)
     assert log[2:] == [  # after one text each to warm up
         ("nonsi", "a"),
         ("dsi", "a"),
@@ -195,14 +200,14 @@ def test_each_prompt_goes_through_all_and_another_is_first_each_time() -> None:
 def test_contenders_on_one_engine_do_not_find_their_prompt_read() -> None:
     log: list[tuple[str, str]] = []
     pen = Pen(log)
-    run({Contender("nonsi", OWN): pen, Contender("si", OWN, 3): pen}, repeats=1)
+    run({configuration("nonsi", OWN): pen, configuration("si", OWN, 3): pen}, repeats=1)
     prompts = [prompt for _, prompt in log[2:]]
     assert prompts == ["a", OTHER, "a", "b", OTHER, "b", "c", OTHER, "c"]
 
 
 def test_different_texts_are_an_error() -> None:
     with pytest.raises(ValueError, match="prompt 'a': different texts"):
-        run({Contender("nonsi", ALL): Pen([]), Contender("dsi", OWN): Pen([], token=8)}, repeats=1)
+        run({configuration("nonsi", ALL): Pen([]), configuration("dsi", OWN): Pen([], token=8)}, repeats=1)
 
 
 def test_each_layout_has_an_engine_on_the_same_cores_and_auto_its_own() -> None:
@@ -214,9 +219,9 @@ def test_each_layout_has_an_engine_on_the_same_cores_and_auto_its_own() -> None:
         asked.append(options | {"cores": len(os.sched_getaffinity(0))})
         yield object()
 
-    entrants = contenders(ALGORITHMS, 1, [3, 5])
-    with engines(cast(Any, load), entrants) as running:
-        assert set(running) == set(entrants)
+    configs = configurations(ALGORITHMS, 1, [3, 5])
+    with engines(cast(Any, load), configs) as running:
+        assert set(running) == set(configs)
         assert len({id(engine) for engine in running.values()}) == 2
     assert [each["algorithm"] for each in asked] == ["dsi", "auto"]
     assert [(each["threads"], each["cores"]) for each in asked] == [(1, 1), (1, 1)]
@@ -234,11 +239,11 @@ SETTING = SimulationConfig(
 
 
 def test_a_share_of_a_forward_is_divided_among_its_processors() -> None:
-    turns = arranged(SETTING, Contender("si", Layout(4), 5), 0.8)
+    turns = with_layout(SETTING, configuration("si", Layout(4), 5), 0.8)
     assert (turns.latency.target_ms, turns.latency.target_ttft_ms) == pytest.approx((8, 16))
     assert [ms for _, ms in turns.latency.by_width] == pytest.approx([8, 9.6])
     assert (turns.sp, turns.spec.lookahead, turns.latency.drafter_ms) == (1, 5, 2.0)
-    own = arranged(SETTING, Contender("dsi", Layout(4, 3)), 0.8)
+    own = with_layout(SETTING, configuration("dsi", Layout(4, 3)), 0.8)
     assert (own.sp, own.latency.target_ms, own.latency.by_width) == (3, 20, SETTING.latency.by_width)
 
 
@@ -250,9 +255,9 @@ def best(table: Table, name: str) -> Entry:
 @pytest.mark.parametrize(("share", "targets"), [(0.0, 3), (1.0, 1)])
 def test_what_is_simulated_is_labelled_and_depends_on_what_scales(share: float, targets: int) -> None:
     """Where a forward does not scale, DSI has many targets; where it does, one of many processors."""
-    entrants = contenders(["nonsi", "dsi", "auto"], 4, [])
+    configs = configurations(["nonsi", "dsi", "auto"], 4, [])
     settings = {str(rate): replace(SETTING, acceptance=rate) for rate in (0.9, 0.05)}
-    good, bad = simulated(settings, entrants, share, range(6), "GPU")
+    good, bad = simulated(settings, configs, share, range(6), "GPU")
     assert (good.acceptance, bad.acceptance) == (0.9, 0.05)
     assert {each.label for each in (*good.entries, *bad.entries)} == {"simulated"}
     assert good.entries[0].rates == pytest.approx([1000 * 40 / (41 * 20 * (1 - share + share / 4))] * 6)
@@ -266,9 +271,9 @@ def test_acceptance_is_counted_where_there_was_a_guess() -> None:
 
 
 def test_non_si_is_always_asked_and_names_are_checked() -> None:
-    assert check_entrants("auto, dsi") == ["nonsi", "dsi", "auto"]
+    assert check_algorithms("auto, dsi") == ["nonsi", "dsi", "auto"]
     with pytest.raises(ValueError, match="algorithm 'medusa'"):
-        check_entrants("dsi,medusa")
+        check_algorithms("dsi,medusa")
 
 
 def test_bad_numbers_are_refused() -> None:

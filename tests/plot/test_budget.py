@@ -7,15 +7,17 @@ from matplotlib.collections import LineCollection
 
 from dsi.core.generation import Tally
 from dsi.core.request import Completion
-from dsi.experiments.budget import SIMULATED, Contender, Layout, Table, entries
+from dsi.core.spec import SpecConfig
+from dsi.experiments.budget import SIMULATED, Configuration, Layout, Table, entries
 from dsi.plot.budget import figure, save
 
 
 def table(name: str, *speeds: float) -> Table:
     """Texts of one token; times are milliseconds."""
+    configs = {Configuration(SpecConfig("nonsi"), Layout(2)): 1000, Configuration(SpecConfig("dsi"), Layout(2, 1)): 500}
     texts = {
-        Contender("nonsi", Layout(2)): [Completion((7,), "length", (1000 / speed,), Tally()) for speed in speeds],
-        Contender("dsi", Layout(2, 1)): [Completion((7,), "length", (500 / speed,), Tally()) for speed in speeds],
+        config: [Completion((7,), "length", (ms / speed,), Tally()) for speed in speeds]
+        for config, ms in configs.items()
     }
     return Table(name, entries(texts, SIMULATED, 1), acceptance=0.75)
 

@@ -16,7 +16,7 @@ from dsi.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from dsi.engine.engine import Engine
-    from dsi.experiments.budget import Contender, Table
+    from dsi.experiments.budget import Configuration, Table
     from dsi.planning.simulation import SimulationConfig
 
 Classes = Mapping[str, Sequence[str]]  # prompts by class
@@ -105,9 +105,9 @@ class BudgetComparison:
         budget.check_one_text(self.sampling.rule, self.sampling.temperature)
         if self.max_new_tokens < 1:
             raise ValueError(f"max new tokens {self.max_new_tokens}: must be at least 1")
-        entrants = self._contenders(cores)
+        configs = self._configurations(cores)
         if cores > here:
-            self._simulate_cores(cores, entrants, classes)
+            self._simulate_cores(cores, configs, classes)
             return
         if self.options.parallel_fraction is not None:
             count = budget.plural(cores, "core")
@@ -116,14 +116,14 @@ class BudgetComparison:
             )
         texts = sum(map(len, classes.values())) * self.repeats
         with (
-            budget.engines(self._load, entrants) as running,
-            show.progress("texts", len(entrants) * texts) as advance,
+            budget.engines(self._load, configs) as running,
+            show.progress("texts", len(configs) * texts) as advance,
         ):
             tables = budget.measured(running, classes, self.repeats, self._arguments, advance)
         about = f"{_runs(tables)} on {budget.plural(cores, 'core')}, all equal"
         self._report(tables, about, cores=cores, equal=True)
 
-    def _simulate_cores(self, cores: int, entrants: Sequence[Contender], classes: Classes) -> None:
+    def _simulate_cores(self, cores: int, configs: Sequence[Configuration], classes: Classes) -> None:
         """Measure latencies and acceptance rates here, and simulate more cores than there are."""
         from dsi.experiments import budget
 
@@ -135,7 +135,7 @@ class BudgetComparison:
         settings = {name: replace(setting, acceptance=rate) for name, rate in rates.items()}
         count = max(map(len, classes.values())) * self.repeats
         origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"
-        self._simulate(settings, cores, "core", entrants, fraction, count, f"as measured on one {origin}")
+        self._simulate(settings, cores, "core", configs, fraction, count, f"as measured on one {origin}")
 
     def _on_gpus(self, path: Path) -> None:
         """Simulate GPUs by the latencies of one in a profile."""
@@ -149,15 +149,15 @@ class BudgetComparison:
         setting = SimulationConfig(latency, acceptance, sp=1, tokens=self.max_new_tokens, thread_pool=False)
         gpus = budget.check_processors("gpus", self.options.gpus or 0, 2)
         count = RUNS_PER_REPEAT * self.repeats
-        settings, entrants = {profile.dataset: setting}, self._contenders(gpus)
-        self._simulate(settings, gpus, "GPU", entrants, self._parallel_fraction(), count, f"from {path}")
+        settings, configs = {profile.dataset: setting}, self._configurations(gpus)
+        self._simulate(settings, gpus, "GPU", configs, self._parallel_fraction(), count, f"from {path}")
 
     def _simulate(
         self,
         settings: Mapping[str, SimulationConfig],
         total: int,
         unit: str,
-        entrants: Sequence[Contender],
+        configs: Sequence[Configuration],
         fraction: float,
         count: int,
         origin: str,
@@ -165,8 +165,8 @@ class BudgetComparison:
         from dsi.experiments import budget
 
         seeds = range(self.sampling.seed, self.sampling.seed + count)
-        with show.progress("contenders", len(settings) * len(entrants)) as advance:
-            tables = budget.simulated(settings, entrants, fraction, seeds, unit, advance)
+        with show.progress("configurations", len(settings) * len(configs)) as advance:
+            tables = budget.simulated(settings, configs, fraction, seeds, unit, advance)
         latency = next(iter(settings.values())).latency
         about = (
             f"{_runs(tables)} on {budget.plural(total, unit)}; a target forward {latency.target_ms:.2f} ms and a "
@@ -179,10 +179,10 @@ class BudgetComparison:
     def _load(self, algorithm: str, texts: int | None = None, **changes: Any) -> Engine:
         return load_engine(replace(self.config, max_num_seqs=texts, **changes), SpecConfig(algorithm))
 
-    def _contenders(self, processors: int) -> list[Contender]:
+    def _configurations(self, processors: int) -> list[Configuration]:
         from dsi.experiments import budget
 
-        return budget.contenders(budget.check_entrants(self.algorithms), processors, self.si_lookaheads)
+        return budget.configurations(budget.check_algorithms(self.algorithms), processors, self.si_lookaheads)
 
     def _parallel_fraction(self) -> float:
         from dsi.experiments import budget
@@ -205,4 +205,4 @@ class BudgetComparison:
 
 
 def _runs(tables: Sequence[Table]) -> str:
-    return f"{tables[0].entries[0].runs} texts of each class and contender"
+    return f"{tables[0].entries[0].runs} texts of each class and configuration"

@@ -51,7 +51,7 @@ def compare(
     With --budget, each algorithm has the same processors, in arrangements of its own.
     """
     from dsi.experiments.compare import compare as measured
-    from dsi.experiments.compare import contenders
+    from dsi.experiments.compare import specs
 
     options_given = given(context)
     check_given(options_given)
@@ -63,14 +63,14 @@ def compare(
         run = BudgetComparison(config, sampling, max_new_tokens, repeats, names, lookaheads, budget_options, json)
         run.run(lambda: _classes(prompts))
         return
-    names_and_lookaheads = contenders(algorithms(algorithm), lookaheads)
+    configs = specs(algorithms(algorithm), lookaheads)
     texts = _prompts(prompts)
     with (
         load_engine(config, spec) as engine,
-        show.progress("texts", len(names_and_lookaheads) * len(texts) * repeats) as advance,
+        show.progress("texts", len(configs) * len(texts) * repeats) as advance,
     ):
         arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling)}
-        rows = measured(engine, names_and_lookaheads, texts, repeats, arguments, advance)
+        rows = measured(engine, configs, texts, repeats, arguments, advance)
     show.comparison(rows, json, sampling.rule == "match" or sampling.temperature == 0)
 
 

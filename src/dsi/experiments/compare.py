@@ -1,4 +1,4 @@
-"""The same prompts under every algorithm: interleaved, repeated, and checked to give the same texts."""
+"""Run the same prompts under every algorithm, interleaved and repeated, and check that the texts are equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
-from dsi.core.spec import check_algorithm
+from dsi.core.spec import SpecConfig
 from dsi.core.stats import mean
 from dsi.planning.simulation import TITLES
 
@@ -24,7 +24,7 @@ PROMPTS = (
     "In the forest there lived",
     "Ben wanted to",
 )
-CLASSES = {  # what the built-in pair was made for, and what it was not
+CLASSES = {  # what the built-in pair was trained on, and what it was not
     "stories": PROMPTS[:4],
     "code": (
         "def fibonacci(n):\n    if n < 2:\n        return",
@@ -45,24 +45,23 @@ CLASSES = {  # what the built-in pair was made for, and what it was not
         "tax whale ladder minus apricot verb",
     ),
 }
-Contender = tuple[str, int | None]  # an algorithm, and the lookahead it is tried with; None: its own
 
 
 @dataclass(frozen=True)
 class Row:
-    """One algorithm over all prompts and repeats; rates are tokens per second, counts and times per text."""
+    """One algorithm over all prompts and repeats: rates in tokens per second, counts and times per text."""
 
     algorithm: str
     lookahead: int | None
     rates: tuple[float, ...]
     forwards: float
     wasted: float
-    overlap: dict[str, Any]  # what the overlap did, in the mean
-    unspeculated: float  # tokens that `auto` wrote without speculation
+    overlap: dict[str, Any]  # means of the statistics of the overlap
+    unspeculated: float  # tokens that `auto` generated without speculation
 
     @property
     def name(self) -> str:
-        return TITLES[self.algorithm] + (f" ({self.lookahead})" if self.lookahead else "")
+        return title(SpecConfig(self.algorithm, self.lookahead))
 
     @property
     def runs(self) -> int:
@@ -74,18 +73,15 @@ class Row:
 
     @property
     def low(self) -> float:
-        return self._quartiles()[0]
+        return quartiles(self.rates)[0]
 
     @property
     def high(self) -> float:
-        return self._quartiles()[2]
-
-    def _quartiles(self) -> list[float]:
-        return quantiles(self.rates, n=4) if len(self.rates) > 1 else [*self.rates] * 3
+        return quartiles(self.rates)[2]
 
     def over(self, other: Row) -> float:
-        """How many times as fast: the median of the ratios of runs that were side by side."""
-        return median(mine / theirs for mine, theirs in zip(self.rates, other.rates))
+        """Return how many times as fast it is: the median ratio of runs that were side by side."""
+        return median(a / b for a, b in zip(self.rates, other.rates))
 
     def json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -95,41 +91,49 @@ class Row:
         }
 
 
-def contenders(algorithms: Sequence[str], si_lookaheads: Sequence[int]) -> list[Contender]:
-    """SI is tried with several blocks, so that it is compared at its best."""
-    found: list[Contender] = []
-    for name in [check_algorithm(name, auto=True) for name in algorithms]:
-        found += [(name, block) for block in si_lookaheads] if name == "si" else [(name, None)]
-    return found
+def title(spec: SpecConfig) -> str:
+    """Return the algorithm's title, with the lookahead where it is given."""
+    return TITLES[spec.algorithm] + (f" ({spec.lookahead})" if spec.lookahead else "")
+
+
+def quartiles(values: Sequence[float]) -> list[float]:
+    return quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+
+
+def specs(algorithms: Iterable[str], si_lookaheads: Sequence[int]) -> list[SpecConfig]:
+    """Return a configuration per algorithm; SI has several lookaheads, so that it is compared at its best."""
+    return [
+        SpecConfig(name, lookahead) for name in algorithms for lookahead in (si_lookaheads if name == "si" else (None,))
+    ]
 
 
 def compare(
     engine: Engine,
-    names: Sequence[Contender],
+    configs: Sequence[SpecConfig],
     prompts: Sequence[str],
     repeats: int,
     options: dict[str, Any],
     progress: Progress = no_progress,
 ) -> list[Row]:
-    """A row for each algorithm; of several lookaheads the fastest. Different texts are an error.
+    """Return a row per algorithm, with the fastest of its lookaheads; different texts are an error.
 
-    By the rules that need the guess each algorithm writes a text of its own, every time the same.
+    Under rules that depend on the draft tokens each algorithm generates its own text, the same in every repeat.
     """
     one_text = options.get("rule", "match") == "match" or not options.get("temperature")
-    done: dict[Contender, list[Completion]] = {name: [] for name in names}
+    done: dict[SpecConfig, list[Completion]] = {spec: [] for spec in configs}
     for _ in range(repeats):
         for prompt in prompts:
-            for algorithm, lookahead in names:
-                text = engine.generate(prompt, algorithm=algorithm, lookahead=lookahead, **options)
-                done[algorithm, lookahead].append(text)
+            for spec, texts in done.items():
+                texts.append(engine.generate(prompt, algorithm=spec.algorithm, lookahead=spec.lookahead, **options))
                 progress()
             check_equal(prompt, [texts[-1] for texts in done.values()] if one_text else ())
     for texts in done.values():
         for i, prompt in enumerate(prompts):
             check_equal(prompt, texts[i :: len(prompts)])
-    rows = [row(name, texts) for name, texts in done.items()]
-    best = {name: max((r for r in rows if r.algorithm == name), key=lambda r: r.tokens_per_second) for name, _ in names}
-    return list(best.values())
+    fastest: dict[str, Row] = {}
+    for result in sorted((row(spec, texts) for spec, texts in done.items()), key=lambda row: row.tokens_per_second):
+        fastest[result.algorithm] = result
+    return [fastest[name] for name in dict.fromkeys(spec.algorithm for spec in configs)]
 
 
 def check_equal(prompt: str, texts: Iterable[Completion]) -> None:
@@ -137,9 +141,10 @@ def check_equal(prompt: str, texts: Iterable[Completion]) -> None:
         raise ValueError(f"prompt {prompt!r}: different texts were written")
 
 
-def row(name: Contender, texts: Sequence[Completion]) -> Row:
+def row(spec: SpecConfig, texts: Sequence[Completion]) -> Row:
     return Row(
-        *name,
+        spec.algorithm,
+        spec.lookahead,
         rates=tuple(len(text.tokens) / text.elapsed for text in texts),
         forwards=sum(text.tally.forwards for text in texts) / len(texts),
         wasted=sum(text.tally.wasted for text in texts) / len(texts),
