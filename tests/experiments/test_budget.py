@@ -1,4 +1,4 @@
-"""The same processors for every algorithm: who is where, what is told of it, and who wins."""
+"""Every algorithm on the same processors: layouts, entries and verdicts."""
 
 import os
 from collections.abc import Iterator
@@ -66,7 +66,7 @@ def test_layouts_divide_all_processors_evenly() -> None:
     assert [(each.targets, each.per_target) for each in layouts(7)] == [(0, 7), (6, 1), (3, 2), (2, 3), (1, 6)]
 
 
-def test_on_two_cores_everyone_is_there_once_and_non_si_and_si_twice() -> None:
+def test_configurations_on_two_cores_have_non_si_and_si_twice() -> None:
     names = [each.name() for each in configurations(ALGORITHMS, 2, [3, 5])]
     assert names == [
         "non-SI, all 2 cores",
@@ -81,7 +81,7 @@ def test_on_two_cores_everyone_is_there_once_and_non_si_and_si_twice() -> None:
     ]
 
 
-def test_many_targets_are_for_dsi_and_auto() -> None:
+def test_configurations_give_several_targets_to_dsi_and_auto_only() -> None:
     found = configurations(ALGORITHMS, 7, [3])
     homes = {name: [each.layout.targets for each in found if each.algorithm == name] for name in ALGORITHMS}
     assert homes == {
@@ -95,7 +95,7 @@ def test_many_targets_are_for_dsi_and_auto() -> None:
     assert configuration("dsi", Layout(7, 3)).name("GPU") == "DSI, 3 targets of 2 GPUs"
 
 
-def test_one_core_is_for_all_of_them() -> None:
+def test_configurations_on_one_core_share_it() -> None:
     assert [each.name() for each in configurations(ALGORITHMS, 1, [3])] == [
         "non-SI, 1 core",
         "SI (3), 1 core",
@@ -105,7 +105,7 @@ def test_one_core_is_for_all_of_them() -> None:
     ]
 
 
-def test_an_entry_tells_rates_latencies_and_costs() -> None:
+def test_entry_reports_rates_latencies_and_costs() -> None:
     texts = [
         text(2.0, forwards=10, drafted=30, accepted=15, abandoned=4),
         text(4.0, forwards=20, drafted=30, accepted=10),
@@ -121,18 +121,18 @@ def test_an_entry_tells_rates_latencies_and_costs() -> None:
     assert said["per_token"]["tokens_wasted"] == pytest.approx(0.875)
 
 
-def test_virtual_milliseconds_are_told_as_such() -> None:
+def test_entry_converts_virtual_milliseconds() -> None:
     [entry] = entries({configuration("dsi", OWN): [text(2000.0)]}, SIMULATED, 1)
     assert entry.rates == (10.0,)
     assert entry.times_ms == pytest.approx((100, 1000, 2000))
 
 
-def test_a_text_that_is_too_short_has_no_tenth_token() -> None:
+def test_entry_of_short_texts_has_no_tenth_token() -> None:
     [entry] = entries({configuration("nonsi", ALL): [text(1.0, count=8), text(1.0, count=8)]}, MEASURED, 1000)
     assert entry.times_ms == pytest.approx((125, None, 1000))
 
 
-def test_of_several_blocks_in_a_layout_the_fastest_is_shown() -> None:
+def test_entries_keep_the_fastest_lookahead_of_a_layout() -> None:
     texts = {
         configuration("si", layout, block): [text(seconds)]
         for layout, block, seconds in ((ALL, 3, 2.0), (ALL, 5, 1.0), (OWN, 3, 1.5), (OWN, 5, 3.0))
@@ -140,7 +140,7 @@ def test_of_several_blocks_in_a_layout_the_fastest_is_shown() -> None:
     assert [(each.layout, each.lookahead) for each in entries(texts, MEASURED, 1000)] == [(ALL, 5), (OWN, 3)]
 
 
-def test_the_winner_and_by_how_much_side_by_side() -> None:
+def test_verdict_compares_runs_side_by_side() -> None:
     table = found({"nonsi": [10, 10, 10, 10], "si": [20, 30, 20, 30], "dsi": [30, 45, 30, 45]})
     verdict = table.verdict
     assert verdict is not None
@@ -151,38 +151,38 @@ def test_the_winner_and_by_how_much_side_by_side() -> None:
     assert said["verdict"]["winner"] == "DSI, 1 target of 1 core"
 
 
-def test_a_winner_that_often_loses_is_not_clear() -> None:
+def test_verdict_is_not_clear_if_the_winner_often_loses() -> None:
     verdict = found({"nonsi": [10, 10, 10, 10], "dsi": [9, 12, 9.5, 13]}).verdict
     assert verdict is not None
     assert (verdict.winner.algorithm, verdict.clear) == ("dsi", False)
 
 
-def test_the_second_is_of_another_algorithm_and_nobody_wins_alone() -> None:
+def test_verdict_needs_two_algorithms() -> None:
     texts = {configuration("nonsi", ALL): [text(1.0)], configuration("nonsi", OWN): [text(1.1)]}
     table = Table("made up", entries(texts, MEASURED, 1000))
     assert table.verdict is None
     assert table.json()["verdict"] is None
 
 
-class Pen:
-    """Stands in for an engine: says who asked for what, and takes one second for each text."""
+class FakeEngine:
+    """Logs which algorithm ran which prompt, and takes one second per token."""
 
     def __init__(self, log: list[tuple[str, str]], token: int = 7) -> None:
-        self.log, self.token, self.loaded = log, token, SimpleNamespace(sp=1)
+        self.log, self.token, self.deployment = log, token, SimpleNamespace(sp=1)
 
     def generate(self, prompt: str, *, algorithm: str, max_new_tokens: int, **_: Any) -> Completion:
         self.log.append((algorithm, prompt))
         return completion([1.0 * (i + 1) for i in range(max_new_tokens)], Tally(), self.token)
 
 
-def run(pens: dict[Configuration, Pen], repeats: int) -> list[Table]:
+def run(fakes: dict[Configuration, FakeEngine], repeats: int) -> list[Table]:
     classes = {"one": ["a", "b"], "two": ["c"]}
-    return measured(cast(dict[Configuration, Engine], pens), classes, repeats, {"max_new_tokens": 3})
+    return measured(cast(dict[Configuration, Engine], fakes), classes, repeats, {"max_new_tokens": 3})
 
 
-def test_each_prompt_goes_through_all_and_another_is_first_each_time() -> None:
+def test_measured_interleaves_and_rotates_configurations() -> None:
     log: list[tuple[str, str]] = []
-    tables = run({configuration("nonsi", ALL): Pen(log), configuration("dsi", OWN): Pen(log)}, repeats=1)
+    tables = run({configuration("nonsi", ALL): FakeEngine(log), configuration("dsi", OWN): FakeEngine(log)}, repeats=1)
     assert log[2:] == [  # after one text each to warm up
         ("nonsi", "a"),
         ("dsi", "a"),
@@ -197,20 +197,22 @@ def test_each_prompt_goes_through_all_and_another_is_first_each_time() -> None:
     ]
 
 
-def test_contenders_on_one_engine_do_not_find_their_prompt_read() -> None:
+def test_measured_evicts_a_prompt_between_configurations_of_one_engine() -> None:
     log: list[tuple[str, str]] = []
-    pen = Pen(log)
-    run({configuration("nonsi", OWN): pen, configuration("si", OWN, 3): pen}, repeats=1)
+    engine = FakeEngine(log)
+    run({configuration("nonsi", OWN): engine, configuration("si", OWN, 3): engine}, repeats=1)
     prompts = [prompt for _, prompt in log[2:]]
     assert prompts == ["a", OTHER, "a", "b", OTHER, "b", "c", OTHER, "c"]
 
 
-def test_different_texts_are_an_error() -> None:
+def test_measured_refuses_different_texts() -> None:
     with pytest.raises(ValueError, match="prompt 'a': different texts"):
-        run({configuration("nonsi", ALL): Pen([]), configuration("dsi", OWN): Pen([], token=8)}, repeats=1)
+        run(
+            {configuration("nonsi", ALL): FakeEngine([]), configuration("dsi", OWN): FakeEngine([], token=8)}, repeats=1
+        )
 
 
-def test_each_layout_has_an_engine_on_the_same_cores_and_auto_its_own() -> None:
+def test_engines_are_one_per_layout_on_the_same_cores() -> None:
     asked: list[dict[str, Any]] = []
     before = os.sched_getaffinity(0)
 
@@ -238,7 +240,7 @@ SETTING = SimulationConfig(
 )
 
 
-def test_a_share_of_a_forward_is_divided_among_its_processors() -> None:
+def test_with_layout_divides_a_share_of_the_forward() -> None:
     turns = with_layout(SETTING, configuration("si", Layout(4), 5), 0.8)
     assert (turns.latency.target_ms, turns.latency.target_ttft_ms) == pytest.approx((8, 16))
     assert [ms for _, ms in turns.latency.by_width] == pytest.approx([8, 9.6])
@@ -253,7 +255,7 @@ def best(table: Table, name: str) -> Entry:
 
 
 @pytest.mark.parametrize(("share", "targets"), [(0.0, 3), (1.0, 1)])
-def test_what_is_simulated_is_labelled_and_depends_on_what_scales(share: float, targets: int) -> None:
+def test_simulated_is_labelled_and_depends_on_the_parallel_fraction(share: float, targets: int) -> None:
     """Where a forward does not scale, DSI has many targets; where it does, one of many processors."""
     configs = configurations(["nonsi", "dsi", "auto"], 4, [])
     settings = {str(rate): replace(SETTING, acceptance=rate) for rate in (0.9, 0.05)}
@@ -265,18 +267,18 @@ def test_what_is_simulated_is_labelled_and_depends_on_what_scales(share: float, 
     assert best(bad, "auto").over(best(bad, "dsi")) > 0.9
 
 
-def test_acceptance_is_counted_where_there_was_a_guess() -> None:
+def test_acceptance_counts_drafted_tokens_only() -> None:
     assert acceptance(["plain", "accepted", "accepted", "accepted", "corrected", "plain"]) == 0.75
     assert acceptance(["plain"]) == 0
 
 
-def test_non_si_is_always_asked_and_names_are_checked() -> None:
+def test_check_algorithms_adds_non_si_and_refuses_unknown_names() -> None:
     assert check_algorithms("auto, dsi") == ["nonsi", "dsi", "auto"]
     with pytest.raises(ValueError, match="algorithm 'medusa'"):
         check_algorithms("dsi,medusa")
 
 
-def test_bad_numbers_are_refused() -> None:
+def test_checks_refuse_bad_numbers() -> None:
     with pytest.raises(ValueError, match="cores 0: must be between 1 and 1000"):
         check_processors("cores", 0, 1)
     with pytest.raises(ValueError, match=r"parallel fraction 1\.5: must be between 0 and 1"):

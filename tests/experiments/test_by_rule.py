@@ -68,7 +68,7 @@ def chain() -> dict[str, Accepted]:
     return measured()
 
 
-def test_each_rule_accepts_as_often_as_theory_says(chain: dict[str, Accepted]) -> None:
+def test_trials_accept_as_often_as_theory_says(chain: dict[str, Accepted]) -> None:
     """By the text that a long run of the target has, not by the rows that the measurement saw."""
     rows = [(np.array(p), np.array(q)) for p, q in zip(P, Q)]
     for rule in ("match", "reject", "specinfer"):
@@ -82,7 +82,7 @@ def test_each_rule_accepts_as_often_as_theory_says(chain: dict[str, Accepted]) -
     assert (chain["block"].places, chain["block"].promised) == (None, None)
 
 
-def test_blocks_are_as_long_as_enumeration_says(chain: dict[str, Accepted]) -> None:
+def test_block_lengths_agree_with_enumeration(chain: dict[str, Accepted]) -> None:
     for rule, each in (("reject", rejecting), ("block", lambda *known: prefix_acceptance(*known)[1:])):
         exact = sum(share * expected_in_block(each, last) for last, share in enumerate(shares()))
         found = chain[rule]
@@ -91,7 +91,7 @@ def test_blocks_are_as_long_as_enumeration_says(chain: dict[str, Accepted]) -> N
         assert found.block_promised == pytest.approx(exact, abs=0.1)
 
 
-def test_the_rules_stand_in_their_order(chain: dict[str, Accepted]) -> None:
+def test_trials_order_the_rules(chain: dict[str, Accepted]) -> None:
     promised = {rule: chain[rule].promised for rule in ("match", "reject", "specinfer")}
     assert list(promised) == sorted(promised, key=lambda rule: promised[rule] or 0)
     assert chain["reject"].ceiling == pytest.approx(promised["reject"])
@@ -99,7 +99,7 @@ def test_the_rules_stand_in_their_order(chain: dict[str, Accepted]) -> None:
     assert chain["reject"].blocks.mean < chain["block"].blocks.mean
 
 
-def test_the_promises_are_those_of_the_rules() -> None:
+def test_promise_is_each_rules_acceptance() -> None:
     p, q = np.array(P[0]), np.array(Q[0])
     assert promise(p, q, Sampling(1.0, rule="match")) == match_acceptance_rate(p, q)
     assert (
@@ -112,14 +112,14 @@ def test_the_promises_are_those_of_the_rules() -> None:
     assert promise(p, q, Sampling(1.0, rule="specinfer", candidates=1)) == pytest.approx(0.7)
 
 
-def test_a_perfect_drafter_is_always_accepted() -> None:
+def test_trials_accept_a_perfect_drafter() -> None:
     for found in measured(q=P, tokens=12).values():
         assert found.blocks == Figure(3, 3, 3, 30 * 4)
         assert found.block_promised == pytest.approx(3)
         assert found.places is None or found.places.mean == 1
 
 
-def test_without_chance_all_rules_are_one() -> None:
+def test_trials_at_temperature_0_have_one_rule() -> None:
     """Greedily the text is 0, 0, 0 and so on, or 1 and 2 in turns, and the drafter errs after 2 alone."""
     drafter = [P[0], P[1], [0.8, 0.1, 0.1]]
     found = measured(q=drafter, temperature=0, tokens=6)
@@ -131,12 +131,12 @@ def test_without_chance_all_rules_are_one() -> None:
     assert one.blocks.mean == pytest.approx((3 + 3 + 1 + 0 + 0 + 1) / 6)
 
 
-def test_same_seed_same_figures() -> None:
+def test_trials_are_reproducible() -> None:
     first, again, colder = (measured(rules=["block"], temperature=t, tokens=12) for t in (1, 1, 0.7))
     assert first == again != colder
 
 
-def test_after_a_guess_that_is_not_the_first_nothing_goes_on() -> None:
+def test_block_ends_after_a_runner_up() -> None:
     guesses = [((7, None), (8, None)), ((9, None), (5, None)), ((1, None), (2, None))]
     for found, firsts, count in (
         ((7, 9, 1), 3, 3),
@@ -149,7 +149,7 @@ def test_after_a_guess_that_is_not_the_first_nothing_goes_on() -> None:
         assert (followed(found, guesses), stood(found, guesses)) == (firsts, count)
 
 
-def test_the_interval_of_a_mean_is_that_of_its_texts() -> None:
+def test_figure_interval_is_by_text() -> None:
     assert Figure.of([[1, 1], [3, 3]]) == Figure(2, 2 - 1.96, 2 + 1.96, 4)  # two texts: standard error 1
     assert Figure.of([[2, 1], [1, 2], []]) == Figure(1.5, 1.5, 1.5, 4)
 
@@ -162,12 +162,12 @@ def test_the_interval_of_a_mean_is_that_of_its_texts() -> None:
         ({"tokens": 2}, "tokens 2: must be at least the lookahead, 3"),
     ],
 )
-def test_impossible_settings_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_trials_refuse_impossible_settings(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         measured(**options)
 
 
-def test_texts_too_short_for_a_block_are_said_to_be() -> None:
+def test_summary_refuses_texts_too_short_for_a_block() -> None:
     with pytest.raises(ValueError, match="2 texts: each ended before its first block"):
         summary(1.0, "block", [RuleTrial(), RuleTrial()])
     with pytest.raises(ValueError, match="lookahead 0: must be at least 1"):

@@ -29,11 +29,11 @@ class Letters:
         return tuple(map(ord, text))
 
 
-def test_fifty_beginnings_come_with_the_package() -> None:
+def test_read_builtin_has_fifty_prompts() -> None:
     assert len(set(read("builtin"))) == len(BUILTIN_PROMPTS) == 50
 
 
-def test_the_papers_templates(tmp_path: Path) -> None:
+def test_read_applies_the_papers_templates(tmp_path: Path) -> None:
     alpaca = {"instruction": "Add {them}.", "input": "2 3"}
     rows: dict[str, list[tuple[dict[str, Any], str]]] = {
         "humaneval": [({"prompt": "def f():\n", "test": "x"}, "def f():\n")],
@@ -66,19 +66,19 @@ def test_the_papers_templates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plain.jsonl", "packed.jsonl.gz"])
-def test_a_file_of_json_lines(tmp_path: Path, name: str) -> None:
+def test_read_json_lines(tmp_path: Path, name: str) -> None:
     rows = ({"prompt": "one\u2028two", "question": "why?"}, "", {"prompt": "three", "question": "how?"})
     path = written(tmp_path / name, *rows)
     assert read(path) == ["one\u2028two", "three"]
     assert read(path, field="question") == ["why?", "how?"]
 
 
-def test_a_file_with_a_template(tmp_path: Path) -> None:
+def test_read_file_with_a_template(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", {"turns": ["First?", "Second?"]})
     assert read(path, template="Spec-Bench") == ["First?"]
 
 
-def test_a_name_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_name_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = ModuleType("datasets")
     asked: list[dict[str, str]] = []
 
@@ -93,7 +93,7 @@ def test_a_name_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [{"path": "abisee/cnn_dailymail", "name": "3.0.0", "split": "test"}] * 2
 
 
-def test_spec_bench_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_spec_bench_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its references are now texts and now lists, which a table of the hub's library cannot hold."""
     hub = ModuleType("datasets")
     lines = [{"turns": ["First?"], "reference": ["a"]}, {"turns": ["Other?"], "reference": [["b"]]}]
@@ -102,7 +102,7 @@ def test_spec_bench_is_read_line_by_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert read("spec-bench") == ["First?", "Other?"]
 
 
-def test_without_the_library_or_the_hub_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_without_library_or_hub_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     sentence = "dataset mbpp: needs a library: pip install datasets, or download it and give"
     with pytest.raises(ValueError, match=sentence):
@@ -145,7 +145,7 @@ def test_without_the_library_or_the_hub_it_says_what_to_do(monkeypatch: pytest.M
         ),
     ],
 )
-def test_a_bad_file_is_one_sentence(
+def test_read_bad_file_is_one_sentence(
     tmp_path: Path, rows: tuple[object, ...], options: dict[str, str], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=r"a field and|template '|a\.jsonl: ") as refused:
@@ -153,7 +153,7 @@ def test_a_bad_file_is_one_sentence(
     assert sentence in str(refused.value)
 
 
-def test_a_bad_name_is_one_sentence(tmp_path: Path) -> None:
+def test_read_bad_name_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl.gz").write_bytes(b"not packed")
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(b"{}" * 99)[:20])
     (tmp_path / "latin.jsonl").write_bytes(b"\xe9")

@@ -16,7 +16,7 @@ EMPTY = Profile("big", "small", "stories")
 FULL = EMPTY.with_part("latency", LATENCY).with_part("acceptance", {"rate": 0.8})
 
 
-def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+def test_profile_load_returns_what_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     FULL.save(path)
     assert Profile.load(path) == FULL
@@ -24,7 +24,7 @@ def test_it_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_a_part_is_added_or_replaced_and_the_other_stays(tmp_path: Path) -> None:
+def test_profile_with_part_keeps_the_other_part(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     EMPTY.beside(path).with_part("latency", LATENCY).save(path)
     for rate in (0.7, 0.8):
@@ -32,14 +32,14 @@ def test_a_part_is_added_or_replaced_and_the_other_stays(tmp_path: Path) -> None
     assert Profile.load(path) == FULL
 
 
-def test_the_numbers_that_other_commands_take() -> None:
+def test_profile_numbers_for_other_commands() -> None:
     assert [FULL.number(name) for name in NUMBERS] == [20, 2, 30, 3, 0.5, 0.8]
 
 
 @pytest.mark.parametrize(
     "value", [None, "fast", True, float("nan"), float("inf"), {"mean": 1}], ids=lambda value: repr(value)
 )
-def test_what_is_no_number_is_named(value: Any) -> None:
+def test_profile_number_names_what_is_no_number(value: Any) -> None:
     with pytest.raises(ValueError, match=r"a.json: has no number acceptance.rate, which `dsi measure acceptance"):
         FULL.with_part("acceptance", {"rate": value}).number("acceptance", "a.json")
     with pytest.raises(ValueError, match=r"has no number latency\.target\.tpot_ms\.mean"):
@@ -56,7 +56,7 @@ def test_what_is_no_number_is_named(value: Any) -> None:
         ('{"target": "big", "drafter": "small"}', "has no field dataset"),
     ],
 )
-def test_what_is_no_profile_is_refused_and_left_alone(tmp_path: Path, text: str, sentence: str) -> None:
+def test_profile_load_refuses_other_files(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
     for use in (Profile.load, EMPTY.beside):
@@ -65,7 +65,7 @@ def test_what_is_no_profile_is_refused_and_left_alone(tmp_path: Path, text: str,
     assert path.read_text() == text
 
 
-def test_a_profile_of_others_is_refused(tmp_path: Path) -> None:
+def test_profile_beside_refuses_another_pair(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     FULL.save(path)
     for other in (Profile("huge", "small", "stories"), Profile("big", "small", "news")):
@@ -75,7 +75,7 @@ def test_a_profile_of_others_is_refused(tmp_path: Path) -> None:
         Profile.load(tmp_path / "none.json")
 
 
-def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_profile_save_is_atomic(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     FULL.save(path)
     with pytest.raises(ValueError, match="not JSON compliant"):

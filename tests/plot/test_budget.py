@@ -14,10 +14,10 @@ from dsi.plot.budget import figure, save
 
 def table(name: str, *speeds: float) -> Table:
     """Texts of one token; times are milliseconds."""
-    configs = {Configuration(SpecConfig("nonsi"), Layout(2)): 1000, Configuration(SpecConfig("dsi"), Layout(2, 1)): 500}
+    nonsi, dsi = Configuration(SpecConfig("nonsi"), Layout(2)), Configuration(SpecConfig("dsi"), Layout(2, 1))
     texts = {
         config: [Completion((7,), "length", (ms / speed,), Tally()) for speed in speeds]
-        for config, ms in configs.items()
+        for config, ms in ((nonsi, 1000), (dsi, 500))
     }
     return Table(name, entries(texts, SIMULATED, 1), acceptance=0.75)
 
