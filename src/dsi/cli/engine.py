@@ -35,7 +35,7 @@ def load_engine(config: EngineConfig, spec: SpecConfig) -> Engine:
     for warning in engine.deployment.warnings:
         print(f"dsi: {warning}", file=sys.stderr)
     if spec.algorithm == "auto" and engine.deployment.plans:  # on cores, auto decides during a request
-        print(show.choices(engine.deployment.plans.values()), file=sys.stderr)
+        print(show.plans(engine.deployment.plans.values()), file=sys.stderr)
     return engine
 
 

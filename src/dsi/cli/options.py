@@ -65,7 +65,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in signature(command).parameters.items():
         config, *rest = get_args(hints[name]) or (hints[name],)
         if isinstance(config, type) and dataclasses.is_dataclass(config):
-            configs[name] = config, next((each for each in rest if isinstance(each, Fields)), Fields())
+            configs[name] = config, next((part for part in rest if isinstance(part, Fields)), Fields())
             for derived in _parameters(*configs[name]):
                 parameters.setdefault(derived.name, derived)
         else:
@@ -84,7 +84,7 @@ def options(command: Callable[..., None]) -> Callable[..., None]:
 
 def option(config: Any, name: str, help: str | None = None) -> Any:
     """The option of one field, for a command that takes it by itself."""
-    [field] = [each for each in dataclasses.fields(config) if each.name == name]
+    [field] = [field for field in dataclasses.fields(config) if field.name == name]
     return _option(field, Fields(help={} if help is None else {name: help}))
 
 

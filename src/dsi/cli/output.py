@@ -41,7 +41,7 @@ BUDGET_HEADS = [
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Progress]:
-    """On stderr while the work lasts: a bar on a terminal, elsewhere a line now and then."""
+    """Show progress on stderr: a bar on a terminal, elsewhere a line every few seconds."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -56,11 +56,11 @@ def progress(what: str, total: int) -> Iterator[Progress]:
 
 
 def writable(path: Path, endings: tuple[str, ...] = (*PICTURES, ".json")) -> Path:
-    """Refuse what could not be written before anything has been computed."""
+    """Refuse a path that cannot be written, before anything is computed."""
     if path.suffix not in endings:
         *others, last = endings
-        known = f"{', '.join(others)} or {last}" if others else last
-        raise ValueError(f"{path}: the name must end in {known}")
+        allowed = f"{', '.join(others)} or {last}" if others else last
+        raise ValueError(f"{path}: the name must end in {allowed}")
     if path.is_dir():
         raise ValueError(f"{path}: is a folder")
     if not path.parent.is_dir():
@@ -74,7 +74,7 @@ def writable(path: Path, endings: tuple[str, ...] = (*PICTURES, ".json")) -> Pat
 
 @contextmanager
 def working(on: str) -> Iterator[None]:
-    """What takes a while and cannot be counted: said on a terminal, and gone when it is done."""
+    """Show a status line on a terminal during work that cannot be counted."""
     from rich.console import Console
 
     with Console(stderr=True).status(on):
@@ -84,13 +84,13 @@ def working(on: str) -> Iterator[None]:
 def _plain_progress(what: str, total: int) -> Progress:
     from time import monotonic
 
-    done, told = 0, monotonic()
+    done, printed = 0, monotonic()
 
     def advance() -> None:
-        nonlocal done, told
+        nonlocal done, printed
         done += 1
-        if monotonic() - told > SILENCE_SECONDS:
-            told = monotonic()
+        if monotonic() - printed > SILENCE_SECONDS:
+            printed = monotonic()
             print(f"dsi: {done} of {total} {what}", file=sys.stderr)
 
     return advance
@@ -118,38 +118,38 @@ def figures(done: Completion) -> dict[str, Any]:
 
 
 def overlapped(done: Completion) -> dict[str, Any]:
-    """What the overlap did, rejection by rejection, and under `auto` what was decided when."""
+    """The overlap, each rejection's cost, and the decisions of `auto`."""
     if done.overlap is None:
         return {}
     losses = [
-        {"token": each.token, "at_ms": each.at * 1000, "lost_ms": each.lost * 1000} for each in done.overlap.losses
+        {"token": loss.token, "at_ms": loss.at * 1000, "lost_ms": loss.lost * 1000} for loss in done.overlap.losses
     ]
     turns = [{"at_ms": at * 1000, **decision.json()} for at, decision in done.decisions]
     return {"overlap": {**done.overlap.json(), "losses": losses}} | ({"decisions": turns} if turns else {})
 
 
-def choices(found: Iterable[DeploymentPlan]) -> str:
-    """What was chosen, and what it was compared with."""
-    first, *others = found
-    beside = ", ".join(f"{each.algorithm} {each.ms:.2f}" for each in others)
+def plans(plans: Iterable[DeploymentPlan]) -> str:
+    """The plan that was chosen, and those it was compared with."""
+    first, *others = plans
+    beside = ", ".join(f"{plan.algorithm} {plan.ms:.2f}" for plan in others)
     return (
         f"auto: {first.algorithm}, SP {first.sp}, lookahead {first.spec.lookahead}, "
         f"min draft {first.spec.min_draft or 0}: "
-        f"{first.ms:.2f} ms a token in rehearsal with measured latencies ({beside})"
+        f"{first.ms:.2f} ms a token simulated with measured latencies ({beside})"
     )
 
 
 def summary(algorithm: str, done: Completion) -> str:
-    said = figures(done)
+    numbers = figures(done)
     return (
-        f"{algorithm}: {said['tokens']} tokens in {said['seconds']:.2f} s, "
-        f"{said['tokens_per_second']:.1f} tokens/s, {said['accepted']} of them guessed, "
-        f"{said['target_forwards']} target forwards{fallback(done)} (measured)"
+        f"{algorithm}: {numbers['tokens']} tokens in {numbers['seconds']:.2f} s, "
+        f"{numbers['tokens_per_second']:.1f} tokens/s, {numbers['accepted']} of them guessed, "
+        f"{numbers['target_forwards']} target forwards{fallback(done)} (measured)"
     )
 
 
 def fallback(done: Completion) -> str:
-    """Of `auto`, where it did without speculation."""
+    """What `auto` generated without speculation, and why."""
     if not done.unspeculated:
         return ""
     cause = next(decision.cause for _, decision in done.decisions if not decision.spec.speculates)
@@ -176,18 +176,18 @@ def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
     print(f"measured: {rows[0].runs} texts each, {equal}; ratios are medians within a prompt and repeat")
 
 
-def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], **known: Any) -> None:
-    """Of each class, its contenders and the winner; `known` goes into the document."""
+def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], **figures: Any) -> None:
+    """Print the contenders and the winner of each class; `figures` go into the JSON document."""
     label = tables[0].entries[0].label
     if json:
-        found = [table.json() for table in tables]
-        document(label=label, **known, classes=found, files=[str(path) for path in files])
+        classes = [table.json() for table in tables]
+        document(label=label, **figures, classes=classes, files=[str(path) for path in files])
         return
-    for each in tables:
-        rate = "" if each.acceptance is None else f", acceptance {each.acceptance:.2f}"
-        print(f"{each.name}{rate} ({label})")
-        table(BUDGET_HEADS, [_contender(entry, each.entries[0]) for entry in each.entries])
-        print(verdict(each.verdict) if each.verdict else "nobody to compare with", end="\n\n")
+    for prompt_class in tables:
+        rate = "" if prompt_class.acceptance is None else f", acceptance {prompt_class.acceptance:.2f}"
+        print(f"{prompt_class.name}{rate} ({label})")
+        table(BUDGET_HEADS, [_contender(entry, prompt_class.entries[0]) for entry in prompt_class.entries])
+        print(verdict(prompt_class.verdict) if prompt_class.verdict else "nobody to compare with", end="\n\n")
     print("over non-SI: median of ratios within a prompt and repeat; forwards, given up, wasted: per token")
     print(f"{label}: {about}")
     for path in files:
@@ -209,25 +209,25 @@ def _contender(entry: Entry, first: Entry) -> list[str]:
     ]
 
 
-def verdict(found: Verdict) -> str:
-    close = "" if found.clear else ": too close to call"
+def verdict(result: Verdict) -> str:
+    close = "" if result.clear else ": too close to call"
     return (
-        f"winner: {found.winner.name}, {found.margin:.2f} times as fast as {found.second.name} "
-        f"(quartiles {found.low:.2f} to {found.high:.2f}){close}"
+        f"winner: {result.winner.name}, {result.margin:.2f} times as fast as {result.second.name} "
+        f"(quartiles {result.low:.2f} to {result.high:.2f}){close}"
     )
 
 
-def _overlap(said: dict[str, Any]) -> dict[str, str]:
-    """What the table says of the overlap under one algorithm."""
-    idle, lost = said["idle_share"] or {}, said["lost_per_rejection_ms"]
+def _overlap(overlap: dict[str, Any]) -> dict[str, str]:
+    """The rows about the overlap in one algorithm's column."""
+    idle, lost = overlap["idle_share"] or {}, overlap["lost_per_rejection_ms"]
     return {
-        "target forwards hidden": f"{said['hidden_share']:.0%}",
-        "target forwards wasted": f"{said['wasted_forwards']:.1f}",
-        "drafter's lead (tokens)": f"{said['drafter_lead']:.1f}",
+        "target forwards hidden": f"{overlap['hidden_share']:.0%}",
+        "target forwards wasted": f"{overlap['wasted_forwards']:.1f}",
+        "drafter's lead (tokens)": f"{overlap['drafter_lead']:.1f}",
         **{f"idle: {name}": f"{share:.0%}" for name, share in _by_server(idle).items()},
-        "rejections": f"{said['rejections']:.1f}",
+        "rejections": f"{overlap['rejections']:.1f}",
         "  ms lost to each": "-" if lost is None else f"{lost:.1f}",
-        "time over the ideal": "-" if said["time_over_ideal"] is None else f"{said['time_over_ideal']:.2f}",
+        "time over the ideal": "-" if overlap["time_over_ideal"] is None else f"{overlap['time_over_ideal']:.2f}",
     }
 
 
@@ -241,16 +241,16 @@ def simulations(results: list[Result], json: bool) -> None:
         return
     _print_columns([result.title for result in results], [_column(result, results) for result in results])
     first = results[0]
-    each = f"{first.requests} requests of " * (first.requests > 1)
+    requests = f"{first.requests} requests of " * (first.requests > 1)
     nodes = f", on {first.nodes} machine{'s' * (first.nodes > 1)}" if first.nodes else ""
     print(
-        f"{first.label}: means of {first.repeats} runs of {each}{first.tokens} tokens, ± 95% confidence; "
+        f"{first.label}: means of {first.repeats} runs of {requests}{first.tokens} tokens, ± 95% confidence; "
         f"SP {first.sp}, acceptance {first.acceptance:g}{nodes}"
     )
 
 
 def _column(result: Result, results: list[Result]) -> dict[str, str]:
-    """What the table says of one algorithm, from top to bottom."""
+    """The rows of one algorithm's column, from top to bottom."""
     speedups = _speedups(results)[result.algorithm]
     return {
         _times(result): f"{result.mean_ms:.1f} ± {result.ci95_ms:.1f}",
@@ -333,7 +333,7 @@ def timelines(records: list[Record], paths: list[Path], json: bool) -> None:
 
 
 def _print_columns(titles: list[str], columns: list[dict[str, str]]) -> None:
-    """One column for each algorithm, what is said of it from top to bottom."""
+    """Print one column for each algorithm."""
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
     table(["", *titles], rows)
 

@@ -107,9 +107,7 @@ def table3(profile: Profiles = None, json: Json = False) -> None:
     if json:
         show.document(rows=[asdict(ratio) for ratio in ratios])
         return
-    rows = [
-        [each.model, each.dataset, "-" if each.ratio is None else f"{each.ratio:.2f}", each.label] for each in ratios
-    ]
+    rows = [[row.model, row.dataset, "-" if row.ratio is None else f"{row.ratio:.2f}", row.label] for row in ratios]
     show.table(["model", "dataset", "TTFT/TPOT", ""], rows)
 
 
@@ -139,10 +137,10 @@ def _heatmaps(out: Path, json: bool, name: str) -> None:
 
     folder = output.check_folder(out)
     with show.progress("drafter latencies", len(DRAFTERS)) as advance:
-        found = grid(progress=advance)
-    panels = getattr(figures, name)(found)
-    files = output.write(getattr(output, f"{name}_files")(found), folder)
-    _wrote(files, json, label="exact", settings=found.settings, panels=output.summaries(panels))
+        cells = grid(progress=advance)
+    panels = getattr(figures, name)(cells)
+    files = output.write(getattr(output, f"{name}_files")(cells), folder)
+    _wrote(files, json, label="exact", settings=cells.settings, panels=output.summaries(panels))
 
 
 @app.command(epilog="Example: dsi paper theory --json")
@@ -175,7 +173,7 @@ def _print_theory(checks: list[Check], examples: list[Example]) -> None:
     ]
     show.table(["claim", "settings", "ratio", ""], rows)
     print()
-    show.table(["in the text", "paper", "ours"], [[each.what, each.paper, each.ours] for each in examples])
+    show.table(["in the text", "paper", "ours"], [[example.what, example.paper, example.ours] for example in examples])
 
 
 @app.command(name="all", epilog="Example: dsi paper all --out laboratory --json")
@@ -194,11 +192,11 @@ def everything(
     _check_repeats(real_time_repeats)
     folder = output.check_folder(out)
     with show.progress("steps", output.STEPS) as advance:
-        found = output.findings(repeats, real_time_repeats if real_time else 0, profile or [], advance)
+        findings = output.findings(repeats, real_time_repeats if real_time else 0, profile or [], advance)
     pictures = output.figure1_files()
-    pictures |= output.figure2_files(found.grid) | output.figure3_files(found.grid)
-    files = pictures | output.table_files(found) | {"report.html": page(found, pictures)}
-    _wrote(output.write(files, folder), json, label="waited" if real_time else "simulated", **found.json())
+    pictures |= output.figure2_files(findings.grid) | output.figure3_files(findings.grid)
+    files = pictures | output.table_files(findings) | {"report.html": page(findings, pictures)}
+    _wrote(output.write(files, folder), json, label="waited" if real_time else "simulated", **findings.json())
 
 
 def _check_repeats(repeats: int) -> None:
