@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from cancel_flags import CancelAfter
 from dsi.cli.main import app
 from dsi.engine.build import cpu_model
+from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.models import tensor_parallel as parallel
 from dsi.models.hf import Transformer, load_model
@@ -237,8 +238,8 @@ def test_engine_refuses_target_mp_before_anything_starts(options: dict[str, Any]
 
 @pytest.mark.parametrize("command", ["generate", "chat", "compare", "serve"])
 def test_commands_take_target_mp(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*_: Any, **options: Any) -> None:
-        raise ValueError(f"asked for {options['target_mp']}")
+    def load(config: EngineConfig, **_: Any) -> None:
+        raise ValueError(f"asked for {config.target_mp}")
 
     monkeypatch.setattr(Engine, "load", load)
     monkeypatch.setattr("dsi.server.sockets.listen", lambda *_: None)
