@@ -69,10 +69,7 @@ def build_on_processes(config: EngineConfig) -> Deployment:
 
 
 def start_processes(
-    target: Transformer | TensorParallel,
-    drafters: Mapping[str, Model],
-    sp: int,
-    threads: int | None,
+    target: Transformer | TensorParallel, drafters: Mapping[str, Model], sp: int, threads: int | None
 ) -> ProcessFleet:
     """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core."""
     cores = assign_cores(sp, list(drafters))

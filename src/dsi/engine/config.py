@@ -58,13 +58,11 @@ class EngineConfig:
         None,
     )
     target_resources: str | None = option(
-        "On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a.",
-        None,
+        "On Ray, what each target asks for: cpus=2,gpus=1,node=10.0.0.2,label=zone:a.", None
     )
     drafter_resources: str | None = option("On Ray, what the drafter asks for, likewise.", None)
     hang_seconds: float | None = option(
-        "On Ray, how long a server may be silent at its work before it counts as dead: 60.",
-        None,
+        "On Ray, how long a server may be silent at its work before it counts as dead: 60.", None
     )
     start_seconds: float | None = option("On Ray, how long a server may take to come, its model loaded: 120.", None)
     # From Python only.

@@ -26,13 +26,7 @@ REPO = str(files("dsi") / "assets" / "hf_repo")  # a folder as transformers want
 
 
 def custom_generate(
-    model: Any,
-    input_ids: Any,
-    generation_config: Any = None,
-    drafter: Any = None,
-    sp: int = 1,
-    seed: int = 0,
-    **_: Any,
+    model: Any, input_ids: Any, generation_config: Any = None, drafter: Any = None, sp: int = 1, seed: int = 0, **_: Any
 ) -> Any:
     """Generate one text with DSI on processes of its own; greedy, or sampled with this seed."""
     if drafter is None:

@@ -76,17 +76,12 @@ def checks(progress: Progress = no_progress) -> list[Check]:
             theorem_2(None),
             "as many targets as can be of use",
         ),
-        (
-            "Theorem 2 with one target more than Eq. (1) asks for",
-            theorem_2(1),
-            "one for the verification of the root",
-        ),
+        ("Theorem 2 with one target more than Eq. (1) asks for", theorem_2(1), "one for the verification of the root"),
         (
             "Theorem 2 with only as many targets as Eq. (1) asks for",
             theorem_2(0),
             "Eq. (1) counts full blocks: the verification of each new root, which starts before anything is drafted, "
-            "needs a target of its own, or the first block waits for it, where SI would have waited for "
-            "draft tokens",
+            "needs a target of its own, or the first block waits for it, where SI would have waited for draft tokens",
         ),
         (
             "Proposition 1: DSI with lookahead 1 takes no longer than the bound",
@@ -224,10 +219,7 @@ def si_example() -> Iterator[Example]:
         f"acceptance {rate:.3f} gives 1.5; the exact time counts that the last block is cut short",
     )
     yield Example(
-        "the same over non-SI",
-        "1.25x",
-        f"{3000 / sketch:.2f}x; {3000 / exact:.2f}x exact",
-        "non-SI takes 3000 ms",
+        "the same over non-SI", "1.25x", f"{3000 / sketch:.2f}x; {3000 / exact:.2f}x exact", "non-SI takes 3000 ms"
     )
 
 

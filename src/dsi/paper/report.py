@@ -33,11 +33,9 @@ def page(findings: Findings, pictures: Files) -> bytes:
     ]
     sections += [online(findings), first_tokens(findings), theory(findings)]
     return (
-        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width'>"
-        "<title>Distributed speculative inference: the paper's tables and "
-        f"figures</title><style>{STYLE}</style>"
-        f"</head><body>{''.join(sections)}</body></html>\n"
+        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><meta name='viewport' "
+        "content='width=device-width'><title>Distributed speculative inference: the paper's tables and "
+        f"figures</title><style>{STYLE}</style></head><body>{''.join(sections)}</body></html>\n"
     ).encode()
 
 
@@ -48,21 +46,18 @@ def opening(findings: Findings) -> str:
     return (
         "<h1>Distributed speculative inference: the paper's tables and figures, beside ours</h1>"
         + text(
-            "The paper is Timor et al., Distributed Speculative Inference (DSI), ICLR 2025. Everything "
-            "here is "
-            "either exact (an expected time, computed without sampling) or simulated (virtual time); "
-            "what ran on real threads that wait instead of computing is called waited."
+            "The paper is Timor et al., Distributed Speculative Inference (DSI), ICLR 2025. Everything here is either "
+            "exact (an expected time, computed without sampling) or simulated (virtual time); what ran on real threads "
+            "that wait instead of computing is called waited."
         )
         + bullets(
             f"Table 1: {equal} of {len(findings.cells)} cells are equal.",
-            f"Figure 2: DSI is up to {panel.ratios.max():.2f} times as fast as the faster of SI and non-SI "
-            f"(the paper: 1.6), and slower in {panel.slower} of {panel.ratios.size:,} cells at SP 7, by "
-            f"{1 - panel.ratios.min():.1%} at most. With as many targets as can be of use it is never "
-            "slower.",
-            f"Table 2: DSI is {min(speeds):.2f} to {max(speeds):.2f} times as fast as SI with the paper's "
-            "own "
-            "latencies and acceptance rates (published: 1.29 to 1.92). Most of the difference is in how the "
-            "paper's code counts SI's forwards.",
+            f"Figure 2: DSI is up to {panel.ratios.max():.2f} times as fast as the faster of SI and non-SI (the paper: "
+            f"1.6), and slower in {panel.slower} of {panel.ratios.size:,} cells at SP 7, by "
+            f"{1 - panel.ratios.min():.1%} at most. With as many targets as can be of use it is never slower.",
+            f"Table 2: DSI is {min(speeds):.2f} to {max(speeds):.2f} times as fast as SI with the paper's own "
+            "latencies and acceptance rates (published: 1.29 to 1.92). Most of the difference is in how the paper's "
+            "code counts SI's forwards.",
             "Theory: Theorem 1 holds, and Proposition 1 is an equality. Theorem 2 needs one target more than "
             "Eq. (1) asks for.",
         )
@@ -93,25 +88,19 @@ def ablation(findings: Findings, pictures: Files) -> str:
     return (
         "<h2>Figure 2: the offline ablation</h2>"
         + text(
-            f"Expected times of {grid.tokens} tokens, exact, over every drafter latency and acceptance "
-            "rate, SI "
-            "with the best lookahead of 1 to 200, DSI with the best of those that Eq. (1) allows at SP "
-            f"{grid.sp}: "
-            f"{grid.settings:,} settings. Pink marks slowdowns. The numbers are in the CSV files beside "
-            "this page."
+            f"Expected times of {grid.tokens} tokens, exact, over every drafter latency and acceptance rate, SI with "
+            f"the best lookahead of 1 to 200, DSI with the best of those that Eq. (1) allows at SP {grid.sp}: "
+            f"{grid.settings:,} settings. Pink marks slowdowns. The numbers are in the CSV files beside this page."
         )
         + image(pictures["figure2.png"], "four heatmaps of speedups")
         + text(explain_slower_cells(grid))
         + text(
-            f"Given as many targets as can be of use, DSI takes at most {enough:.3f} times as long as the "
-            "faster of "
-            "SI and non-SI, over the whole grid."
+            f"Given as many targets as can be of use, DSI takes at most {enough:.3f} times as long as the faster of SI "
+            "and non-SI, over the whole grid."
         )
         + text(
-            "Where this differs from the paper's figure: its code samples five runs of each setting and "
-            "takes the "
-            "least mean over 200 lookaheads, which favours lucky runs; takes the minimum with non-SI "
-            "within each "
+            "Where this differs from the paper's figure: its code samples five runs of each setting and takes the "
+            "least mean over 200 lookaheads, which favours lucky runs; takes the minimum with non-SI within each "
             "segment, so that DSI cannot lose; and lets SI use only the lookaheads that DSI may use."
         )
     )
@@ -128,16 +117,12 @@ def explain_slower_cells(grid: Grid) -> str:
     gain = float((grid.dsi.times / grid.dsi_any.times).max()) - 1
     return (
         f"At SP {sp}, DSI is slower than SI in {len(slower)} cells: drafter latency "
-        f"{', '.join(f'{drafter:.0%}' for drafter in drafters)}, acceptance {min(rates):.0%} to "
-        f"{max(rates):.0%}, "
-        f"by {1 - min(speedup for _, _, speedup in slower):.2%} at most. It is Eq. (1) that loses there, not DSI: it "
-        "forbids "
-        "lookaheads under 15, so that no verification ever waits for a target, and the first draft tokens after a "
-        "rejection are verified late. Left free, DSI takes a smaller lookahead there, lets verifications "
-        "wait, "
-        f"and is never slower: over the whole grid at most {free:.3f} times as long as the faster of SI "
-        "and non-SI, and "
-        f"up to {gain:.1%} faster than with the lookaheads of Eq. (1)."
+        f"{', '.join(f'{drafter:.0%}' for drafter in drafters)}, acceptance {min(rates):.0%} to {max(rates):.0%}, by "
+        f"{1 - min(speedup for _, _, speedup in slower):.2%} at most. It is Eq. (1) that loses there, not DSI: it "
+        "forbids lookaheads under 15, so that no verification ever waits for a target, and the first draft tokens "
+        "after a rejection are verified late. Left free, DSI takes a smaller lookahead there, lets verifications wait, "
+        f"and is never slower: over the whole grid at most {free:.3f} times as long as the faster of SI and non-SI, "
+        f"and up to {gain:.1%} faster than with the lookaheads of Eq. (1)."
     )
 
 
@@ -145,9 +130,8 @@ def static(findings: Findings, pictures: Files) -> str:
     return (
         "<h2>Figure 3: lookahead 5</h2>"
         + text(
-            f"The same with lookahead 5 for both. At SP {findings.grid.sp}, Eq. (1) does not allow it for "
-            "drafters under "
-            "3% of the target's latency: there verifications wait for a target, and the times count that."
+            f"The same with lookahead 5 for both. At SP {findings.grid.sp}, Eq. (1) does not allow it for drafters "
+            "under 3% of the target's latency: there verifications wait for a target, and the times count that."
         )
         + image(pictures["figure3.png"], "three heatmaps of speedups")
     )
@@ -169,29 +153,21 @@ def online(findings: Findings) -> str:
     return (
         "<h2>Table 2: DSI's speed over SI's</h2>"
         + text(
-            "50 tokens, SP 7, the published latencies, times to first token and acceptance rates; the "
-            "best lookahead "
-            "of 1, 5 and 10 for SI, and of those that Eq. (1) allows for DSI. SI counts the token that "
-            "its target adds."
+            "50 tokens, SP 7, the published latencies, times to first token and acceptance rates; the best lookahead "
+            "of 1, 5 and 10 for SI, and of those that Eq. (1) allows for DSI. SI counts the token that its target adds."
         )
         + table(heads, [line_cells(line, waited) for line in findings.lines])
         + text("Where the published speedups come from:")
         + bullets(
-            "The paper's online code lets SI pay for one more target forward, without drafts, after "
-            "every rejection; "
-            "in its DSI the same call is hidden. That is most of the difference for poor drafters "
-            "(compare the two "
+            "The paper's online code lets SI pay for one more target forward, without drafts, after every rejection; "
+            "in its DSI the same call is hidden. That is most of the difference for poor drafters (compare the two "
             "columns of its accounting).",
-            "It never counts the target's own token, for SI or DSI, and stops when the last tokens have "
-            "been drafted: "
+            "It never counts the target's own token, for SI or DSI, and stops when the last tokens have been drafted: "
             "what is left of the difference, and more of it the better the drafter.",
-            "Its runs are on threads and processes that are killed and forked at each rejection; both "
-            "columns here "
-            "are expected times without that.",
-            "The least lookahead of Eq. (1) instead of {1, 5, 10} gives poor drafters more. Two and "
-            "three drafters take "
-            "processors from the targets (eight in all) and are taken to err independently, which real "
-            "ones do "
+            "Its runs are on threads and processes that are killed and forked at each rejection; both columns here are "
+            "expected times without that.",
+            "The least lookahead of Eq. (1) instead of {1, 5, 10} gives poor drafters more. Two and three drafters "
+            "take processors from the targets (eight in all) and are taken to err independently, which real ones do "
             "not quite: an upper bound.",
             "Phi3 on Alpaca has no published time to first token: it is taken to be the time per token.",
         )
@@ -201,10 +177,7 @@ def online(findings: Findings) -> str:
 def line_cells(line: Line, waited: bool) -> list[str]:
     cells = [line.pair.name, f"{line.published:.2f}", f"{line.exact:.2f}", f"{line.simulated:.2f}"]
     if waited and line.waited:
-        cells += [
-            f"{line.waited.speedup:.2f}",
-            f"{line.waited.overhead_si:.1%}, {line.waited.overhead_dsi:.1%}",
-        ]
+        cells += [f"{line.waited.speedup:.2f}", f"{line.waited.overhead_si:.1%}, {line.waited.overhead_dsi:.1%}"]
     return [
         *cells,
         f"{line.simulated_paper_accounting:.2f}",
@@ -223,8 +196,7 @@ def first_tokens(findings: Findings) -> str:
     return (
         "<h2>Table 3: time to first token over time per token</h2>"
         + text(
-            "Measured ones come from the profiles that dsi measure latency writes (dsi paper all "
-            "--profile); dsi "
+            "Measured ones come from the profiles that dsi measure latency writes (dsi paper all --profile); dsi "
             "measure acceptance does the same for acceptance rates."
         )
         + table(["model", "dataset", "TTFT/TPOT", ""], rows)
@@ -247,8 +219,7 @@ def theory(findings: Findings) -> str:
     return (
         "<h2>The theory</h2>"
         + text(
-            "Each claim bounds one time by another: the ratio of the two may not be above 1. All but the "
-            "second are "
+            "Each claim bounds one time by another: the ratio of the two may not be above 1. All but the second are "
             "exact expectations."
         )
         + table(["claim", "settings", "", "ratio", "largest at", ""], checks)

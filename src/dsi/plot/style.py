@@ -9,13 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-ALGORITHM_COLOURS = {
-    "nonsi": "#9aa5b1",
-    "si": "#f2b134",
-    "pearl": "#8fd0cf",
-    "dsi": "#3b6fb6",
-    "auto": "#7a4fa3",
-}
+ALGORITHM_COLOURS = {"nonsi": "#9aa5b1", "si": "#f2b134", "pearl": "#8fd0cf", "dsi": "#3b6fb6", "auto": "#7a4fa3"}
 OUTCOME_COLOURS = {
     "verified": "#3b6fb6",
     "stale": "#c9d3e0",

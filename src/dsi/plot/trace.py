@@ -52,12 +52,7 @@ def _span(pid: int, tid: int, block: Block) -> dict[str, Any]:
         "ts": block.start_ms * 1000,  # microseconds, as the format wants them
         "dur": (block.end_ms - block.start_ms) * 1000,
         "cname": COLOURS[block.outcome],
-        "args": {
-            "outcome": block.outcome,
-            "place": block.place,
-            "width": block.width,
-            "role": block.role,
-        },
+        "args": {"outcome": block.outcome, "place": block.place, "width": block.width, "role": block.role},
     }
 
 

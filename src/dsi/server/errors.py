@@ -39,9 +39,7 @@ class ApiError(Exception):
 
     def json(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error")
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
-        }
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class ErrorObject(BaseModel):

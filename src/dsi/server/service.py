@@ -19,13 +19,7 @@ from dsi.engine.engine import Engine
 from dsi.models.tokenizer import Tokenizer
 from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
-from dsi.server.engine_thread import (
-    EngineOutput,
-    EngineThread,
-    GenerationJob,
-    JobStats,
-    ServerStatus,
-)
+from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, JobStats, ServerStatus
 from dsi.server.errors import ApiError, shutting_down
 from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
