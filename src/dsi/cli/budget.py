@@ -176,8 +176,8 @@ class BudgetComparison:
         figures = {"target_ms": latency.target_ms, "drafter_ms": latency.drafter_ms, "parallel_fraction": fraction}
         self._report(tables, about, **{f"{unit.lower()}s": total}, **figures, scales=fraction)
 
-    def _load(self, algorithm: str, texts: int | None = None, **changes: Any) -> Engine:
-        return load_engine(replace(self.config, max_num_seqs=texts, **changes), SpecConfig(algorithm))
+    def _load(self, algorithm: str, **changes: Any) -> Engine:
+        return load_engine(replace(self.config, **changes), SpecConfig(algorithm))
 
     def _configurations(self, processors: int) -> list[Configuration]:
         from dsi.experiments import budget
