@@ -27,7 +27,7 @@ from dsi.models.wait import Latency, Wait
 from dsi.sampling import acceptance_rules as rules
 from dsi.sampling import verify
 from dsi.sampling.logits import probabilities
-from fate import Fate, law
+from scripted_choices import ScriptedChoices, exact_distribution
 from unbiased import CachedLogits, chi_square
 
 WORDS = 3
@@ -71,8 +71,8 @@ P, Q = Rows(1), Rows(2)
 class Keyed:
     """Numbers that are a function of their key: asked again, they say the same."""
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate = fate
+    def __init__(self, choices: ScriptedChoices) -> None:
+        self.choices = choices
         self.between: dict[Any, tuple[float, float]] = {}
 
     def below(self, key: Any, chance: float) -> bool:
@@ -83,7 +83,7 @@ class Keyed:
         low, high = self.between.get(key, (0.0, 1.0))
         edges = np.concatenate([[0.0], weights.cumsum() / weights.sum()])
         begins, ends = edges[:-1].clip(low, high), edges[1:].clip(low, high)
-        token = self.fate.draw(ends - begins)
+        token = self.choices.draw(ends - begins)
         self.between[key] = float(begins[token]), float(ends[token])
         return token
 
@@ -107,8 +107,8 @@ class Noise(Coin):
         return self.keyed.token(self.key, self.weights)
 
 
-def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, fate: Fate) -> Tokens:
-    keyed = Keyed(fate)
+def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, choices: ScriptedChoices) -> Tokens:
+    keyed = Keyed(choices)
     monkeypatch.setattr(verify, "noise_key", lambda *numbers: numbers)
     monkeypatch.setattr(verify, "uniform", partial(Coin, keyed))
     monkeypatch.setattr(verify, "exponential_noise", lambda _, key: Noise(keyed, key))
@@ -121,7 +121,7 @@ def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, fate: Fa
 
 def distance(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch) -> float:
     """In total variation from the target's own texts."""
-    texts = law(partial(written, policy, rule, monkeypatch))
+    texts = exact_distribution(partial(written, policy, rule, monkeypatch))
     likely = {
         text: prod(float(P.probs(text[:i])[token]) for i, token in enumerate(text))
         for text in product(range(WORDS), repeat=LENGTH)

@@ -160,6 +160,14 @@ def make(kind: str) -> Iterator[Make]:
 
 
 @pytest.fixture(scope="module")
+def fleet(kind: str) -> Iterator[KillableFleet]:
+    """One fleet for the tests that leave two targets alive and idle."""
+    fleet: KillableFleet = FLEETS[kind](make_servers())
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
 def loop(kind: str) -> Iterator[EngineLoop]:
     """One loop for the tests that only generate: starting workers takes longer than their texts."""
     fleet = FLEETS[kind](make_servers(targets=3))
@@ -186,8 +194,7 @@ def test_fleet_streams_draft_tokens_in_order(make: Make) -> None:
     assert events(fleet, 6) == expected
 
 
-def test_fleet_verifies_every_position(make: Make) -> None:
-    fleet = make(make_servers())
+def test_fleet_verifies_every_position(fleet: KillableFleet) -> None:
     text = TEXT.then(4).then(5)
     fleet.start(Verify(1, text, 3))
     assert fleet.next_event() == Verified(1, target_tokens(text, 3))
@@ -199,8 +206,7 @@ def test_fleet_prefills_every_idle_target(make: Make) -> None:
     assert events(fleet, 3) == [Prefilled(1)] * 3
 
 
-def test_fleet_answers_more_jobs_than_servers(make: Make) -> None:
-    fleet = make(make_servers(targets=2))
+def test_fleet_answers_more_jobs_than_servers(fleet: KillableFleet) -> None:
     started(fleet, *(Verify(id, TEXT, 1) for id in range(7)))
     assert sorted(event.id for event in events(fleet, 7)) == list(range(7))
 
@@ -237,8 +243,7 @@ def test_fleet_cancels_a_queued_job(make: Make) -> None:
     assert [event.id for event in events(fleet, 2)] == [1, 3]
 
 
-def test_fleet_ignores_cancels_of_unknown_and_finished_jobs(make: Make) -> None:
-    fleet = make(make_servers())
+def test_fleet_ignores_cancels_of_unknown_and_finished_jobs(fleet: KillableFleet) -> None:
     fleet.cancel(99)
     fleet.promote(99)
     fleet.start(Verify(1, TEXT, 1))
@@ -279,8 +284,7 @@ def test_fleet_survives_a_model_that_raises(make: Make) -> None:
     assert fleet.next_event().id == 2
 
 
-def test_fleet_with_nothing_to_do_raises_instead_of_hanging(make: Make) -> None:
-    fleet = make(make_servers())
+def test_fleet_with_nothing_to_do_raises_instead_of_hanging(fleet: KillableFleet) -> None:
     with pytest.raises(RuntimeError, match="nothing to do"):
         fleet.next_event()
 
@@ -312,9 +316,9 @@ def test_fleet_can_be_closed_twice(make: Make) -> None:
         fleet.next_event()
 
 
-def test_fleet_refuses_to_kill_an_unknown_server(make: Make) -> None:
+def test_fleet_refuses_to_kill_an_unknown_server(fleet: KillableFleet) -> None:
     with pytest.raises(ValueError, match="no server 'nobody'"):
-        make(make_servers()).kill("nobody")
+        fleet.kill("nobody")
 
 
 def test_fleet_verifies_a_new_root_before_queued_jobs(make: Make) -> None:

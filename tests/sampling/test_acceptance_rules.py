@@ -32,7 +32,7 @@ from dsi.sampling.acceptance_rules import (
 )
 from dsi.sampling.logits import gumbel_argmax
 from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, exponential, noise_key, uniform
-from fate import Fate, law
+from scripted_choices import ScriptedChoices, exact_distribution
 
 DRAWS = 20_000
 Row = np.ndarray
@@ -74,20 +74,20 @@ def test_match_is_independent_of_block_boundaries() -> None:
 # ---- reject, specinfer and block, by exact enumeration of all random outcomes
 
 
-Write = Callable[[Tokens, Fate], Tokens]  # a text to a longer one
+Write = Callable[[Tokens, ScriptedChoices], Tokens]  # a text to a longer one
 
 
 class Uniform:
     """A uniform number on both sides of a probability. Comparing it twice would not be independent."""
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate, self.compared = fate, False
+    def __init__(self, choices: ScriptedChoices) -> None:
+        self.choices, self.compared = choices, False
 
     def __lt__(self, probability: float) -> bool:
         assert 0 <= probability <= 1
         assert not self.compared
         self.compared = True
-        return self.fate.draw([probability, 1 - probability]) == 0
+        return self.choices.draw([probability, 1 - probability]) == 0
 
 
 class Noise:
@@ -95,15 +95,15 @@ class Noise:
 
     __array_ufunc__ = None  # so that numpy calls __rtruediv__
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate = fate
+    def __init__(self, choices: ScriptedChoices) -> None:
+        self.choices = choices
 
     def __rtruediv__(self, weights: Row) -> "Noise":
         self.weights = weights
         return self
 
     def argmax(self) -> int:
-        return self.fate.draw(self.weights) if self.weights.any() else 0
+        return self.choices.draw(self.weights) if self.weights.any() else 0
 
 
 @cache
@@ -125,7 +125,7 @@ def distance(write: Write) -> float:
     for length in range(4):
         for text in [text for text in texts if len(text) == length]:
             share = texts.pop(text)
-            for longer, probability in law(partial(write, text)).items():
+            for longer, probability in exact_distribution(partial(write, text)).items():
                 assert len(longer) > length
                 texts[longer[:4]] += share * probability
     return sum(abs(texts[text] - likelihood(text)) for text in product(range(3), repeat=4)) / 2
@@ -139,54 +139,54 @@ def likelihood(text: Tokens) -> float:
 
 
 def one(rule: Any = reject) -> Write:
-    def write(text: Tokens, fate: Fate) -> Tokens:
+    def write(text: Tokens, choices: ScriptedChoices) -> Tokens:
         q = drafter(text)
-        return *text, rule(target(text), fate.draw(q), q, Uniform(fate), Noise(fate))
+        return *text, rule(target(text), choices.draw(q), q, Uniform(choices), Noise(choices))
 
     return write
 
 
-def two(guess: Callable[[Tokens, Fate], list[DrawnToken]], rule: Any = specinfer) -> Write:
-    def write(text: Tokens, fate: Fate) -> Tokens:
-        return *text, rule(target(text), guess(text, fate), [Uniform(fate), Uniform(fate)], Noise(fate))
+def two(guess: Callable[[Tokens, ScriptedChoices], list[DrawnToken]], rule: Any = specinfer) -> Write:
+    def write(text: Tokens, choices: ScriptedChoices) -> Tokens:
+        return *text, rule(target(text), guess(text, choices), [Uniform(choices), Uniform(choices)], Noise(choices))
 
     return write
 
 
-def two_drafters(text: Tokens, fate: Fate) -> list[DrawnToken]:
+def two_drafters(text: Tokens, choices: ScriptedChoices) -> list[DrawnToken]:
     """One token from each of two drafters."""
-    return [(fate.draw(q), q) for q in (drafter(text), another(text))]
+    return [(choices.draw(q), q) for q in (drafter(text), another(text))]
 
 
-def twins(text: Tokens, fate: Fate) -> list[DrawnToken]:
+def twins(text: Tokens, choices: ScriptedChoices) -> list[DrawnToken]:
     """Two independent tokens from one drafter."""
-    return [(fate.draw(q), q) for q in (drafter(text), drafter(text))]
+    return [(choices.draw(q), q) for q in (drafter(text), drafter(text))]
 
 
-def distinct(text: Tokens, fate: Fate, renormalise: bool = True) -> list[DrawnToken]:
+def distinct(text: Tokens, choices: ScriptedChoices, renormalise: bool = True) -> list[DrawnToken]:
     """Two tokens from one drafter, drawn without replacement."""
     q = drafter(text)
-    first = fate.draw(q)
+    first = choices.draw(q)
     rest = q * (np.arange(3) != first)
-    return [(first, q), (fate.draw(rest), rest / rest.sum() if renormalise else q)]
+    return [(first, q), (choices.draw(rest), rest / rest.sum() if renormalise else q)]
 
 
-def top(text: Tokens, _: Fate) -> list[DrawnToken]:
+def top(text: Tokens, _: ScriptedChoices) -> list[DrawnToken]:
     """The drafter's two likeliest tokens."""
     first, second = drafter(text).argsort()[:0:-1].tolist()
     return [(first, None), (second, None)]
 
 
 def ahead(k: int, rule: Any = block, greedy: bool = False) -> Write:
-    def write(text: Tokens, fate: Fate) -> Tokens:
+    def write(text: Tokens, choices: ScriptedChoices) -> Tokens:
         ps, guesses, longer = [], [], text
         for _ in range(k):
             q = drafter(longer)
-            token = int(q.argmax()) if greedy else fate.draw(q)
+            token = int(q.argmax()) if greedy else choices.draw(q)
             ps.append(target(longer))
             guesses.append((token, None if greedy else q))
             longer = (*longer, token)
-        return *text, *rule(ps, guesses, [Uniform(fate) for _ in ps], lambda _: Noise(fate))
+        return *text, *rule(ps, guesses, [Uniform(choices) for _ in ps], lambda _: Noise(choices))
 
     return write
 
@@ -277,18 +277,20 @@ def test_block_accepts_more_than_reject() -> None:
     """The example of Sun et al. (2025): `reject` accepts 10/9 of two guesses, `block` 11/9."""
     p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
 
-    def accepted(rule: Callable[[list[DrawnToken], Fate], Tokens], fate: Fate) -> int:
-        guesses: list[DrawnToken] = [(fate.draw(q), q), (fate.draw(q), q)]
-        agree = [token == guess for token, (guess, _) in zip(rule(guesses, fate), guesses)]
+    def accepted(rule: Callable[[list[DrawnToken], ScriptedChoices], Tokens], choices: ScriptedChoices) -> int:
+        guesses: list[DrawnToken] = [(choices.draw(q), q), (choices.draw(q), q)]
+        agree = [token == guess for token, (guess, _) in zip(rule(guesses, choices), guesses)]
         return [*agree, False].index(False)
 
-    def singly(guesses: list[DrawnToken], fate: Fate) -> Tokens:
-        return tuple(reject(p, *guess, cast(Any, Uniform(fate)), Noise(fate)) for guess in guesses)
+    def singly(guesses: list[DrawnToken], choices: ScriptedChoices) -> Tokens:
+        return tuple(reject(p, *guess, cast(Any, Uniform(choices)), Noise(choices)) for guess in guesses)
 
-    def together(guesses: list[DrawnToken], fate: Fate) -> Tokens:
-        return block([p, p], guesses, cast(Any, [Uniform(fate), Uniform(fate)]), lambda _: Noise(fate))
+    def together(guesses: list[DrawnToken], choices: ScriptedChoices) -> Tokens:
+        return block([p, p], guesses, cast(Any, [Uniform(choices), Uniform(choices)]), lambda _: Noise(choices))
 
-    mean = {rule: sum(n * w for n, w in law(partial(accepted, rule)).items()) for rule in (singly, together)}
+    mean = {
+        rule: sum(n * w for n, w in exact_distribution(partial(accepted, rule)).items()) for rule in (singly, together)
+    }
     assert mean == {singly: pytest.approx(10 / 9, abs=1e-12), together: pytest.approx(11 / 9, abs=1e-12)}
 
 
@@ -434,7 +436,9 @@ def match_rate_by_definition(p: Row, q: Row) -> float:
 
 @given(rows(), rows())
 def test_acceptance_rates_equal_their_definitions(p: Row, q: Row) -> None:
-    expected = law(lambda fate: reject(p, guess := fate.draw(q), q, cast(Any, Uniform(fate)), Noise(fate)) == guess)
+    expected = exact_distribution(
+        lambda choices: reject(p, guess := choices.draw(q), q, cast(Any, Uniform(choices)), Noise(choices)) == guess
+    )
     assert rejection_acceptance_rate(p, q) == pytest.approx(1 - np.abs(p - q).sum() / 2, abs=1e-12)
     assert rejection_acceptance_rate(p, q) == pytest.approx(expected.get(True, 0.0), abs=1e-12)
     assert match_acceptance_rate(p, q) == pytest.approx(match_rate_by_definition(p, q), abs=1e-12)
