@@ -86,7 +86,7 @@ def test_budget_simulates_gpus_from_a_profile(profile: Path, tmp_path: Path) -> 
         assert words in done.stdout
     assert "None" not in done.stdout
     last = done.stdout.splitlines()[-1]
-    assert last.startswith("simulated: 4 texts of each class and contender on 4 GPUs; a target forward 20.00 ms")
+    assert last.startswith("simulated: 4 texts of each class and configuration on 4 GPUs; a target forward 20.00 ms")
     assert last.endswith("80% of a target forward is divided among its GPUs")
     assert "wrote " in done.stderr
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
