@@ -16,18 +16,7 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-from dsi.core.messages import (
-    Draft,
-    Drafted,
-    Event,
-    Failed,
-    Job,
-    Prefill,
-    Prefilled,
-    Sampling,
-    Verified,
-    Verify,
-)
+from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Sampling, Verified, Verify
 from dsi.core.sequence import TokenSequence
 
 MAX_REQUESTS = 128  # that encoder and decoder remember; the same for both, so that they evict alike

@@ -28,11 +28,7 @@ SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost 
 
 
 def run_worker(
-    server: Server,
-    connection: Connection,
-    cancelled_id: Any,
-    cores: Sequence[int],
-    prepare: Callable[[Server], None],
+    server: Server, connection: Connection, cancelled_id: Any, cores: Sequence[int], prepare: Callable[[Server], None]
 ) -> None:
     """Run jobs in a worker process until the connection closes."""
     die_with_parent()

@@ -380,11 +380,7 @@ class RayCluster:
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
         if address is None:
             cpus = max(1, int(sum(request.cpus for request in resources) + 0.999))
-            options |= {
-                "address": "local",
-                "num_cpus": max(cpus, os.cpu_count() or 1),
-                "include_dashboard": False,
-            }
+            options |= {"address": "local", "num_cpus": max(cpus, os.cpu_count() or 1), "include_dashboard": False}
         else:
             options["address"] = address
             check_reachable(address)

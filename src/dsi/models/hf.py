@@ -125,10 +125,7 @@ class Transformer:
         try:
             with torch.inference_mode():
                 logits = self.model(
-                    input_ids=ids,
-                    past_key_values=sequence.cache,
-                    use_cache=True,
-                    logits_to_keep=max(num_positions, 1),
+                    input_ids=ids, past_key_values=sequence.cache, use_cache=True, logits_to_keep=max(num_positions, 1)
                 ).logits[0]
         except BaseException:
             sequence.truncate(length)

@@ -8,27 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "vicuna-13b": {
-        "model_type": "llama",
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "layers": 40,
-        "heads": 40,
-    },
-    "vicuna-7b": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "layers": 32,
-        "heads": 32,
-    },
-    "vicuna-68m": {
-        "model_type": "llama",
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "layers": 2,
-        "heads": 12,
-    },
+    "vicuna-13b": {"model_type": "llama", "hidden_size": 5120, "intermediate_size": 13824, "layers": 40, "heads": 40},
+    "vicuna-7b": {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008, "layers": 32, "heads": 32},
+    "vicuna-68m": {"model_type": "llama", "hidden_size": 768, "intermediate_size": 3072, "layers": 2, "heads": 12},
     "llama-1.1b": {
         "model_type": "llama",
         "hidden_size": 2048,
@@ -37,20 +19,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "heads": 32,
         "num_key_value_heads": 4,
     },
-    "starcoder-15b": {
-        "model_type": "gpt_bigcode",
-        "n_embd": 6144,
-        "n_inner": 24576,
-        "layers": 40,
-        "heads": 48,
-    },
-    "starcoder-168m": {
-        "model_type": "gpt_bigcode",
-        "n_embd": 768,
-        "n_inner": 3072,
-        "layers": 20,
-        "heads": 12,
-    },
+    "starcoder-15b": {"model_type": "gpt_bigcode", "n_embd": 6144, "n_inner": 24576, "layers": 40, "heads": 48},
+    "starcoder-168m": {"model_type": "gpt_bigcode", "n_embd": 768, "n_inner": 3072, "layers": 20, "heads": 12},
     "phi3-14b": {
         "model_type": "phi3",
         "hidden_size": 5120,
@@ -59,13 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "heads": 40,
         "num_key_value_heads": 10,
     },
-    "phi3-4b": {
-        "model_type": "phi3",
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "layers": 32,
-        "heads": 32,
-    },
+    "phi3-4b": {"model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192, "layers": 32, "heads": 32},
 }
 VOCAB_SIZES = {"llama": 32000, "gpt_bigcode": 49152, "phi3": 32064}
 CONFIG_NAMES = {

@@ -78,13 +78,7 @@ def green_context_streams(device: int, slices: int, shares: Sequence[int]) -> li
     rest = Resource()
     # One call for all of them: every call starts with the same SMs.
     _call(
-        "cuDevSmResourceSplitByCount",
-        groups,
-        ctypes.byref(available),
-        ctypes.byref(whole),
-        ctypes.byref(rest),
-        0,
-        size,
+        "cuDevSmResourceSplitByCount", groups, ctypes.byref(available), ctypes.byref(whole), ctypes.byref(rest), 0, size
     )
     if available.value < wanted:
         raise ValueError(f"{wanted} slices of {size} multiprocessors: the GPU gives only {available.value}")

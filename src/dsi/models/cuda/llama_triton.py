@@ -70,12 +70,7 @@ def _layer_forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor
         x, cache = hidden_states[0], past_key_values.layers[number]
         qkv = functional.linear(layer.input_layernorm(x), weights.qkv)
         attention = attend(
-            qkv,
-            *position_embeddings,
-            cache.keys,
-            cache.values,
-            cache.cumulative_length,
-            config.num_attention_heads,
+            qkv, *position_embeddings, cache.keys, cache.values, cache.cumulative_length, config.num_attention_heads
         )
         x.addmm_(attention, weights.out.T)
         gate_up = functional.linear(layer.post_attention_layernorm(x), weights.gate_up)
