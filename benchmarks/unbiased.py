@@ -30,8 +30,7 @@ from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.worker import make_servers
 from dsi.models.protocol import NEVER, Backend, CancelFlag, SamplingModel
 from dsi.models.wait import Latency, Wait
-from dsi.sampling import acceptance_rules as rules
-from dsi.sampling import verify
+from dsi.sampling import acceptance_rules as rules, verify
 from dsi.sampling.logits import probabilities
 
 PROMPT = "Once upon a time"

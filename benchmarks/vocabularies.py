@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RawTokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import harness

@@ -5,8 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as RawTokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dsi.models.tokenizer import Tokenizer

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Event, Failed, Job, Prefilled, Sampling

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, RULES, TARGET, Job, Sampling, Verify
@@ -24,8 +23,7 @@ from dsi.fleets.worker import Server
 from dsi.models import protocol
 from dsi.models.protocol import CancelFlag, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait
-from dsi.sampling import acceptance_rules as rules
-from dsi.sampling import verify
+from dsi.sampling import acceptance_rules as rules, verify
 from dsi.sampling.logits import probabilities
 from scripted_choices import ScriptedChoices, exact_distribution
 from unbiased import CachedLogits, chi_square

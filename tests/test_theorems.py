@@ -8,8 +8,7 @@ from math import ceil, sqrt
 from statistics import fmean, stdev
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER, Time

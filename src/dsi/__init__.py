@@ -7,63 +7,45 @@ if TYPE_CHECKING:
     from dsi.core.messages import Sampling as Sampling
     from dsi.core.policies import (
         autoregressive as autoregressive,
-    )
-    from dsi.core.policies import (
         distributed as distributed,
-    )
-    from dsi.core.policies import (
         pearl as pearl,
-    )
-    from dsi.core.policies import (
         speculative as speculative,
     )
-    from dsi.core.request import Completion as Completion
-    from dsi.core.request import Request as Request
+    from dsi.core.request import Completion as Completion, Request as Request
     from dsi.core.spec import SpecConfig as SpecConfig
     from dsi.engine.config import EngineConfig as EngineConfig
     from dsi.engine.engine import Engine as Engine
-    from dsi.engine.hf_generate import REPO as REPO
-    from dsi.engine.hf_generate import custom_generate as custom_generate
-    from dsi.fleets.loop import EngineLoop as EngineLoop
-    from dsi.fleets.loop import FleetError as FleetError
+    from dsi.engine.hf_generate import REPO as REPO, custom_generate as custom_generate
+    from dsi.fleets.loop import EngineLoop as EngineLoop, FleetError as FleetError
     from dsi.fleets.simulated import SimulatedFleet as SimulatedFleet
     from dsi.fleets.threads import ThreadFleet as ThreadFleet
     from dsi.fleets.worker import Server as Server
-    from dsi.models.toy import ToyDrafter as ToyDrafter
-    from dsi.models.toy import ToyTarget as ToyTarget
-    from dsi.models.wait import Latency as Latency
-    from dsi.models.wait import Wait as Wait
+    from dsi.models.toy import ToyDrafter as ToyDrafter, ToyTarget as ToyTarget
+    from dsi.models.wait import Latency as Latency, Wait as Wait
     from dsi.planning.equation_1 import plan as plan
     from dsi.planning.latency import LatencyModel as LatencyModel
 
 __version__ = "0.1.0"
 
 # Imported on first use: `import dsi.core` needs none of the rest, and `dsi --help` none at all.
-_MODULES = {
-    "Completion": "dsi.core.request",
-    "Engine": "dsi.engine.engine",
-    "EngineConfig": "dsi.engine.config",
-    "EngineLoop": "dsi.fleets.loop",
-    "FleetError": "dsi.fleets.loop",
-    "Latency": "dsi.models.wait",
-    "LatencyModel": "dsi.planning.latency",
-    "REPO": "dsi.engine.hf_generate",
-    "Request": "dsi.core.request",
-    "Sampling": "dsi.core.messages",
-    "Server": "dsi.fleets.worker",
-    "SimulatedFleet": "dsi.fleets.simulated",
-    "SpecConfig": "dsi.core.spec",
-    "ThreadFleet": "dsi.fleets.threads",
-    "ToyDrafter": "dsi.models.toy",
-    "ToyTarget": "dsi.models.toy",
-    "Wait": "dsi.models.wait",
-    "autoregressive": "dsi.core.policies",
-    "custom_generate": "dsi.engine.hf_generate",
-    "distributed": "dsi.core.policies",
-    "pearl": "dsi.core.policies",
-    "plan": "dsi.planning.equation_1",
-    "speculative": "dsi.core.policies",
+_EXPORTS = {
+    "dsi.core.messages": ("Sampling",),
+    "dsi.core.policies": ("autoregressive", "distributed", "pearl", "speculative"),
+    "dsi.core.request": ("Completion", "Request"),
+    "dsi.core.spec": ("SpecConfig",),
+    "dsi.engine.config": ("EngineConfig",),
+    "dsi.engine.engine": ("Engine",),
+    "dsi.engine.hf_generate": ("REPO", "custom_generate"),
+    "dsi.fleets.loop": ("EngineLoop", "FleetError"),
+    "dsi.fleets.simulated": ("SimulatedFleet",),
+    "dsi.fleets.threads": ("ThreadFleet",),
+    "dsi.fleets.worker": ("Server",),
+    "dsi.models.toy": ("ToyDrafter", "ToyTarget"),
+    "dsi.models.wait": ("Latency", "Wait"),
+    "dsi.planning.equation_1": ("plan",),
+    "dsi.planning.latency": ("LatencyModel",),
 }
+_MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
 _OLD_NAMES = {"Loop": "EngineLoop"}  # kept for one release
 __all__ = sorted(_MODULES)
 

@@ -4,8 +4,7 @@ import pickle
 from threading import Thread
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dsi.core.messages import (
     Draft,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from cancel_flags import CancelAfter
 from dsi.core.messages import Sampling

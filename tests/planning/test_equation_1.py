@@ -4,8 +4,7 @@ from fractions import Fraction
 from math import ceil
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dsi.planning.equation_1 import best_si_lookahead, minimal_lookahead, plan, servers_needed, to_fraction
 

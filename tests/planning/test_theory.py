@@ -9,8 +9,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.policies import policy_for

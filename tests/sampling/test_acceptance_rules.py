@@ -10,8 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens

@@ -3,8 +3,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from dsi.core.messages import Sampling
 from dsi.sampling.logits import probabilities, sample, top_k_tokens, top_logprobs

@@ -50,8 +50,7 @@ def compare(
     Above temperature 0, rules other than match give each algorithm a text of its own, the same every time.
     With --budget, each algorithm has the same processors, in arrangements of its own.
     """
-    from dsi.experiments.compare import compare as measured
-    from dsi.experiments.compare import specs
+    from dsi.experiments.compare import compare as measured, specs
 
     options_given = given(context)
     check_given(options_given)

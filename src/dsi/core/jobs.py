@@ -41,18 +41,16 @@ class JobTable:
         self._nodes[id] = node
         node.jobs.add(id)
 
-    def close(self, id: int) -> Node | None:
-        """Remove a job; return the node it had reached, if it is not a prefill."""
+    def close(self, id: int) -> None:
         job, node = self.open.pop(id), self._nodes.pop(id, None)
-        if node is None:
-            return None
+        if node is None:  # a prefill
+            return
         node.jobs.discard(id)
         self.busy -= 1
         if isinstance(job, Draft):
             self._drafts[job.model] -= 1
         else:
             self._alternates.discard(id)
-        return node
 
     def drafting(self, model: str) -> bool:
         return self._drafts.get(model, 0) > 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
@@ -92,18 +93,11 @@ def distributed(
     choice is rejected and a runner-up is the target's token, the next token is known already. Only the rule match
     allows it, whose tokens do not depend on the draft.
     """
-    values = {
-        "min_draft": min_draft,
-        "max_lead": max_lead,
-        "branches": branches,
-        "spare_targets": spare_targets,
-        "min_ratio": min_ratio,
-    }
-    for name, value in old_names.items():  # kept for one release
-        if name not in OLD_NAMES:
-            raise TypeError(f"distributed() got an unexpected keyword argument {name!r}")
-        values[OLD_NAMES[name]] = value
-    return _distributed(SpecConfig("dsi", lookahead, drafters=tuple(drafters), **values))  # type: ignore[arg-type]
+    if unknown := old_names.keys() - OLD_NAMES.keys():
+        raise TypeError(f"distributed() got an unexpected keyword argument {min(unknown)!r}")
+    fields: dict[str, Any] = {OLD_NAMES[name]: value for name, value in old_names.items()}  # kept for one release
+    spec = SpecConfig("dsi", lookahead, min_draft, max_lead, None, branches, spare_targets, min_ratio, tuple(drafters))
+    return _distributed(replace(spec, **fields))
 
 
 def _distributed(spec: SpecConfig) -> Policy:

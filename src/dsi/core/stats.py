@@ -11,20 +11,6 @@ from dsi.core.messages import TARGET, Drafted, Event, Time, Verified
 
 SECOND = 1000  # ms
 ANSWERS = frozenset({Drafted, Verified})
-FIGURES = (
-    "hidden_share",
-    "drafter_lead",
-    "wasted_drafts",
-    "wasted_forwards",
-    "idle_share",
-    "target_ms",
-    "drafter_ms",
-    "rejections",
-    "lost_to_rejections_ms",
-    "lost_per_rejection_ms",
-    "ideal_ms",
-    "time_over_ideal",
-)
 
 
 @dataclass(slots=True)
@@ -110,21 +96,20 @@ class Overlap:
     def json(self, unit: float = SECOND) -> dict[str, Any]:
         """The reported figures; `unit` is how many milliseconds the clock counts as one."""
         count = len(self.losses)
-        values = (
-            self.hidden,
-            self.lead,
-            self.wasted_drafts,
-            self.wasted_forwards,
-            self.servers and {server.server: server.idle_share for server in self.servers},
-            _ms(self.target_time, unit),
-            _ms(self.drafter_time, unit),
-            count,
-            _ms(self.lost, unit),
-            _ms(self.lost / count, unit) if count else None,
-            _ms(self.ideal, unit),
-            self.gap,
-        )
-        return dict(zip(FIGURES, values))
+        return {
+            "hidden_share": self.hidden,
+            "drafter_lead": self.lead,
+            "wasted_drafts": self.wasted_drafts,
+            "wasted_forwards": self.wasted_forwards,
+            "idle_share": self.servers and {server.server: server.idle_share for server in self.servers},
+            "target_ms": _ms(self.target_time, unit),
+            "drafter_ms": _ms(self.drafter_time, unit),
+            "rejections": count,
+            "lost_to_rejections_ms": _ms(self.lost, unit),
+            "lost_per_rejection_ms": _ms(self.lost / count, unit) if count else None,
+            "ideal_ms": _ms(self.ideal, unit),
+            "time_over_ideal": self.gap,
+        }
 
 
 def mean(overlaps: Sequence[Overlap], unit: float = SECOND) -> dict[str, Any]:
@@ -132,7 +117,7 @@ def mean(overlaps: Sequence[Overlap], unit: float = SECOND) -> dict[str, Any]:
     rows = [overlap.json(unit) for overlap in overlaps]
     if len(rows) == 1:
         return rows[0]
-    figures = {name: _mean([row[name] for row in rows if row[name] is not None]) for name in FIGURES}
+    figures = {name: _mean([row[name] for row in rows if row[name] is not None]) for name in rows[0]}
     if figures["rejections"]:
         figures["lost_per_rejection_ms"] = figures["lost_to_rejections_ms"] / figures["rejections"]
     return figures

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.fields import option
-from dsi.core.spec import AUTO as AUTO_ALGORITHM
-from dsi.core.spec import SpecConfig
+from dsi.core.spec import AUTO as AUTO_ALGORITHM, SpecConfig
 from dsi.engine.devices import Placement, parse_placement
 from dsi.models.names import BUILTIN, NGRAM, check_exists, full_name
 from dsi.models.vocab import AUTO, SAME, VOCAB_METHODS

@@ -18,8 +18,7 @@ from dsi.core.generation import ACCEPTED, CORRECTED
 from dsi.core.latency_table import LatencyTable
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
-from dsi.core.spec import ALGORITHMS as NAMED
-from dsi.core.spec import AUTO, SpecConfig, check_algorithm
+from dsi.core.spec import ALGORITHMS as NAMED, AUTO, SpecConfig, check_algorithm
 from dsi.core.stats import mean
 from dsi.experiments.compare import Row, check_equal, quartiles, specs, title
 from dsi.planning.auto import adaptive, cached_latency_table

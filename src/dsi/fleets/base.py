@@ -103,7 +103,7 @@ class BaseFleet(ABC):
 
 
 class RealTimeFleet(BaseFleet):
-    """A fleet whose clock is this machine's, from 0 at its start."""
+    """A fleet whose clock is this machine's, from 0 at its start; a subclass waits for what its workers return."""
 
     def __init__(self, servers: Iterable[Server], log: list[Span] | None = None) -> None:
         super().__init__(servers, log)
@@ -111,3 +111,15 @@ class RealTimeFleet(BaseFleet):
 
     def now(self) -> float:
         return time.perf_counter() - self._clock_start
+
+    def next_event(self) -> Event:
+        self._start_jobs()
+        while not self._events:
+            if not self._scheduler.running and not self._scheduler.starting:
+                raise RuntimeError("the fleet has nothing to do: no event will come")
+            self._wait_for_events()
+        return self._events.popleft()
+
+    @abstractmethod
+    def _wait_for_events(self) -> None:
+        """Wait for something to happen, and append its events, if any."""

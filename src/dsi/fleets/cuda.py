@@ -84,16 +84,11 @@ class CudaFleet(RealTimeFleet):
     def wake(self) -> None:
         self._events.append(WOKEN)
 
-    def next_event(self) -> Event:
-        self._start_jobs()
-        while not self._events:
-            if not self._scheduler.running:
-                raise RuntimeError("the fleet has nothing to do: no event will come")
-            for name in list(self._workers):
-                self._poll(name)
-            if not self._events and self._scheduler.changed:
-                self._start_jobs()
-        return self._events.popleft()
+    def _wait_for_events(self) -> None:
+        for name in list(self._workers):
+            self._poll(name)
+        if not self._events and self._scheduler.changed:
+            self._start_jobs()
 
     def _poll(self, name: str) -> None:
         worker = self._workers[name]

@@ -10,7 +10,7 @@ from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any
 
-from dsi.core.messages import WOKEN, Drafted, Event, Job
+from dsi.core.messages import WOKEN, Drafted, Job
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.connection import READ_BYTES, Connection, JobEncoder, decode_event, encode_event
@@ -150,20 +150,15 @@ class RemoteFleet(RealTimeFleet):
         with suppress(BlockingIOError):  # a wake-up is pending already
             self._wake_sender.send(b".")
 
-    def next_event(self) -> Event:
-        self._start_jobs()
-        while not self._events:
-            if not self._scheduler.running and not self._scheduler.starting:
-                raise RuntimeError("the fleet has nothing to do: no event will come")
-            for key, _ in self._wait_for_messages():
-                if key.fileobj is self._wake_receiver:
-                    self._wake_receiver.recv(READ_BYTES)
-                    self._events.append(WOKEN)
-                elif key.data in self._workers and self._workers[key.data].connection is key.fileobj:
-                    self._on_messages(key.data)
-                else:
-                    self._on_other_socket(key)
-        return self._events.popleft()
+    def _wait_for_events(self) -> None:
+        for key, _ in self._wait_for_messages():
+            if key.fileobj is self._wake_receiver:
+                self._wake_receiver.recv(READ_BYTES)
+                self._events.append(WOKEN)
+            elif key.data in self._workers and self._workers[key.data].connection is key.fileobj:
+                self._on_messages(key.data)
+            else:
+                self._on_other_socket(key)
 
     def _on_other_socket(self, key: SelectorKey) -> None:
         """Handle a readable socket that belongs to no worker."""

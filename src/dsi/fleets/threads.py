@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterable
 from functools import cache
 from queue import SimpleQueue
-from threading import Event as Signal
-from threading import Thread
+from threading import Event as Signal, Thread
 
 from dsi.core.messages import WOKEN, Drafted, Event, Job
 from dsi.fleets.base import RealTimeFleet
@@ -151,20 +150,14 @@ class ThreadFleet(RealTimeFleet):
     def wake(self) -> None:
         self.messages.put(("", WOKEN, False))
 
-    def next_event(self) -> Event:
-        self._start_jobs()
-        while not self._events:
-            if not self._scheduler.running:
-                raise RuntimeError("the fleet has nothing to do: no event will come")
-            name, event, idle = self.messages.get()
-            if event is WOKEN:
-                return WOKEN
-            if name not in self._workers:
-                continue  # the last message of a dead server
+    def _wait_for_events(self) -> None:
+        name, event, idle = self.messages.get()
+        if event is WOKEN:
+            self._events.append(WOKEN)
+        elif name in self._workers:  # else it is the last message of a dead server
             if event is not None:
                 self._events.append(event)
             if idle:
                 self._scheduler.release(name)
             if self._thread_pool or event is None:
                 self._start_jobs()
-        return self._events.popleft()

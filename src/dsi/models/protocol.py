@@ -30,11 +30,13 @@ class CancelFlag(Protocol):
 class Never:
     """The flag of a request that is never cancelled."""
 
+    value = False
+
     def is_set(self) -> bool:
-        return False
+        return self.value
 
     def wait(self, timeout: float) -> bool:  # noqa: ARG002
-        return False
+        return self.value
 
 
 NEVER = Never()

@@ -49,27 +49,20 @@ class Group:
     rank: int
     size: int
     cancelled: CancelFlag = NEVER
-    _gloo: Any = None
-
-    @property
-    def initialized(self) -> bool:
-        return self._gloo is not None
+    gloo: Any = None  # the process group, once all ranks have joined
 
     def init_group(self, folder: str) -> None:
         """Wait until all ranks have joined; afterwards the folder is no longer needed."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens where the host name resolves to
         store = distributed.FileStore(str(Path(folder) / "ranks"), self.size)  # type: ignore[attr-defined]
-        self._gloo = distributed.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
-        self._gloo.barrier().wait()
-
-    def destroy_group(self) -> None:
-        self._gloo = None
+        self.gloo = distributed.ProcessGroupGloo(store, self.rank, self.size, TIMEOUT)
+        self.gloo.barrier().wait()
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum the partial results, and the cancel flags with them: all ranks stop at the same point."""
         flag = partial.new_full((1,), float(self.cancelled.is_set()))
         total = torch.cat((partial.flatten(), flag))
-        self._gloo.allreduce([total]).wait()
+        self.gloo.allreduce([total]).wait()
         if total[-1] > 0:
             raise Cancelled
         return total[:-1].view(partial.shape)
@@ -77,7 +70,7 @@ class Group:
     def all_gather(self, shard: Tensor) -> Tensor:
         """Concatenate all ranks' shards along the last dimension."""
         shards = [torch.empty_like(shard) for _ in range(self.size)]
-        self._gloo.allgather([shards], [shard.contiguous()]).wait()
+        self.gloo.allgather([shards], [shard.contiguous()]).wait()
         return torch.cat(shards, -1)
 
     def shard(self, whole: Tensor, dim: int = -1) -> Tensor:
@@ -153,10 +146,10 @@ class TensorParallel:
             os.kill(helper.pid, signal.SIGKILL)
             os.waitpid(helper.pid, 0)
         self.helpers.clear()
-        self.groups[0].destroy_group()
+        self.groups[0].gloo = None
 
     def _start(self) -> None:
-        if self.groups[0].initialized:
+        if self.groups[0].gloo is not None:
             return
         self._shards[0].clear_cache()
         cores = sorted(os.sched_getaffinity(0))

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import GPTNeoConfig, MambaConfig, MambaForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from cancel_flags import CancelAfter

@@ -2,12 +2,12 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsi.models.cuda.graphs import CudaGraphModel
@@ -98,7 +98,9 @@ def servers(llama: Any) -> Iterator[list[CudaGraphModel]]:
             CudaGraphModel(llama, MAX_LENGTH, segments=LAYERS, sizes=(1, 2, 4, 8), share_cache_with=share_cache_with)
         )
     for server in servers:
-        stepped = {size: SteppedForward(server._computation(size), server._segment_starts) for size in server._sizes}
+        stepped = {
+            size: SteppedForward(partial(server._compute, size), server._segment_starts) for size in server._sizes
+        }
         server._forwards = stepped  # type: ignore[assignment]
     yield servers
     for server in servers:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import models
+from tokenizers import Tokenizer as RawTokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from command import dsi

@@ -24,7 +24,7 @@ from dsi.core.sequence import Tokens
 from dsi.models.cuda.draft_pipeline import DraftPipeline
 from dsi.models.cuda.fused_ops import fused_forward
 from dsi.models.cuda.green_contexts import driver
-from dsi.models.cuda.kv_cache import CudaForward, InflightForward, SharedKVCache
+from dsi.models.cuda.kv_cache import CudaForward, SharedKVCache
 from dsi.models.cuda.llama_triton import supports_triton, triton_forward
 from dsi.models.hf import common_prefix_length, decoder_layers
 from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Model
@@ -247,7 +247,7 @@ class CudaGraphModel:
         self, share_cache_with: CudaGraphModel | None, drafts: bool
     ) -> dict[int, EagerForward | CapturedForward]:
         eager = {
-            size: EagerForward(self._computation(size), self._segment_starts, self._stream) for size in self._sizes
+            size: EagerForward(partial(self._compute, size), self._segment_starts, self._stream) for size in self._sizes
         }
         if self.on_gpu:
             torch.cuda.synchronize(self._device)  # the weights have been copied
@@ -294,7 +294,7 @@ class CudaGraphModel:
         pool = torch.cuda.graph_pool_handle()
         forwards: dict[int, EagerForward | CapturedForward] = {}
         for size in reversed(self._sizes):  # the largest first: the others fit into its memory
-            forwards[size] = self._capture(self._computation(size), patch, pool)
+            forwards[size] = self._capture(partial(self._compute, size), patch, pool)
         buffers = (0, 1) if drafts else ()
         self._followers = [self._capture(self._follower(buffer), patch, pool) for buffer in buffers]
         torch.cuda.synchronize()
@@ -306,9 +306,6 @@ class CudaGraphModel:
                 compute()
             torch.cuda.synchronize()
             return CapturedForward(compute, self._segment_starts, pool, self._stream)
-
-    def _computation(self, size: int) -> Callable[[], Tensor]:
-        return lambda: self._compute(size)
 
     def _compute(self, size: int) -> Tensor:
         """Run one forward from host memory to host memory: logits stay on the device."""
@@ -354,11 +351,12 @@ class CudaGraphModel:
         self._check(request)
         while self._kv.prefilling is not None:
             yield None
-        begin = self._num_reusable(request)
+        begin = min(common_prefix_length(self.cached_tokens, request.tokens), request.start - 1)  # cached
         tokens: Tokens = ()
         try:
             while begin < len(request.tokens):
-                chunk, size = self._next_chunk(request.tokens, begin)
+                size = self._captured_size(begin, len(request.tokens) - begin)
+                chunk = list(request.tokens[begin : begin + size])
                 self._kv.prefilling = self if begin + len(chunk) < len(request.tokens) else None
                 tokens += yield from self._run_chunk(request, begin, chunk, size)
                 begin += len(chunk)
@@ -416,25 +414,13 @@ class CudaGraphModel:
         if len(request.tokens) > self.context:
             raise ValueError(f"a text of {len(request.tokens)} tokens: there is room for {self.context}")
 
-    def _num_reusable(self, request: ForwardRequest) -> int:
-        """The number of tokens whose cached keys and values can be reused."""
-        return min(common_prefix_length(self.cached_tokens, request.tokens), request.start - 1)
-
-    def _next_chunk(self, tokens: Sequence[int], begin: int) -> tuple[list[int], int]:
-        """Return the tokens of the next forward, and its captured size."""
-        size = self._captured_size(begin, len(tokens) - begin)
-        return list(tokens[begin : begin + size]), size
-
-    def _begin(self, forward: CudaForward, begin: int, chunk: list[int], cancelled: CancelFlag) -> InflightForward:
-        self._ids_array[: len(chunk)], self._length_array[0] = chunk, begin
-        return self._kv.begin(forward, begin, chunk, cancelled)
-
     def _run_chunk(
         self, request: ForwardRequest, begin: int, chunk: list[int], size: int
     ) -> Generator[None, None, Tokens]:
         """Run one forward over these tokens, and return the token after each of them."""
         forward, new = self._forwards[size], len(chunk)
-        yield from self._kv.run(self._begin(forward, begin, chunk, request.cancelled))
+        self._ids_array[:new], self._length_array[0] = chunk, begin
+        yield from self._kv.run(self._kv.begin(forward, begin, chunk, request.cancelled))
         if request.sampling.temperature == 0:
             tokens: Tokens = tuple(self._tokens_array[:new].tolist())
             return tokens

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dsi.models.protocol import CancelFlag, Cancelled
+from dsi.models.protocol import CancelFlag, Cancelled, Never
 
 MAX_QUEUED = 2  # segments of one forward enqueued at a time: the GPU never waits for Python
 
@@ -31,14 +31,10 @@ class CudaForward(Protocol):
         ...
 
 
-class Always:
+class Always(Never):
     """The flag of a forward whose server is gone."""
 
-    def is_set(self) -> bool:
-        return True
-
-    def wait(self, timeout: float) -> bool:  # noqa: ARG002
-        return True
+    value = True
 
 
 @dataclass(eq=False, slots=True)

@@ -43,7 +43,7 @@ def triton_forward(model: Any, max_length: int) -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(fused_norms(model))
         patches.enter_context(patched(decoder.rotary_emb, "forward", lambda *_, **__: tables))
-        patches.enter_context(patched(sys.modules[type(model).__module__], "create_causal_mask", _no_mask))
+        patches.enter_context(patched(sys.modules[type(model).__module__], "create_causal_mask", lambda **_: None))
         for number, layer in enumerate(decoder.layers):
             patches.enter_context(patched(layer, "forward", _layer_forward(layer, number, model.config)))
         yield
@@ -55,10 +55,6 @@ def _tables(model: Any, max_length: int) -> RotaryTables:
         positions = torch.arange(max_length, device=model.device)[None]
         by_length[max_length] = model.model.rotary_emb(model.lm_head.weight, positions)
     return by_length[max_length]
-
-
-def _no_mask(**_: Any) -> None:
-    return None
 
 
 def _layer_forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
