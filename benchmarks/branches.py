@@ -20,7 +20,7 @@ from dsi.engine.build_processes import ModelPair, load_model_pair
 from dsi.engine.config import EngineConfig
 from dsi.engine.prompts import sample_prompts
 from dsi.experiments import datasets
-from dsi.experiments.acceptance import interval
+from dsi.experiments.acceptance import Estimate
 from dsi.models.protocol import NEVER, ForwardRequest
 from dsi.paper.claims import bound
 from dsi.planning.equation_1 import servers_needed, to_fraction
@@ -85,17 +85,16 @@ def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
             for seed, prompt in enumerate(chosen.prompts)
         ]
         hits = [[hit for first, hit, _ in text if not first] for text in texts]
-        rate = sum(map(sum, hits)) / sum(map(len, hits))
-        low, high = interval(hits, rate)
+        runner_up = Estimate.of_rate(hits)
         places = [place for text in texts for place in text]
         first, close = fmean(f for f, _, _ in places), [place for place in places if place[2]]
         yield {
             "temperature": temperature,
             "places": len(places),
             "acceptance": first,
-            "second": rate,
-            "low": low,
-            "high": high,
+            "second": runner_up.mean,
+            "low": runner_up.low,
+            "high": runner_up.high,
             "close_second": sum(hit for f, hit, _ in close if not f) / sum(not f for f, _, _ in places),
             "sure": 1 - sum(f for f, _, _ in close) / (first * len(places)),
         }

@@ -31,7 +31,8 @@ from dsi.engine.build_processes import load_model_pair
 from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.engine.prompts import sample_prompts
-from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, summary, trials
+from dsi.experiments.acceptance import Estimate
+from dsi.experiments.by_rule import Accepted, RuleTrial, summary, trials
 from dsi.experiments.compare import PROMPTS
 from dsi.experiments.datasets import read
 from dsi.sampling.acceptance_rules import block, reject, specinfer
@@ -104,7 +105,7 @@ def acceptance(count: int, tokens: int) -> Trials:
     )
 
 
-def differences(results: Trials) -> dict[str, Figure]:
+def differences(results: Trials) -> dict[str, Estimate]:
     """Subtract place by place and block by block, so that easy and hard texts cancel out."""
     match, reject, block_rule = (results[TEMPERATURE, rule] for rule in ("match", "reject", "block"))
     by_place, by_block = list(zip(reject, match)), list(zip(block_rule, reject))
@@ -120,11 +121,11 @@ def differences(results: Trials) -> dict[str, Figure]:
     }
 
 
-def beyond(texts: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Figure:
-    return Figure.of([[a - b for a, b in zip(*pair, strict=True)] for pair in texts])
+def beyond(texts: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate:
+    return Estimate.of_mean([[a - b for a, b in zip(*pair, strict=True)] for pair in texts])
 
 
-def acceptance_lines(results: list[Accepted], gaps: dict[str, Figure]) -> Iterator[str]:
+def acceptance_lines(results: list[Accepted], gaps: dict[str, Estimate]) -> Iterator[str]:
     yield f"{'':10} per place (promised)    per block of {LOOKAHEAD} (promised)"
     for result in results:
         places = f"{result.places.mean:.3f} ({result.promised:.3f})" if result.places else "-"

@@ -11,12 +11,12 @@ from dsi.core.sequence import Tokens
 from dsi.engine.trial import Trial, run_trial
 from dsi.experiments.acceptance import (
     Acceptance,
+    Estimate,
     Share,
     acceptance,
-    beyond,
+    chi_square_p_value,
     geometric,
-    interval,
-    steps,
+    hazard_steps,
     summary,
 )
 from dsi.models.protocol import ForwardRequest
@@ -88,15 +88,15 @@ def test_geometric_rejects_independence_at_its_level() -> None:
     assert 8 <= sum(refused() for _ in range(400)) <= 34
 
 
-def test_interval_covers_at_its_level() -> None:
+def test_estimate_interval_covers_at_its_level() -> None:
     """Also where texts differ from one another, which a count of all places as independent would not see."""
     rng = Random(2)
 
     def held() -> bool:
         rates = [rng.choice((0.6, 0.9)) for _ in range(30)]
         texts = [[rng.random() < rate for _ in range(100)] for rate in rates]
-        low, high = interval(texts, sum(map(sum, texts)) / 3000)
-        return low < 0.75 < high
+        rate = Estimate.of_rate(texts)
+        return rate.low < 0.75 < rate.high
 
     assert 360 <= sum(held() for _ in range(400)) <= 396
 
@@ -127,8 +127,8 @@ def test_acceptance_of_a_drafter_that_is_never_right() -> None:
     assert result.json()["geometric"]["distance"] == 0
 
 
-def test_steps_do_not_count_censored_runs_as_rejections() -> None:
-    result = steps([(True, True), (True, False, False)], 0.6)
+def test_hazard_steps_do_not_count_censored_runs_as_rejections() -> None:
+    result = hazard_steps([(True, True), (True, False, False)], 0.6)
     assert [(step.length, step.reached, step.ended) for step in result] == [(0, 3, 1), (1, 2, 1)]
     assert [step.survival for step in result] == [1, pytest.approx(2 / 3)]
     assert [step.law for step in result] == [1, 0.6]
@@ -141,8 +141,9 @@ def test_summary_of_two_texts() -> None:
     assert (result.after_acceptance, result.after_rejection) == (Share(0.5, 2), Share(1.0, 1))
 
 
-def test_beyond_agrees_with_chi_square_tables() -> None:
-    assert [beyond(x, k) for x, k in ((3.84, 1), (11.07, 5), (31.41, 20))] == [pytest.approx(0.05, abs=0.003)] * 3
+def test_chi_square_p_value_agrees_with_chi_square_tables() -> None:
+    cases = ((3.84, 1), (11.07, 5), (31.41, 20))
+    assert [chi_square_p_value(x, k) for x, k in cases] == [pytest.approx(0.05, abs=0.003)] * 3
 
 
 def test_acceptance_refuses_one_prompt_or_no_tokens() -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from dsi.core.messages import RULES, Sampling
 from dsi.core.sequence import Tokens
-from dsi.experiments.by_rule import Accepted, Figure, RuleTrial, followed, promise, stood, summary, trials
+from dsi.experiments.acceptance import Estimate
+from dsi.experiments.by_rule import Accepted, RuleTrial, num_accepted, num_followed, promise, summary, trials
 from dsi.models.protocol import CancelFlag
 from dsi.sampling.acceptance_rules import match_acceptance_rate, prefix_acceptance, rejection_acceptance_rate
 
@@ -38,8 +39,8 @@ class Chain:
 def measured(
     p: Any = P, q: Any = Q, *, rules: Sequence[str] = RULES, temperature: float = 1.0, tokens: int = 60
 ) -> dict[str, Accepted]:
-    found = trials(lambda: Chain(p), lambda: Chain(q), PROMPTS, tokens, rules, [temperature], LOOKAHEAD)
-    return {rule: summary(warmth, rule, each) for (warmth, rule), each in found.items()}
+    by_rule = trials(lambda: Chain(p), lambda: Chain(q), PROMPTS, tokens, rules, [temperature], LOOKAHEAD)
+    return {rule: summary(temperature, rule, results) for (_, rule), results in by_rule.items()}
 
 
 def shares() -> Any:
@@ -47,14 +48,14 @@ def shares() -> Any:
     return np.linalg.matrix_power(np.array(P), 100)[0]
 
 
-def expected_in_block(each: Any, last: int) -> float:
-    """Guesses accepted after `last`, by enumeration: `each` says how likely starts of a path are to stand."""
+def expected_in_block(acceptance: Any, last: int) -> float:
+    """Draft tokens accepted after `last`, by enumeration: `acceptance` gives the probability of each prefix."""
     total = 0.0
     for path in product(range(3), repeat=LOOKAHEAD):
         before = (last, *path[:-1])
         drawn = prod(Q[a][b] for a, b in zip(before, path))
         ps, qs = ([np.array(table[a]) for a in before] for table in (P, Q))
-        total += drawn * sum(each(ps, list(zip(path, qs))))
+        total += drawn * sum(acceptance(ps, list(zip(path, qs))))
     return total
 
 
@@ -73,22 +74,22 @@ def test_trials_accept_as_often_as_theory_says(chain: dict[str, Accepted]) -> No
     rows = [(np.array(p), np.array(q)) for p, q in zip(P, Q)]
     for rule in ("match", "reject", "specinfer"):
         exact = sum(share * promise(p, q, Sampling(1.0, rule=rule)) for share, (p, q) in zip(shares(), rows))
-        found = chain[rule].places
-        assert found is not None
-        assert found.count == 30 * 60
-        assert found.low < exact < found.high
-        assert found.high - found.low < 0.06
+        places = chain[rule].places
+        assert places is not None
+        assert places.count == 30 * 60
+        assert places.low < exact < places.high
+        assert places.high - places.low < 0.06
         assert chain[rule].promised == pytest.approx(exact, abs=0.02)
     assert (chain["block"].places, chain["block"].promised) == (None, None)
 
 
 def test_block_lengths_agree_with_enumeration(chain: dict[str, Accepted]) -> None:
-    for rule, each in (("reject", rejecting), ("block", lambda *known: prefix_acceptance(*known)[1:])):
-        exact = sum(share * expected_in_block(each, last) for last, share in enumerate(shares()))
-        found = chain[rule]
-        assert found.blocks.count == 30 * 20
-        assert found.blocks.low < exact < found.blocks.high
-        assert found.block_promised == pytest.approx(exact, abs=0.1)
+    for rule, prefixes in (("reject", rejecting), ("block", lambda *pair: prefix_acceptance(*pair)[1:])):
+        exact = sum(share * expected_in_block(prefixes, last) for last, share in enumerate(shares()))
+        accepted = chain[rule]
+        assert accepted.blocks.count == 30 * 20
+        assert accepted.blocks.low < exact < accepted.blocks.high
+        assert accepted.block_promised == pytest.approx(exact, abs=0.1)
 
 
 def test_trials_order_the_rules(chain: dict[str, Accepted]) -> None:
@@ -113,18 +114,18 @@ def test_promise_is_each_rules_acceptance() -> None:
 
 
 def test_trials_accept_a_perfect_drafter() -> None:
-    for found in measured(q=P, tokens=12).values():
-        assert found.blocks == Figure(3, 3, 3, 30 * 4)
-        assert found.block_promised == pytest.approx(3)
-        assert found.places is None or found.places.mean == 1
+    for accepted in measured(q=P, tokens=12).values():
+        assert accepted.blocks == Estimate(3, 3, 3, 30 * 4)
+        assert accepted.block_promised == pytest.approx(3)
+        assert accepted.places is None or accepted.places.mean == 1
 
 
 def test_trials_at_temperature_0_have_one_rule() -> None:
     """Greedily the text is 0, 0, 0 and so on, or 1 and 2 in turns, and the drafter errs after 2 alone."""
     drafter = [P[0], P[1], [0.8, 0.1, 0.1]]
-    found = measured(q=drafter, temperature=0, tokens=6)
-    assert found == measured(q=drafter, rules=["match"], temperature=0, tokens=6)
-    [(name, one)] = found.items()
+    by_rule = measured(q=drafter, temperature=0, tokens=6)
+    assert by_rule == measured(q=drafter, rules=["match"], temperature=0, tokens=6)
+    [(name, one)] = by_rule.items()
     assert (name, one.promised, one.ceiling, one.block_promised) == ("any", None, None, None)
     assert one.places is not None
     assert one.places.mean == pytest.approx(2 / 3)
@@ -138,7 +139,7 @@ def test_trials_are_reproducible() -> None:
 
 def test_block_ends_after_a_runner_up() -> None:
     guesses = [((7, None), (8, None)), ((9, None), (5, None)), ((1, None), (2, None))]
-    for found, firsts, count in (
+    for verified, firsts, count in (
         ((7, 9, 1), 3, 3),
         ((7, 9, 2), 2, 3),
         ((7, 5, 1), 1, 2),
@@ -146,12 +147,12 @@ def test_block_ends_after_a_runner_up() -> None:
         ((3, 9, 1), 0, 0),
         ((7,), 1, 1),
     ):
-        assert (followed(found, guesses), stood(found, guesses)) == (firsts, count)
+        assert (num_followed(verified, guesses), num_accepted(verified, guesses)) == (firsts, count)
 
 
-def test_figure_interval_is_by_text() -> None:
-    assert Figure.of([[1, 1], [3, 3]]) == Figure(2, 2 - 1.96, 2 + 1.96, 4)  # two texts: standard error 1
-    assert Figure.of([[2, 1], [1, 2], []]) == Figure(1.5, 1.5, 1.5, 4)
+def test_estimate_interval_is_by_text() -> None:
+    assert Estimate.of_mean([[1, 1], [3, 3]]) == Estimate(2, 2 - 1.96, 2 + 1.96, 4)  # two texts: standard error 1
+    assert Estimate.of_mean([[2, 1], [1, 2], []]) == Estimate(1.5, 1.5, 1.5, 4)
 
 
 @pytest.mark.parametrize(

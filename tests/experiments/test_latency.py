@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from dsi.core.sequence import Tokens
-from dsi.experiments import latency as latency
+from dsi.experiments import latency
 from dsi.experiments.latency import PairLatencies, Spread, Timing, curve, latencies, timing
 from dsi.models.hf import common_prefix_length
 from dsi.models.protocol import ForwardRequest
@@ -54,19 +54,19 @@ def test_curve_is_the_time_by_new_tokens(slow: Callable[[float, float], Slow]) -
 
 
 def test_latencies_of_both_models_and_the_slope(slow: Callable[[float, float], Slow]) -> None:
-    told: list[None] = []
+    calls: list[None] = []
     result = latencies(
         lambda: slow(0.010, 0.002),
         lambda: slow(0.001, 0),
         [(1, 2, 3)] * 3,
         5,
-        progress=lambda: told.append(None),
+        progress=lambda: calls.append(None),
     )
     assert (result.per_token_ms, result.drafter_share) == pytest.approx((2, 1 / 12))
     document = result.json()
     assert document["target"]["ttft_over_tpot"] == pytest.approx(16 / 12)
     assert document["curve"][1] == {"new_tokens": 2, "ms": pytest.approx(14)}
-    assert len(told) == 6
+    assert len(calls) == 6
 
 
 def test_per_token_ms_of_a_falling_curve_is_zero() -> None:

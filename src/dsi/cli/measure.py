@@ -18,8 +18,8 @@ from dsi.models.names import full_name
 if TYPE_CHECKING:
     from dsi.engine.build_processes import ModelPair
     from dsi.engine.prompts import PromptSample
-    from dsi.experiments.acceptance import Acceptance
-    from dsi.experiments.by_rule import Accepted, Figure
+    from dsi.experiments.acceptance import Acceptance, Estimate
+    from dsi.experiments.by_rule import Accepted
     from dsi.experiments.latency import PairLatencies
     from dsi.experiments.profile import Profile
 
@@ -208,8 +208,8 @@ def _print_rules(results: list[Accepted], lookahead: int) -> None:
         print("at temperature 0 nothing is left to chance: all rules are one, and measured once")
 
 
-def _with_interval(figure: Figure | None) -> str:
-    return "-" if figure is None else f"{figure.mean:.3f} ({figure.low:.3f} to {figure.high:.3f})"
+def _with_interval(estimate: Estimate | None) -> str:
+    return "-" if estimate is None else f"{estimate.mean:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
 
 
 @dataclass(frozen=True)

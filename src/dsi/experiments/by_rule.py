@@ -1,14 +1,14 @@
-"""How many guesses each rule accepts, beside what theory promises of the very rows that were judged.
+"""Count how many draft tokens each acceptance rule accepts, beside what theory promises for the same logits.
 
-For each prompt and temperature the target writes one text by itself, with a seed of its own. Then every rule
-is asked two things, by the functions and with the keyed coins that servers use:
+For each prompt and temperature the target generates one text with its own seed. Then every rule verifies,
+with the functions and the keyed noise that servers use:
 
-- at each place of the text: guesses are drawn from the drafter's row after the target's own words, and the
-  rule says whether one of them stands. `block` judges no place by itself and has no such figure.
-- at every `lookahead`-th place: the drafter goes on with a block of guesses, each after those before it, and
-  the rule says how many of them stand. Blocks that would be longer than the text are left out.
+- at each position of the text: tokens drafted from the drafter's logits after the target's text, and counts
+  whether one of them is accepted. `block` verifies no single position and has no such figure.
+- at every `lookahead`-th position: a block of tokens that the drafter generates autoregressively, and counts
+  how many of them are accepted. Blocks that would be longer than the text are left out.
 
-So all rules see the same places, and none a place that its own text led to. Nothing here is timed.
+So all rules see the same positions, and none depends on a text of its own. Nothing here is timed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
-from math import sqrt
+from itertools import chain, takewhile
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +24,7 @@ from dsi.core.messages import DraftToken, Sampling
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
 from dsi.engine.trial import decode
-from dsi.experiments.acceptance import CERTAIN, interval
+from dsi.experiments.acceptance import Estimate
 from dsi.models.protocol import NEVER, Backend, SamplingModel
 from dsi.sampling.acceptance_rules import (
     match,
@@ -39,39 +38,16 @@ from dsi.sampling.logits import probabilities
 from dsi.sampling.noise import UINT64_MAX, Array, splitmix64
 from dsi.sampling.verify import draw_guesses, verify_block
 
-ANY = "any"  # without chance all rules are one
-Fresh = Callable[[], Backend]  # a model's rows, with nothing read yet
-Guesses = tuple[DraftToken, ...]  # about one place; the drafter goes on after the first of them
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A mean and its 95% interval, for which the places of one text are alike."""
-
-    mean: float
-    low: float
-    high: float
-    count: int
-
-    @classmethod
-    def share(cls, texts: Sequence[Sequence[bool]]) -> Figure:
-        rate = fmean(hit for hits in texts for hit in hits)
-        return cls(rate, *interval(texts, rate), sum(map(len, texts)))
-
-    @classmethod
-    def of(cls, texts: Sequence[Sequence[float]]) -> Figure:
-        count = sum(map(len, texts))
-        mean = sum(map(sum, texts)) / count
-        seen = sum((sum(each) - mean * len(each)) ** 2 for each in texts) * len(texts) / (len(texts) - 1)
-        half = CERTAIN * sqrt(seen) / count
-        return cls(mean, mean - half, mean + half, count)
+ANY = "any"  # the rule at temperature 0, where all rules are the same
+BackendFactory = Callable[[], Backend]  # returns the backend with an empty KV cache
+Candidates = tuple[DraftToken, ...]  # for one position; the drafter continues after the first of them
 
 
 @dataclass(frozen=True)
 class RuleTrial:
-    """One rule on one text: what became of its guesses, and how much of that was to be expected."""
+    """One rule on one text: what was accepted, and what theory promises."""
 
-    hits: tuple[bool, ...] = ()  # by place; none under `block`
+    hits: tuple[bool, ...] = ()  # by position; none under `block`
     promises: tuple[float, ...] = ()
     ceilings: tuple[float, ...] = ()
     blocks: tuple[int, ...] = ()
@@ -80,15 +56,15 @@ class RuleTrial:
 
 @dataclass(frozen=True)
 class Accepted:
-    """One rule at one temperature; what theory promises is None where chance has no part."""
+    """One rule at one temperature; the promised rates are None at temperature 0."""
 
     rule: str
-    guesses: int  # tried for each place
+    guesses: int  # candidates at each position
     temperature: float
-    places: Figure | None  # accepted per place; None under `block`
+    places: Estimate | None  # accepted per position; None under `block`
     promised: float | None
-    ceiling: float | None  # 1 - TV: no rule accepts more of what is guessed once
-    blocks: Figure  # accepted per block
+    ceiling: float | None  # 1 - TV: no rule with one candidate accepts more
+    blocks: Estimate  # accepted per block
     block_promised: float | None
 
     def json(self) -> dict[str, Any]:
@@ -96,27 +72,27 @@ class Accepted:
 
 
 @dataclass(frozen=True)
-class WrittenText:
-    """What the target wrote by itself, and both models to go on from any place of it."""
+class TargetText:
+    """What the target generated alone, and both models to continue from any position of it."""
 
     target: Backend
     drafter: Backend
     prompt: Tokens
-    truth: Tokens
+    tokens: Tokens
 
-    def rows(self) -> tuple[Array, Array]:
-        """The target's and the drafter's at every place: one forward each."""
-        known, start = self.prompt + self.truth[:-1], len(self.prompt)
-        return self.target.forward(known, start, NEVER), self.drafter.forward(known, start, NEVER)
+    def logits(self) -> tuple[Array, Array]:
+        """Return the target's and the drafter's at every position: one forward each."""
+        text, start = self.prompt + self.tokens[:-1], len(self.prompt)
+        return self.target.forward(text, start, NEVER), self.drafter.forward(text, start, NEVER)
 
     def starts(self, lookahead: int) -> range:
         first = len(self.prompt)
-        return range(first, first + len(self.truth) - lookahead + 1, lookahead)
+        return range(first, first + len(self.tokens) - lookahead + 1, lookahead)
 
 
 def trials(
-    target: Fresh,
-    drafter: Fresh,
+    target: BackendFactory,
+    drafter: BackendFactory,
     prompts: Sequence[Tokens],
     tokens: int,
     rules: Sequence[str],
@@ -126,23 +102,25 @@ def trials(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> dict[tuple[float, str], list[RuleTrial]]:
-    """By temperature and rule, one for each prompt; at temperature 0 all rules are one, and asked once."""
+    """Return a trial per prompt, by temperature and rule."""
     samplings = settings(rules, temperatures)
     check(len(prompts), tokens, lookahead)
-    found: dict[tuple[float, str], list[RuleTrial]] = defaultdict(list)
-    for temperature, each in samplings.items():
+    results: dict[tuple[float, str], list[RuleTrial]] = defaultdict(list)
+    for temperature, by_rule in samplings.items():
         for number, prompt in enumerate(prompts):
-            own = splitmix64(seed & UINT64_MAX) + number  # or places of prompts of one length would share their luck
-            text = written(target(), drafter(), prompt, tokens, ends, Sampling(temperature, seed=own))
-            rows = text.rows()
-            for name, sampling in each.items():
-                found[temperature, name].append(trial(text, rows, replace(sampling, seed=own), lookahead))
+            own_seed = splitmix64(seed & UINT64_MAX) + number  # or prompts of one length would share their noise
+            models, sampling = (target(), drafter()), Sampling(temperature, seed=own_seed)
+            generated = tuple(decode(SamplingModel(models[0]), prompt, tokens, ends, sampling))
+            text = TargetText(*models, prompt, generated)
+            logits = text.logits()
+            for name, sampling in by_rule.items():
+                results[temperature, name].append(trial(text, logits, replace(sampling, seed=own_seed), lookahead))
             progress()
-    return found
+    return results
 
 
 def settings(rules: Iterable[str], temperatures: Iterable[float]) -> dict[float, dict[str, Sampling]]:
-    """What is measured at each temperature, by name."""
+    """Return the samplings of each temperature by rule; at temperature 0 all rules are one."""
     return {
         temperature: {rule if temperature else ANY: Sampling(temperature, rule=rule) for rule in rules}
         for temperature in temperatures
@@ -158,129 +136,117 @@ def check(prompts: int, tokens: int, lookahead: int) -> None:
         raise ValueError(f"tokens {tokens}: must be at least the lookahead, {lookahead}")
 
 
-def written(
-    target: Backend,
-    drafter: Backend,
-    prompt: Tokens,
-    tokens: int,
-    ends: Collection[int],
-    sampling: Sampling,
-) -> WrittenText:
-    return WrittenText(target, drafter, prompt, tuple(decode(SamplingModel(target), prompt, tokens, ends, sampling)))
-
-
-def trial(text: WrittenText, rows: tuple[Array, Array], sampling: Sampling, lookahead: int) -> RuleTrial:
-    """Ask one rule about one text, whose rows these are."""
+def trial(text: TargetText, logits: tuple[Array, Array], sampling: Sampling, lookahead: int) -> RuleTrial:
+    """Apply one rule to one text with these logits of both models."""
     blocks = [block(text, start, sampling, lookahead) for start in text.starts(lookahead)]
-    together = RuleTrial(
-        blocks=tuple(stood for stood, _ in blocks),
-        block_promises=tuple(promise for _, promise in blocks if promise is not None),
+    by_block = RuleTrial(
+        blocks=tuple(accepted for accepted, _ in blocks),
+        block_promises=tuple(promised for _, promised in blocks if promised is not None),
     )
     if sampling.needs_draft and sampling.rule == "block":
-        return together
-    start, pairs = len(text.prompt), list(odds(*rows, sampling))
-    guesses = [guess(row, sampling, start + i) for i, row in enumerate(rows[1])]
+        return by_block
+    start, pairs = len(text.prompt), list(distributions(*logits, sampling))
+    drafts = [draft(row, sampling, position) for position, row in enumerate(logits[1], start)]
+    verified = verify_block(logits[0], sampling, start, drafts)
     return replace(
-        together,
-        hits=tuple(
-            token in ids(about) for token, about in zip(verify_block(rows[0], sampling, start, guesses), guesses)
-        ),
+        by_block,
+        hits=tuple(token in ids(candidates) for token, candidates in zip(verified, drafts)),
         promises=tuple(promise(p, q, sampling) for p, q in pairs),
         ceilings=tuple(rejection_acceptance_rate(p, q) for p, q in pairs),
     )
 
 
-def block(text: WrittenText, start: int, sampling: Sampling, lookahead: int) -> tuple[int, float | None]:
-    """How many guesses of a block that begins here stand, and how many theory lets expect."""
-    known, rows, guesses = [*text.prompt, *text.truth][:start], [], []
+def block(text: TargetText, start: int, sampling: Sampling, lookahead: int) -> tuple[int, float | None]:
+    """Return how many tokens of a block that starts here are accepted, and how many theory promises."""
+    prefix, draft_logits, drafts = [*text.prompt, *text.tokens][:start], [], []
     for position in range(start, start + lookahead):
-        [row] = text.drafter.forward(known, position, NEVER)
-        about = guess(row, sampling, position, start)
-        rows.append(row)
-        guesses.append(about)
-        known.append(ids(about)[0])
-    judging = text.target.forward(known[:-1], start, NEVER)
-    found = verify_block(judging, sampling, start, guesses)
-    pairs = list(odds(judging, rows, sampling))
-    return stood(found, guesses), expected(pairs, found, guesses, sampling) if pairs else None
+        [row] = text.drafter.forward(prefix, position, NEVER)
+        draft_logits.append(row)
+        drafts.append(draft(row, sampling, position, start))
+        prefix.append(drafts[-1][0][0])
+    logits = text.target.forward(prefix[:-1], start, NEVER)
+    verified = verify_block(logits, sampling, start, drafts)
+    pairs = list(distributions(logits, draft_logits, sampling))
+    return num_accepted(verified, drafts), block_promise(pairs, verified, drafts, sampling) if pairs else None
 
 
-def guess(row: Array, sampling: Sampling, position: int, start: int = 0) -> Guesses:
-    """What a drafter's server says of a place."""
+def draft(logits: Array, sampling: Sampling, position: int, start: int = 0) -> Candidates:
+    """Return the draft tokens of a position as a drafter's server does."""
     if not sampling.needs_draft:
-        return tuple((token, None) for token in match([row], sampling, position))
-    tokens, odds = draw_guesses(row, sampling, position, start)
-    return tuple((token, odds) for token in tokens)
+        return tuple((token, None) for token in match([logits], sampling, position))
+    tokens, draft_probs = draw_guesses(logits, sampling, position, start)
+    return tuple((token, draft_probs) for token in tokens)
 
 
-def ids(about: Guesses) -> list[int]:
-    return [token for token, _ in about]
+def ids(candidates: Candidates) -> list[int]:
+    return [token for token, _ in candidates]
 
 
-def stood(found: Tokens, guesses: Sequence[Guesses]) -> int:
-    """Guesses that became text; after one that is not the drafter's first, nothing goes on.
+def num_accepted(verified: Tokens, drafts: Sequence[Candidates]) -> int:
+    """Count accepted draft tokens; the draft ends after one that is not the drafter's first candidate.
 
-    A correction is never a token that was guessed for its place: what is left over has none of it.
+    A correction is never a candidate of its position: the residual distribution excludes them.
     """
-    firsts = followed(found, guesses)
-    others = ids(guesses[firsts])[1:] if firsts < len(guesses) else []
-    return firsts + (firsts < len(found) and found[firsts] in others)
+    firsts = num_followed(verified, drafts)
+    others = ids(drafts[firsts])[1:] if firsts < len(drafts) else []
+    return firsts + (firsts < len(verified) and verified[firsts] in others)
 
 
-def followed(found: Tokens, guesses: Sequence[Guesses]) -> int:
-    """For how many places the text goes the drafter's way."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == ids(pair[1])[0], zip(found, guesses)))
+def num_followed(verified: Tokens, drafts: Sequence[Candidates]) -> int:
+    """Count the leading positions at which the drafter's first candidate is accepted."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == ids(pair[1])[0], zip(verified, drafts)))
 
 
-def odds(target: Iterable[Array], drafter: Iterable[Array], sampling: Sampling) -> Iterator[tuple[Array, Array]]:
-    """Both models' probabilities, place by place; none where chance has no part."""
+def distributions(
+    target: Iterable[Array], drafter: Iterable[Array], sampling: Sampling
+) -> Iterator[tuple[Array, Array]]:
+    """Yield both models' probabilities position by position; nothing at temperature 0."""
     if sampling.temperature:
         for p, q in zip(target, drafter):
             yield probabilities(p, sampling), probabilities(q, sampling)
 
 
 def promise(p: Array, q: Array, sampling: Sampling) -> float:
-    """How likely a place is to be guessed: with several guesses, each meets what the last ones left over."""
+    """Return the acceptance rate of a position in theory; each candidate meets the residual of those before it."""
     if sampling.rule == "match":
         return match_acceptance_rate(p, q)
-    missed = 1.0
+    rejected = 1.0
     for _ in range(sampling.num_candidates):
-        missed *= 1 - rejection_acceptance_rate(p, q)
+        rejected *= 1 - rejection_acceptance_rate(p, q)
         p = residual(p, *residual_weights(p, 0, q))
-    return 1 - missed
+    return 1 - rejected
 
 
-def expected(
-    pairs: Sequence[tuple[Array, Array]], found: Tokens, guesses: Sequence[Guesses], sampling: Sampling
+def block_promise(
+    pairs: Sequence[tuple[Array, Array]], verified: Tokens, drafts: Sequence[Candidates], sampling: Sampling
 ) -> float:
-    """How many guesses of a block should stand, on average over what chance decides last.
+    """Return how many tokens of a block are accepted on average, given the draft.
 
-    Under `block` each start of these guesses stands with its chance (Sun et al., 2025). Under the other rules
-    each place that judging came to keeps its promise: the mean is the same as that of the count.
+    Under `block` each prefix of the draft is accepted with its probability (Sun et al., 2025). Under the other
+    rules the promises of the positions that verification reached are added: their mean is that of the count.
     """
     if sampling.rule == "block":
-        known = [(ids(about)[0], q) for about, (_, q) in zip(guesses, pairs)]
-        return sum(prefix_acceptance([p for p, _ in pairs], known)[1:])
-    return sum(promise(p, q, sampling) for p, q in pairs[: followed(found, guesses) + 1])
+        firsts = [(ids(candidates)[0], q) for candidates, (_, q) in zip(drafts, pairs)]
+        return sum(prefix_acceptance([p for p, _ in pairs], firsts)[1:])
+    return sum(promise(p, q, sampling) for p, q in pairs[: num_followed(verified, drafts) + 1])
 
 
-def summary(temperature: float, rule: str, found: Sequence[RuleTrial]) -> Accepted:
-    blocks = [each.blocks for each in found]
+def summary(temperature: float, rule: str, results: Sequence[RuleTrial]) -> Accepted:
+    hits, blocks = [result.hits for result in results], [result.blocks for result in results]
     if not any(blocks):
-        raise ValueError(f"{len(found)} texts: each ended before its first block")
-    hits = [each.hits for each in found]
+        raise ValueError(f"{len(results)} texts: each ended before its first block")
     return Accepted(
         rule,
         Sampling(temperature, rule="match" if rule == ANY else rule).num_candidates,
         temperature,
-        Figure.share(hits) if any(hits) else None,
-        mean(each.promises for each in found),
-        mean(each.ceilings for each in found),
-        Figure.of(blocks),
-        mean(each.block_promises for each in found),
+        Estimate.of_rate(hits) if any(hits) else None,
+        mean(result.promises for result in results),
+        mean(result.ceilings for result in results),
+        Estimate.of_mean(blocks),
+        mean(result.block_promises for result in results),
     )
 
 
 def mean(texts: Iterable[Iterable[float]]) -> float | None:
-    every = [number for each in texts for number in each]
-    return fmean(every) if every else None
+    values = list(chain.from_iterable(texts))
+    return fmean(values) if values else None
