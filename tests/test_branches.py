@@ -124,6 +124,7 @@ def times(what: SimulationConfig, seeds: int = 20) -> list[float]:
     return [what.run("dsi", seed).ms for seed in range(seeds)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [1, 3])
 @pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
 def test_alternates_that_are_never_accepted_cost_no_time(acceptance: float, lookahead: int) -> None:
@@ -132,6 +133,7 @@ def test_alternates_that_are_never_accepted_cost_no_time(acceptance: float, look
         assert times(setting(acceptance, spare_targets, 0.0, lookahead)) == chain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lookahead", [1, 3])
 @pytest.mark.parametrize("acceptance", [0.3, 0.63, 0.9])
 def test_alternates_save_more_time_with_more_spare_targets(acceptance: float, lookahead: int) -> None:
@@ -141,6 +143,7 @@ def test_alternates_save_more_time_with_more_spare_targets(acceptance: float, lo
     assert fmean(many) < fmean(few) < fmean(chain)
 
 
+@pytest.mark.slow
 def test_alternates_beat_the_bound_of_proposition_1() -> None:
     """The bound has each rejection cost a target forward."""
     most = float(TARGET_MS) * bound(DRAFTER_MS / TARGET_MS, TOKENS, 0.5)

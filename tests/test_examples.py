@@ -4,6 +4,8 @@ import pytest
 
 from command import python
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 

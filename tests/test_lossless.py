@@ -111,6 +111,7 @@ class ShuffledFleet:
         return event
 
 
+@pytest.mark.slow
 @given(
     st.lists(requests, min_size=1, max_size=3),
     st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=3, max_size=3),
@@ -135,6 +136,7 @@ def test_lossless_under_any_order_and_failures(
 latencies = st.floats(0.01, 3)
 
 
+@pytest.mark.slow
 @given(
     st.lists(requests, min_size=1, max_size=3),
     st.integers(1, 8),

@@ -28,6 +28,7 @@ def sessions() -> Iterator[list[tuple[str, list[str]]]]:
             yield found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("session", list(sessions()), ids=lambda session: session[0][0])
 def test_the_commands_of_a_block_print_what_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: list[tuple[str, list[str]]]
@@ -45,6 +46,7 @@ def test_there_are_commands_to_check() -> None:
     assert len({command.split()[1] for session in sessions() for command, _ in session}) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", list(blocks("python")))
 def test_the_python_runs(code: str) -> None:
     done = python(code)

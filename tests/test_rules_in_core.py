@@ -28,6 +28,8 @@ from dsi.sampling.logits import probabilities
 from scripted_choices import ScriptedChoices, exact_distribution
 from unbiased import CachedLogits, chi_square
 
+pytestmark = pytest.mark.slow
+
 WORDS = 3
 LENGTH = 4
 

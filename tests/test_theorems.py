@@ -85,6 +85,7 @@ def test_theorem_1_check_catches_a_policy_that_breaks_it() -> None:
     assert all(never_slower(setting, distributed(3), seed) for seed in range(20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize("drafter", [Fraction(1, 50), Fraction(1, 7), Fraction(1, 2), Fraction(9, 10)])
 @pytest.mark.parametrize("lookahead", [1, 3, 8])
@@ -105,6 +106,7 @@ def proposition_1(acceptance: float, drafter: float, tokens: int) -> float:
     return drafter * p * rest + ((1 - p) * rest + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("acceptance", "drafter"),
     [(0.5, Fraction(1, 10)), (0.9, Fraction(1, 3)), (0.1, Fraction(9, 10)), (0.8, Fraction(1, 20))],
@@ -118,6 +120,7 @@ def test_proposition_1_bounds_the_expected_time_and_is_reached(acceptance: float
     assert fmean(times) >= bound - 3 * error - 0.03 * bound
 
 
+@pytest.mark.slow
 @given(HUNDREDTHS, st.floats(0, 1), st.integers(1, 12), st.integers(0, 10**6))
 @settings(max_examples=100)
 def test_eq_1_says_how_many_targets_are_ever_busy(
@@ -132,6 +135,7 @@ def test_eq_1_says_how_many_targets_are_ever_busy(
     assert peak <= ceil(1 / (lookahead * drafter)) + 1
 
 
+@pytest.mark.slow
 def test_distributed_is_faster_with_two_drafters() -> None:
     one = SimulationConfig(
         LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, spec=SpecConfig(lookahead=1)

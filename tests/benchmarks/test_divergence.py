@@ -1,6 +1,10 @@
+import pytest
+
 from divergence import divergences
 from dsi.core.messages import Sampling
 from dsi.experiments.compare import PROMPTS
+
+pytestmark = pytest.mark.slow
 
 
 def test_divergences_finds_none_in_float32() -> None:

@@ -12,6 +12,8 @@ from dsi.engine.build_cuda import random_cuda_model
 from dsi.engine.engine import Engine
 from dsi.models.protocol import ForwardRequest
 
+pytestmark = pytest.mark.slow
+
 PROMPT = "Once upon a time"
 
 

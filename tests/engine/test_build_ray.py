@@ -22,6 +22,8 @@ from sample_tokenizers import llama, sample_tokenizer
 
 pytest.importorskip("ray")
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 PROMPTS = ("Once upon a time", "Tom and his dog")
 LITTLE = {"target": ResourceRequest(cpus=0.1), "drafter": ResourceRequest(cpus=0.1)}

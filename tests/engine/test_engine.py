@@ -25,6 +25,8 @@ from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.models.names import model_path
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")
 
 

@@ -25,6 +25,7 @@ def test_concurrent_forwards_are_timed_in_their_own_processes() -> None:
     assert measured_contention(model, min(2, cores)) >= 0
 
 
+@pytest.mark.slow
 def test_profile_host_measures_two_drafters_alone_and_in_one_tree() -> None:
     small = str(files("dsi") / "assets" / "builtin_pair" / "drafter")
     profile = profile_host(EngineConfig(drafter=("builtin", small)), 1)
@@ -39,6 +40,7 @@ def test_profile_host_refuses_more_cores_than_there_are() -> None:
         profile_host(EngineConfig(), 1000)
 
 
+@pytest.mark.slow
 def test_planned_engine_writes_the_targets_text() -> None:
     with Engine.load(plan="auto") as engine, Engine.load(algorithm="nonsi") as plain:
         assert engine.plans[0].ms == min(plan.ms for plan in engine.plans)

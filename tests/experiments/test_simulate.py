@@ -83,6 +83,7 @@ def test_simulate_chooses_a_lookahead_that_suits_the_algorithm(algorithm: str, e
     assert CONFIG.with_spec(lookahead=7).lookahead_for(algorithm) == (None if algorithm == "nonsi" else 7)
 
 
+@pytest.mark.slow
 def test_simulate_stale_forwards_cost_what_min_draft_gives_back() -> None:
     """Acceptance .63, target 27 times the drafter: whole forwards against full preemption, at SP 1 and 4."""
 

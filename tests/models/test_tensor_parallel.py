@@ -28,6 +28,8 @@ from dsi.models.names import model_path
 from dsi.models.protocol import Cancelled
 from dsi.models.tensor_parallel import RankLost, TensorParallel, check_tensor_parallel
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("Once upon a time", "Tom and his dog", "One day a dragon")
 SMALL = {"vocab_size": 97, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32}
 BIG = {**SMALL, "intermediate_size": 64, "max_position_embeddings": 128, "pad_token_id": 0}

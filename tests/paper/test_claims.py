@@ -6,6 +6,7 @@ import pytest
 from dsi.paper import claims
 
 
+@pytest.mark.slow
 def test_claims_hold_but_for_theorem_2_with_the_targets_of_eq_1() -> None:
     found = claims.checks()
     assert len(found) == claims.CLAIMS

@@ -22,6 +22,7 @@ class CachedPrefix(HTMLParser):
         self.sources += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
 
 
+@pytest.mark.slow
 def test_paper_all_writes_every_file(tmp_path: Path) -> None:
     done = dsi("paper", "all", "--out", str(tmp_path / "lab"), "--repeats", "2", "--json")
     assert done.returncode == 0, done.stderr
@@ -45,6 +46,7 @@ def test_paper_all_writes_every_file(tmp_path: Path) -> None:
     assert [source for source in page.sources if not source.startswith(("data:", "#"))] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", ["figure1", "figure2", "figure3"])
 def test_paper_figure_writes_its_files(figure: str, tmp_path: Path) -> None:
     done = dsi("paper", figure, "--out", str(tmp_path), "--json")
@@ -55,6 +57,7 @@ def test_paper_figure_writes_its_files(figure: str, tmp_path: Path) -> None:
     assert all(path.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r") for path in pictures)
 
 
+@pytest.mark.slow
 def test_paper_theory_prints_checks() -> None:
     done = dsi("paper", "theory")
     assert done.returncode == 0

@@ -48,6 +48,7 @@ def test_forward_counts_are_near_the_reference_code(pair: object, reference: flo
     assert paper_accounting(row, extra=True) > paper_accounting(row, extra=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 6])
 def test_table2_line_is_consistent(number: int) -> None:
     row = line(PAIRS[number], repeats=60)

@@ -33,6 +33,7 @@ def test_predicted_plans_give_si_one_processor_where_drafters_cannot_share() -> 
     assert {plan.mp for plan in plans if plan.algorithm == "nonsi"} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_search_processors_chooses_more_targets_without_tensor_parallelism() -> None:
     first, *others = search_processors(ONE_PROCESSOR, 8)
     assert first.algorithm == "dsi"
@@ -41,6 +42,7 @@ def test_search_processors_chooses_more_targets_without_tensor_parallelism() -> 
     assert [plan.ms for plan in others] == sorted(plan.ms for plan in others)
 
 
+@pytest.mark.slow
 def test_search_processors_chooses_perfect_tensor_parallelism() -> None:
     """Eight processors make a forward as fast as two drafts: there is little left to hide."""
     assert search_processors(ONE_PROCESSOR.split(1, 8, 1.0), 8)[0].mp == 8
@@ -59,6 +61,7 @@ def test_processor_candidates_fit() -> None:
     assert count_candidates(SPLIT, 8) == len(list(processor_candidates(SPLIT, 8)))
 
 
+@pytest.mark.slow
 def test_search_processors_tries_runner_ups_that_may_be_right() -> None:
     unsure = replace(ONE_PROCESSOR, acceptance={"match": 0.6})
     without = search_processors(unsure, 5)
@@ -73,6 +76,7 @@ def test_predicted_plans_choose_the_rule_that_accepts_more() -> None:
     assert predicted_plans(both, 2)[0].spec.rule == "reject"
 
 
+@pytest.mark.slow
 def test_search_processors_chooses_the_best_drafter_or_both() -> None:
     """Together they take a processor each."""
     weak = replace(ONE_PROCESSOR, drafter="weak", acceptance={"match": 0.4})
@@ -86,6 +90,7 @@ def test_search_processors_chooses_the_best_drafter_or_both() -> None:
     assert many[0].processors == many[0].sp + 2
 
 
+@pytest.mark.slow
 def test_sensitivities_follow_acceptance_and_drafter_speed() -> None:
     first = search_processors(ONE_PROCESSOR, 4)[0]
     lower, higher, fast, slow = sensitivities(ONE_PROCESSOR, first, 4)
@@ -140,6 +145,7 @@ def on_devices(target: float = 20.0, drafter: float = 1.0, wide: float = 22.0, s
     )
 
 
+@pytest.mark.slow
 def test_search_devices_puts_dsi_first_without_contention() -> None:
     first, *others = search_devices(on_devices(), 0.8, 7)
     assert first.algorithm == "dsi"
@@ -155,12 +161,14 @@ def test_search_devices_leaves_plain_decoding_to_a_useless_drafter() -> None:
     assert first.ms == pytest.approx(20.0, rel=0.02)
 
 
+@pytest.mark.slow
 def test_search_devices_chooses_fewer_targets_under_contention() -> None:
     free, slowed = (search_devices(on_devices(slowdown=factor), 0.8, 7, tokens=40) for factor in (1.0, 6.0))
     degrees = [{plan.algorithm: plan for plan in plans}["dsi"].sp for plans in (free, slowed)]
     assert degrees[1] < degrees[0]
 
 
+@pytest.mark.slow
 def test_search_devices_gives_the_same_plans_with_a_pool() -> None:
     with ThreadPoolExecutor(2) as pool:
         assert search_devices(on_devices(), 0.8, 2, map=pool.map) == search_devices(on_devices(), 0.8, 2)

@@ -50,6 +50,7 @@ def test_match_follows_the_target_distribution(seed: int) -> None:
     assert chi_square < 16.27  # 3 degrees of freedom at 0.1%
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_match_accepts_at_the_rate_of_the_coupling(seed: int) -> None:
     """Daliri, Musco and Suresh (2024): the sum over i of 1 / sum over j of max(p_j/p_i, q_j/q_i)."""

@@ -17,6 +17,7 @@ HOPPER = 90
 SHARED_MEMORY = 227 * 1024  # bytes of a block on such a GPU
 
 
+@pytest.mark.slow
 def test_kernels_agree_with_torch_in_the_interpreter() -> None:
     """In its own process: the interpreter is chosen when triton is imported."""
     done = subprocess.run(
@@ -45,6 +46,7 @@ def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, int]) -> A
     return triton.compile(source, target=GPUTarget("cuda", HOPPER, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from dsi.models.vocab.vocabulary import Vocabulary
 from dsi.models.wait import Latency, Wait
 from sample_tokenizers import MAKERS, llama, sample_tokenizer, vocabulary
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("Once upon a time", "🙂 def f(x):\n\treturn 1\n\n", "雪が降る。北京", "")
 TARGETS = ("byte_level", "byte_fallback", "metaspace")
 CONTEXT, LENGTH = 256, 20
