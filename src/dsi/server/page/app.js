@@ -428,7 +428,7 @@ function tabulate() {
   fill();
 }
 
-const what = (span) => ({ draft: "drafting", verify: "verifying", warm: "reading ahead" }[span.kind] ?? span.kind) + (span.stale ? ", stale" : "");
+const what = (span) => ({ draft: "drafting", verify: "verifying", warm: "prefill" }[span.kind] ?? span.kind) + (span.stale ? ", stale" : "");
 const places = (span) => (span.from === span.to ? `${span.from + 1}` : `${span.from + 1} to ${span.to + 1}`);
 
 // ---------------------------------------------------------------- pointing at things
