@@ -117,7 +117,8 @@ def mean(overlaps: Sequence[Overlap], unit: float = SECOND) -> dict[str, Any]:
     rows = [overlap.json(unit) for overlap in overlaps]
     if len(rows) == 1:
         return rows[0]
-    figures = {name: _mean([row[name] for row in rows if row[name] is not None]) for name in rows[0]}
+    names = Overlap(0.0, 0.0, 0, 0, 0, None, None, None, (), None).json()  # also where no request has an overlap
+    figures = {name: _mean([row[name] for row in rows if row[name] is not None]) for name in names}
     if figures["rejections"]:
         figures["lost_per_rejection_ms"] = figures["lost_to_rejections_ms"] / figures["rejections"]
     return figures

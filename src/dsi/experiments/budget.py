@@ -15,13 +15,11 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.generation import ACCEPTED, CORRECTED
-from dsi.core.latency_table import LatencyTable
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
 from dsi.core.spec import ALGORITHMS as NAMED, AUTO, SpecConfig, check_algorithm
-from dsi.core.stats import mean
-from dsi.experiments.compare import Row, check_equal, quartiles, specs, title
-from dsi.planning.auto import adaptive, cached_latency_table
+from dsi.experiments.compare import Row, check_equal, quartiles, row, specs, title
+from dsi.planning.auto import adaptive, best_config, cached_latency_table
 from dsi.planning.equation_1 import amdahl
 from dsi.planning.simulation import MOST_SERVERS, SECOND, PolicyFactory, SimulationConfig
 
@@ -144,14 +142,8 @@ class Verdict:
         return self.low > 1
 
     def json(self) -> dict[str, Any]:
-        return {
-            "winner": self.winner.name,
-            "second": self.second.name,
-            "margin": self.margin,
-            "low": self.low,
-            "high": self.high,
-            "clear": self.clear,
-        }
+        figures = {"margin": self.margin, "low": self.low, "high": self.high, "clear": self.clear}
+        return {"winner": self.winner.name, "second": self.second.name, **figures}
 
 
 @dataclass(frozen=True)
@@ -316,34 +308,22 @@ def entries(
 
 
 def entry(config: Configuration, texts: Sequence[Completion], label: str, unit_ms: int, unit: str) -> Entry:
-    """Summarize the texts of one configuration, whose clock counts units of `unit_ms` milliseconds."""
-    counts = [text.tally for text in texts]
     return Entry(
-        config.algorithm,
-        config.spec.lookahead,
-        rates=tuple(len(text.tokens) * SECOND / unit_ms / float(text.elapsed) for text in texts),
-        forwards=fmean(count.forwards for count in counts),
-        wasted=fmean(count.wasted for count in counts),
-        overlap=mean([text.overlap for text in texts if text.overlap], unit_ms),
-        unspeculated=fmean(text.unspeculated for text in texts),
+        **vars(row(config.spec, texts, unit_ms)),
         layout=config.layout,
         label=label,
         unit=unit,
         tokens=fmean(len(text.tokens) for text in texts),
-        drafted=fmean(count.drafted for count in counts),
-        abandoned=fmean(count.abandoned for count in counts),
+        drafted=fmean(text.tally.drafted for text in texts),
+        abandoned=fmean(text.tally.abandoned for text in texts),
         times_ms=tuple(until(texts, place, unit_ms) for place in (*LATENCY_AT, None)),
     )
 
 
 def until(texts: Iterable[Completion], place: int | None, unit_ms: int) -> float | None:
     """Return the median milliseconds to the token at this place, or to the last, of the texts that have it."""
-    times = [
-        float(text.times[-1 if place is None else place - 1]) * unit_ms
-        for text in texts
-        if len(text.times) >= (place or 1)
-    ]
-    return median(times) if times else None
+    times = [float(text.times[place - 1 if place else -1]) for text in texts if len(text.times) >= (place or 1)]
+    return median(times) * unit_ms if times else None
 
 
 def counted(
@@ -400,11 +380,5 @@ def best_policy(setting: SimulationConfig, algorithm: str) -> str | SpecConfig |
         return algorithm
     table = cached_latency_table(setting)
     if algorithm == "dsi":
-        return best_speculation(table, setting.acceptance)
+        return best_config(table, setting.acceptance, speculating=True)[0]
     return adaptive(table, setting)
-
-
-def best_speculation(table: LatencyTable, acceptance: float) -> SpecConfig:
-    rows, column = table.ms[table.scale_index(1.0)], table.rate_index(acceptance)
-    speculating = [i for i, spec in enumerate(table.configs) if spec.speculates]
-    return table.configs[min(speculating, key=lambda i: rows[i][column])]

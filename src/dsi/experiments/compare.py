@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
 from dsi.core.spec import SpecConfig
 from dsi.core.stats import mean
-from dsi.planning.simulation import TITLES
+from dsi.planning.simulation import SECOND, TITLES
 
 if TYPE_CHECKING:
     from dsi.engine.engine import Engine
@@ -84,11 +84,7 @@ class Row:
         return median(a / b for a, b in zip(self.rates, other.rates))
 
     def json(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "tokens_per_second": self.tokens_per_second,
-            "low": self.low,
-            "high": self.high,
-        }
+        return asdict(self) | {"tokens_per_second": self.tokens_per_second, "low": self.low, "high": self.high}
 
 
 def title(spec: SpecConfig) -> str:
@@ -130,9 +126,8 @@ def compare(
     for texts in done.values():
         for i, prompt in enumerate(prompts):
             check_equal(prompt, texts[i :: len(prompts)])
-    fastest: dict[str, Row] = {}
-    for result in sorted((row(spec, texts) for spec, texts in done.items()), key=lambda row: row.tokens_per_second):
-        fastest[result.algorithm] = result
+    rows = [row(spec, texts) for spec, texts in done.items()]
+    fastest = {row.algorithm: row for row in sorted(rows, key=lambda row: row.tokens_per_second)}
     return [fastest[name] for name in dict.fromkeys(spec.algorithm for spec in configs)]
 
 
@@ -141,13 +136,14 @@ def check_equal(prompt: str, texts: Iterable[Completion]) -> None:
         raise ValueError(f"prompt {prompt!r}: different texts were written")
 
 
-def row(spec: SpecConfig, texts: Sequence[Completion]) -> Row:
+def row(spec: SpecConfig, texts: Sequence[Completion], unit_ms: int = SECOND) -> Row:
+    """Summarize the texts of one configuration, whose clock counts units of `unit_ms` milliseconds."""
     return Row(
         spec.algorithm,
         spec.lookahead,
-        rates=tuple(len(text.tokens) / text.elapsed for text in texts),
-        forwards=sum(text.tally.forwards for text in texts) / len(texts),
-        wasted=sum(text.tally.wasted for text in texts) / len(texts),
-        overlap=mean([text.overlap for text in texts if text.overlap]),
-        unspeculated=sum(text.unspeculated for text in texts) / len(texts),
+        rates=tuple(len(text.tokens) * SECOND / unit_ms / float(text.elapsed) for text in texts),
+        forwards=fmean(text.tally.forwards for text in texts),
+        wasted=fmean(text.tally.wasted for text in texts),
+        overlap=mean([text.overlap for text in texts if text.overlap], unit_ms),
+        unspeculated=fmean(text.unspeculated for text in texts),
     )

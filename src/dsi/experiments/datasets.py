@@ -16,19 +16,19 @@ BUILTIN = "builtin"
 ENDINGS = (".jsonl", ".jsonl.gz")
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 Row = Mapping[str, Any]
-Numbered = tuple[int, object]  # a line's number and what it holds
+Numbered = tuple[int, object]  # a line's number and its document
 
 
 @dataclass(frozen=True)
 class Template:
-    """How a row becomes a prompt, and the fields that this takes."""
+    """A function that makes a prompt of a row, and the fields that it needs."""
 
     fields: tuple[str, ...]
     fill: Callable[[Row], str]
 
 
 def _mbpp(row: Row) -> str:
-    """The quotes are the prompt's own: what follows a docstring is the function that it describes."""
+    """The quotes belong to the prompt: a docstring is followed by the function that it describes."""
     return f'"""{row["text"]}\n{row["test_list"]}\n"""'
 
 
@@ -50,7 +50,7 @@ def _alpaca(row: Row) -> str:
 
 
 def only(field: str) -> Template:
-    """The field as it is."""
+    """Return a template that is the field as it is."""
     return Template((field,), lambda row: str(row[field]))
 
 
@@ -61,7 +61,7 @@ TEMPLATES = {
     "alpaca": Template(("instruction",), _alpaca),
     "spec-bench": only("turns"),
 }
-HUB: dict[str, dict[str, str]] = {  # what `datasets.load_dataset` is asked for
+HUB: dict[str, dict[str, str]] = {  # arguments of `datasets.load_dataset`
     "humaneval": {"path": "openai/openai_humaneval", "split": "test"},
     "mbpp": {"path": "google-research-datasets/mbpp", "name": "full", "split": "test"},
     "cnn-dm": {"path": "abisee/cnn_dailymail", "name": "3.0.0", "split": "test"},
@@ -71,11 +71,13 @@ HUB: dict[str, dict[str, str]] = {  # what `datasets.load_dataset` is asked for
 
 
 def read(dataset: str, field: str | None = None, template: str | None = None) -> list[str]:
-    """All prompts of a dataset: by its name, or from a file."""
+    """Return all prompts of a dataset, given by its name or as a file."""
     if field is not None and template is not None:
         raise ValueError("a field and a template: give one of them")
     if dataset == BUILTIN:
-        return _builtin(field or template)
+        if form := field or template:
+            raise ValueError(f"{form}: the built-in prompts have no fields; a field or template is for a dataset")
+        return list(BUILTIN_PROMPTS)
     name = dataset.lower()
     if name in HUB:
         rows = _from_hub(name)
@@ -92,12 +94,6 @@ def read(dataset: str, field: str | None = None, template: str | None = None) ->
     return texts
 
 
-def _builtin(form: str | None) -> list[str]:
-    if form is not None:
-        raise ValueError(f"{form}: the built-in prompts have no fields; a field or template is for a dataset")
-    return list(BUILTIN_PROMPTS)
-
-
 def _template(name: str | None, field: str | None) -> Template:
     if name is None:
         return only(field or "prompt")
@@ -106,12 +102,15 @@ def _template(name: str | None, field: str | None) -> Template:
     return TEMPLATES[name.lower()]
 
 
+def _first_item(value: object) -> object:
+    """Return the first of a list: the first turn of a conversation, the first of several tests."""
+    return value[0] if isinstance(value, list) and value else value
+
+
 def _filled(template: Template, row: object, where: str) -> str:
-    """A list stands for its first item: the first turn of a talk, the first of some tests."""
     if not isinstance(row, Mapping):
         raise ValueError(f"{where} is not an object with fields")
-    found = {field: row.get(field) for field in template.fields}
-    texts = {field: value[0] if isinstance(value, list) and value else value for field, value in found.items()}
+    texts = {field: _first_item(row.get(field)) for field in template.fields}
     for field, value in texts.items():
         if field not in row:
             raise ValueError(f"{where} has no field {field!r}; its fields are {', '.join(row) or 'none'}")
@@ -121,7 +120,7 @@ def _filled(template: Template, row: object, where: str) -> str:
 
 
 def _parsed(lines: Iterable[str], source: object) -> Iterator[Numbered]:
-    """Empty lines are nothing."""
+    """Parse the lines that are not empty."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:

@@ -1,4 +1,4 @@
-"""How long the forwards of a model take, alone on one server (the paper's TTFT and TPOT)."""
+"""Measure how long the forwards of a model take, alone on one server (the paper's TTFT and TPOT)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUNDS = 12  # forwards of each width
 
 @dataclass(frozen=True)
 class Spread:
-    """Some times, in milliseconds."""
+    """The mean and standard deviation of some times, in milliseconds."""
 
     mean: float
     stdev: float
@@ -28,7 +28,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Timing:
-    """The first token of a text, which waits for the whole prompt, and those after it."""
+    """The first token of a text, after the prefill, and those after it."""
 
     ttft_ms: Spread
     tpot_ms: Spread
@@ -49,14 +49,14 @@ class PairLatencies:
 
     @property
     def per_token_ms(self) -> float:
-        """What each token more adds, by least squares: the slope of the curve."""
+        """Return the slope of the curve: what another token adds, by least squares."""
         if len(self.curve) < 2:
             return 0.0
         return max(0.0, linear_regression(list(self.curve), list(self.curve.values())).slope)
 
     @property
     def drafter_share(self) -> float:
-        """Of the target's time per token (the paper's drafter latency in percent)."""
+        """Return the drafter's share of the target's time per token (the paper's drafter latency in percent)."""
         return self.drafter.tpot_ms.mean / self.target.tpot_ms.mean
 
     def json(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def latencies(
     context: int = 0,
     progress: Progress = no_progress,
 ) -> PairLatencies:
-    """One model after the other, as if each were alone: in turns they would empty each other's caches."""
+    """Time one model after the other: interleaved, they would evict each other from the processor's caches."""
     if tokens < 2:
         raise ValueError(f"tokens {tokens}: must be at least 2, for the time between them")
     slow, fast = (timing(model, prompts, tokens, progress) for model in (target, drafter))
@@ -85,8 +85,8 @@ def latencies(
 
 
 def timing(model: ModelFactory, prompts: Sequence[Tokens], tokens: int, progress: Progress = no_progress) -> Timing:
-    """Every text has its full length, whether or not the model would have ended it."""
-    timed(model(), prompts[0], tokens)  # what only the first forwards of a process cost is not counted
+    """Decode every text to its full length, whether or not the model would have ended it."""
+    timed(model(), prompts[0], tokens)  # warm up: the first forwards of a process take longer
     first, later = [], []
     for prompt in prompts:
         times = timed(model(), prompt, tokens)
@@ -97,28 +97,25 @@ def timing(model: ModelFactory, prompts: Sequence[Tokens], tokens: int, progress
 
 
 def timed(model: Model, prompt: Tokens, tokens: int) -> list[float]:
-    """Milliseconds for each token of a text."""
+    """Return the milliseconds of each token of a text."""
     marks = [perf_counter()]
     marks += (perf_counter() for _ in decode(model, prompt, tokens))
     return [1000 * (end - begin) for begin, end in pairwise(marks)]
 
 
 def curve(model: Model, prompt: Tokens, context: int = 0) -> dict[int, float]:
-    """Forwards over the target's own words after a prompt, by how many of them are new.
-
-    The widths take turns, and the median forgets what else the machine did.
-    """
+    """Return the milliseconds of a forward over the target's text by its new tokens: medians, widths interleaved."""
     widths = [width for width in WIDTHS if not context or len(prompt) + width <= context]
-    words = tuple(decode(model, prompt, max(widths)))
+    text = tuple(decode(model, prompt, max(widths)))
     times: dict[int, list[float]] = {width: [] for width in widths}
     for _ in range(ROUNDS):
         for width in widths:
-            times[width].append(forward_ms(model, prompt + words[:width], width))
-    return {width: median(found) for width, found in times.items()}
+            times[width].append(forward_ms(model, prompt + text[:width], width))
+    return {width: median(runs) for width, runs in times.items()}
 
 
 def forward_ms(model: Model, text: Tokens, new: int) -> float:
-    """A model reads anew what it is asked about, so the question says how many tokens are new."""
+    """Time a forward over the last `new` tokens: a model recomputes the positions that a request asks for."""
     began = perf_counter()
     model.answer(ForwardRequest(text, len(text) + 1 - new))
     return 1000 * (perf_counter() - began)

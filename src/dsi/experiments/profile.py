@@ -1,4 +1,4 @@
-"""What was measured of a pair on a dataset, in one JSON file that the planner and the simulator read."""
+"""The measurements of a pair on a dataset, in one JSON file that the planner and the simulator read."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Profile:
     @classmethod
     def load(cls, path: Path) -> Profile:
         try:
-            found = json.loads(path.read_text())
+            document = json.loads(path.read_text())
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
         except ValueError:
             raise ValueError(f"{path}: is not JSON, so it is no profile") from None
         for name in NAMES:
-            if not isinstance(found, dict) or not isinstance(found.get(name), str):
+            if not isinstance(document, dict) or not isinstance(document.get(name), str):
                 raise ValueError(f"{path}: has no field {name}, so it is no profile")
-        parts = {name: found[name] for name in PARTS if name in found}
-        return cls(found["target"], found["drafter"], found["dataset"], parts)
+        parts = {name: document[name] for name in PARTS if name in document}
+        return cls(document["target"], document["drafter"], document["dataset"], parts)
 
     def save(self, path: Path) -> None:
-        """All at once: another file takes the place of the old one when it is complete."""
+        """Write a new file and replace the old one with it, so that no reader sees half of it."""
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             fresh.write_text(json.dumps(self.json(), indent=2, allow_nan=False) + "\n")
@@ -59,17 +59,17 @@ class Profile:
         return {"label": "measured", **{name: getattr(self, name) for name in NAMES}, **self.parts}
 
     def number(self, name: str, source: object = "the profile") -> float:
-        """What a command's option of this name would say."""
-        found: Any = self.parts
+        """Return the value of a command's option of this name."""
+        value: Any = self.parts
         for key in NUMBERS[name]:
-            found = found.get(key) if isinstance(found, Mapping) else None
-        if isinstance(found, bool) or not isinstance(found, int | float) or not isfinite(found):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
             where, command = ".".join(NUMBERS[name]), f"dsi measure {NUMBERS[name][0]} --out"
             raise ValueError(f"{source}: has no number {where}, which `{command}` would give")
-        return found
+        return value
 
     def by_width(self, source: object = "the profile") -> Curve:
-        """Target forwards by their new tokens; at least the one of a single token."""
+        """Return target forwards by their new tokens; at least the one of a single token."""
         one = self.number("target_ms", source)
         points = self.parts.get("latency", {}).get("curve") or []
         try:
@@ -79,7 +79,7 @@ class Profile:
         return monotone(measured or {1: one})
 
     def acceptance_by_rule(self, source: object = "the profile") -> dict[str, float]:
-        """Acceptance rates of the rules at the highest temperature, or else the one that was counted."""
+        """Return the acceptance rates of the rules at the highest temperature, or else the greedy one."""
         results = self.parts.get("rules", {}).get("results") or []
         highest = max((result["temperature"] for result in results), default=0)
         rates = {
@@ -90,7 +90,7 @@ class Profile:
         return rates or {"match": self.number("acceptance", source)}
 
     def latency(self, source: Path | str = "profile", **fields: Any) -> LatencyModel:
-        """The latencies of the pair; a first forward that was measured as faster than later ones takes as long."""
+        """Return the latencies of the pair; a prefill measured as faster than a later forward takes as long."""
         ms: dict[str, Any] = {name: self.number(name, source) for name in NUMBERS if name.endswith("_ms")}
         for role in ("target", "drafter"):
             ms[f"{role}_ttft_ms"] = max(ms[f"{role}_ttft_ms"], ms[f"{role}_ms"])
@@ -100,13 +100,13 @@ class Profile:
         return replace(self, parts={**self.parts, name: figures})
 
     def beside(self, path: Path) -> Profile:
-        """What the file holds already, which must be of the same pair and dataset."""
+        """Return the profile that the file holds already, which must be of the same pair and dataset."""
         if not path.exists():
             return self
-        there = Profile.load(path)
-        if there.about != self.about:
-            raise ValueError(f"{path}: is a profile of {there.about}, not of {self.about}; give another file")
-        return there
+        existing = Profile.load(path)
+        if existing.about != self.about:
+            raise ValueError(f"{path}: is a profile of {existing.about}, not of {self.about}; give another file")
+        return existing
 
     @property
     def about(self) -> str:

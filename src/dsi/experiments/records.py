@@ -1,16 +1,18 @@
-"""What a run looked like: each forward of each server, and its outcome. The plots read this."""
+"""Record each forward of each server in a run, and its outcome, for the plots."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from dsi.core.messages import Time
 from dsi.core.request import Completion
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.spans import Span
 from dsi.planning.simulation import TITLES, SimulationConfig
+
+KINDS = ("draft", "verify", "warm")  # of spans that are forwards
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Block:
 
     server: str
     role: str
-    kind: str  # draft, verify or warm
+    kind: str  # one of KINDS
     outcome: str
     start_ms: float
     end_ms: float
@@ -93,7 +95,6 @@ def instants(done: Completion, unit: int = 1) -> tuple[Instant, ...]:
     decisions = [
         Instant("decision", float(at) * unit, str(decision.spec), decision.json()) for at, decision in done.decisions
     ]
-    losses = done.overlap.losses if done.overlap else ()
     rejections = [
         Instant(
             "rejection",
@@ -101,27 +102,18 @@ def instants(done: Completion, unit: int = 1) -> tuple[Instant, ...]:
             f"rejection, {float(loss.lost) * unit:.1f} ms lost",
             {"token": loss.token, "lost_ms": float(loss.lost) * unit},
         )
-        for loss in losses
+        for loss in (done.overlap.losses if done.overlap else ())
     ]
     return tuple(sorted(decisions + rejections, key=lambda instant: instant.at_ms))
 
 
-def blocks(
-    spans: Iterable[Span],
-    done: Completion,
-    unit: int = 1,
-    kinds: Collection[str] = ("draft", "verify", "warm"),
-) -> list[Block]:
+def blocks(spans: Iterable[Span], done: Completion, unit: int = 1) -> list[Block]:
     """Return the forwards in order of time, each with its outcome given the final text."""
-    log = sorted((span for span in spans if span.kind in kinds and span.end > span.start), key=_start)
+    log = sorted((span for span in spans if span.kind in KINDS and span.end > span.start), key=attrgetter("start"))
     if not log:
         return []
     verified = {text.key for text in prefixes(log[0].context.origin, done)}
     return [block(span, verified, unit) for span in log]
-
-
-def _start(span: Span) -> Time:
-    return span.start
 
 
 def hidden(verifications: Iterable[Block]) -> float:

@@ -67,11 +67,12 @@ def _cached_latency_table(config: SimulationConfig) -> LatencyTable:
     return latency_table(config)
 
 
-def best_config(table: LatencyTable, acceptance: float) -> tuple[SpecConfig, float]:
-    """The fastest config with the drafter as fast as measured, and its predicted ms per token."""
-    scale, rate = table.scale_index(1.0), table.rate_index(acceptance)
-    best = table.best[scale][rate]
-    return table.configs[best], table.ms[scale][best][rate]
+def best_config(table: LatencyTable, acceptance: float, speculating: bool = False) -> tuple[SpecConfig, float]:
+    """The fastest config with the drafter as fast as measured, or that speculates, and its predicted ms per token."""
+    ms, rate = table.ms[table.scale_index(1.0)], table.rate_index(acceptance)
+    candidates = [i for i, spec in enumerate(table.configs) if spec.speculates or not speculating]
+    best = min(candidates, key=lambda i: ms[i][rate])
+    return table.configs[best], ms[best][rate]
 
 
 def adaptive(table: LatencyTable, config: SimulationConfig, prior: float = PRIOR_ACCEPTANCE) -> PolicyFactory:
