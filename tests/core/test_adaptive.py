@@ -108,6 +108,7 @@ def test_adaptive_respects_max_targets() -> None:
         assert sum(other.start <= span.start < other.end for other in spans) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("second", "most"), [(0.9, 0.97), (0.0, 1.02)])
 def test_adaptive_spends_spare_targets_on_runner_ups(second: float, most: float) -> None:
     """They save time where these are right, and next to nothing is lost where they are wrong."""

@@ -18,6 +18,8 @@ from dsi.experiments.by_rule import Accepted, RuleTrial, num_accepted, num_follo
 from dsi.models.protocol import CancelFlag
 from dsi.sampling.acceptance_rules import match_acceptance_rate, prefix_acceptance, rejection_acceptance_rate
 
+pytestmark = pytest.mark.slow
+
 PROMPTS: list[Tokens] = [(0, 1, prompt % 3) for prompt in range(30)]
 P, Q = (
     [[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.1, 0.8, 0.1]],

@@ -84,6 +84,7 @@ def fleet(target: Any, drafter: Any, sp: int) -> SimulatedFleet:
     return SimulatedFleet(servers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sp", [1, 3])
 def test_transformer_text_is_that_of_generate_under_every_algorithm(model: Any, sp: int) -> None:
     expected = generated(model, 40)
@@ -93,6 +94,7 @@ def test_transformer_text_is_that_of_generate_under_every_algorithm(model: Any, 
         assert done.tokens == expected
 
 
+@pytest.mark.slow
 def test_transformer_seed_gives_one_text_under_every_algorithm(model: Any) -> None:
     drafter = noisy(model, 0.1)
     sampling = Sampling(temperature=1.0, top_p=0.95, seed=4)
@@ -116,6 +118,7 @@ requests = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(requests, st.integers(1, 3), st.sampled_from([0, 2, 32]))
 @settings(max_examples=60)
 def test_transformer_logits_are_independent_of_the_cache(

@@ -9,6 +9,8 @@ from dsi.planning import theory
 from dsi.planning.equation_1 import servers_needed
 from dsi.planning.latency import LatencyModel
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found() -> Grid:

@@ -30,6 +30,7 @@ def test_predicted_ms_agrees_with_theory(target: int, drafter: int, sp: int, loo
     assert predicted_ms(config, "nonsi") == pytest.approx(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize(
     "spec",
@@ -52,6 +53,7 @@ def test_predicted_ms_agrees_with_simulation_where_theory_does_not_apply(spec: S
     assert predicted_ms(config, spec) == pytest.approx(simulated, rel=0.06)
 
 
+@pytest.mark.slow
 def test_predicted_ms_of_several_drafters_agrees_with_simulation() -> None:
     config = SimulationConfig(LatencyModel(20.0, 2.0), 0.7, 4, 300, drafters=2, thread_pool=False)
     spec = SpecConfig("dsi", 3, 0, max_targets=4)

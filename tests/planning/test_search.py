@@ -48,6 +48,7 @@ def test_search_processors_chooses_perfect_tensor_parallelism() -> None:
     assert search_processors(ONE_PROCESSOR.split(1, 8, 1.0), 8)[0].mp == 8
 
 
+@pytest.mark.slow
 def test_search_processors_leaves_plain_decoding_to_a_useless_drafter() -> None:
     latency = replace(LATENCY, drafter_ms=19.0, contention=0.3)
     [first, *_] = search_processors(PairProfile({1: latency}, {"match": 0.05}), 4)

@@ -42,6 +42,7 @@ def sampled(probs: np.ndarray, seed: int = 1) -> np.ndarray:
     return np.array(match([np.log(probs)] * DRAWS, Sampling(temperature=1.0, seed=seed), position=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_match_follows_the_target_distribution(seed: int) -> None:
     p = np.array([0.4, 0.3, 0.2, 0.1])
@@ -297,6 +298,7 @@ def test_block_accepts_more_than_reject() -> None:
 # ---- with keyed random numbers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_reject_with_keyed_numbers_follows_the_target_distribution(seed: int) -> None:
     """Draft token, acceptance and correction, each with its own key, at many positions."""

@@ -156,6 +156,7 @@ class Interleaving:
         assert self.servers[0].cached_tokens == self.servers[1].cached_tokens
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, SERVERS - 1), st.sampled_from(ACTIONS), st.integers(1, 5)), max_size=60))
 @settings(max_examples=100, deadline=None)
 def test_shared_kv_cache_keeps_answers_under_any_interleaving(
