@@ -28,13 +28,13 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.search import DeploymentPlan, PairProfile, device_spec
 from oracle import Oracle
 
-ROOM, PROMPT, PIECES = 512, 128, 11
+ROOM, PROMPT, SEGMENTS = 512, 128, 11
 # As measured for a target of 1.1B and a drafter of 68M on slices of 8 multiprocessors of an H200.
 BY_WIDTH, DRAFTER_MS = {1: 4.17, 8: 4.22, 16: 5.24, 32: 5.48, 64: 6.7, 128: 10.1}, 0.33
 LATENCY = LatencyModel.measured(
     BY_WIDTH,
     DRAFTER_MS,
-    cancel_points=PIECES // 3,
+    cancel_points=SEGMENTS // 3,
     drafter_cancel_points=1,
     shared_kv=True,
 )
@@ -61,8 +61,8 @@ class Timed:
 
     logits = None
 
-    def __init__(self, ms: float, pieces: int, clock: Clock) -> None:
-        self.segments, self._seconds, self._clock = pieces, ms / 1000 / pieces, clock
+    def __init__(self, ms: float, segments: int, clock: Clock) -> None:
+        self.segments, self._seconds, self._clock = segments, ms / 1000 / segments, clock
 
     def launch(self, segment: int, after: Any, cancelled: CancelFlag) -> Due:  # noqa: ARG002
         ready = max(time.perf_counter(), self._clock.free, after.end if after else 0.0)
@@ -73,7 +73,7 @@ class Timed:
 def timed(
     model: Any,
     by_width: dict[int, float],
-    pieces: int,
+    segments: int,
     share_cache_with: CudaGraphModel | None = None,
     guesses: bool = False,
 ) -> CudaGraphModel:
@@ -81,8 +81,8 @@ def timed(
         model, ROOM, segments=1, sizes=tuple(by_width), share_cache_with=share_cache_with, drafts=guesses
     )
     clock = Clock()
-    server._forwards = {size: Timed(ms, pieces, clock) for size, ms in by_width.items()}  # type: ignore[misc]
-    server._followers = [Timed(by_width[1], pieces, clock) for _ in range(2 * guesses)]
+    server._forwards = {size: Timed(ms, segments, clock) for size, ms in by_width.items()}  # type: ignore[misc]
+    server._followers = [Timed(by_width[1], segments, clock) for _ in range(2 * guesses)]
     return server
 
 
@@ -91,7 +91,7 @@ def servers(sp: int) -> tuple[list[CudaGraphModel], CudaGraphModel]:
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=64, max_position_embeddings=ROOM))
     targets: list[CudaGraphModel] = []
     for _ in range(sp):
-        targets.append(timed(model, BY_WIDTH, PIECES, targets[0] if targets else None))
+        targets.append(timed(model, BY_WIDTH, SEGMENTS, targets[0] if targets else None))
     return targets, timed(model, dict.fromkeys(BY_WIDTH, DRAFTER_MS), 2, guesses=True)
 
 
