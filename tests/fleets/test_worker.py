@@ -116,7 +116,7 @@ def test_worker_fails_an_answer_of_the_wrong_length() -> None:
             return (1,)
 
     [event] = done(Verify(1, TokenSequence.of((1, 2)), 2), Server("s", "target", Short()))
-    assert event == Failed(1, "ValueError: 1 tokens in answer to 2 places")
+    assert event == Failed(1, "ValueError: 1 tokens in answer to 2 positions")
 
 
 def test_by_name_refuses_duplicates() -> None:

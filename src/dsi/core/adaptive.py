@@ -118,7 +118,8 @@ class AdaptiveController:
         changed = False
         for drafters, scale in self._scales.items():
             slowdown = self.latency_monitor.drafter_slowdown(drafters)
-            if not _is_near(self.latency_table.drafter_scales[scale], slowdown):
+            # Further off than half the ratio to the next scale, and a bit beyond, so as not to switch back and forth.
+            if not 0.75 < slowdown / self.latency_table.drafter_scales[scale] < 1.33:
                 self._scales[drafters] = self.latency_table.scale_index(slowdown)
                 changed |= self._scales[drafters] != scale
         return changed
@@ -146,11 +147,6 @@ class AdaptiveController:
                     yield drafters, best[scale][rate], spare_targets
 
 
-def _is_near(scale: float, slowdown: float) -> bool:
-    """Within half the ratio to the next scale, and a little more, so that it does not switch back and forth."""
-    return 0.75 < slowdown / scale < 1.33
-
-
 class RequestController:
     """The configuration of one request: its acceptance rates start from those of all requests."""
 
@@ -164,13 +160,8 @@ class RequestController:
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
         drafters, config, spare_targets = self._candidate = candidate
-        branches = 2 if spare_targets else 1
-        self.spec = replace(
-            self._engine.latency_table.configs[config],
-            drafters=drafters,
-            branches=branches,
-            spare_targets=spare_targets,
-        )
+        spec, branches = self._engine.latency_table.configs[config], 2 if spare_targets else 1
+        self.spec = replace(spec, drafters=drafters, branches=branches, spare_targets=spare_targets)
         self._policy = policy_for(self.spec)
         g.decisions.append(Decision(g.root.depth, self.spec, cause, self._acceptance[drafters].rate))
 

@@ -4,44 +4,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from dsi.core.messages import DraftToken, TopLogprobs
 from dsi.core.sequence import TokenSequence
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Node:
     """A position in the tree: the text up to here, and the next token as drafted or verified so far."""
 
-    __slots__ = (
-        "alive",
-        "block_start",
-        "children",
-        "context",
-        "depth",
-        "draft_tokens",
-        "drafted_by",
-        "jobs",
-        "parent",
-        "sampled",
-        "target_token",
-        "top_logprobs",
-        "verifier",
-    )
-
-    def __init__(self, context: TokenSequence, parent: Node | None, depth: int) -> None:
-        self.context = context
-        self.parent = parent
-        self.depth = depth  # tokens generated up to here
-        self.children: dict[int, Node] = {}
-        self.alive = True  # neither passed by the root nor pruned
-        self.jobs: set[int] = set()  # open jobs whose text ends here
-        self.drafted_by: dict[str, int] = {}  # the next token according to each drafter
-        self.draft_tokens: tuple[DraftToken, ...] = ()  # drafts of the next token, where the rule needs them
-        self.verifier: int | None = None  # the verification that covers the next token, in flight or answered
-        self.target_token: int | None = None  # the next token according to the target, once verified
-        self.top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
-        self.sampled = False  # whether the target sampled the next token instead of accepting a draft token
-        self.block_start = context.length  # where the block begins to which the next token belongs
+    context: TokenSequence
+    parent: Node | None
+    depth: int  # tokens generated up to here
+    block_start: int  # where the block begins to which the next token belongs
+    children: dict[int, Node] = field(default_factory=dict)
+    alive: bool = True  # neither passed by the root nor pruned
+    jobs: set[int] = field(default_factory=set)  # open jobs whose text ends here
+    drafted_by: dict[str, int] = field(default_factory=dict)  # the next token according to each drafter
+    draft_tokens: tuple[DraftToken, ...] = ()  # drafts of the next token, where the rule needs them
+    verifier: int | None = None  # the verification that covers the next token, in flight or answered
+    target_token: int | None = None  # the next token according to the target, once verified
+    top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
+    sampled: bool = False  # whether the target sampled the next token instead of accepting a draft token
 
     @property
     def token(self) -> int:
@@ -81,7 +66,8 @@ class DraftTree:
     """The root is the end of the verified text; every node below it ends one possible continuation."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
-        self.root = Node(TokenSequence.of(prompt), None, 0)
+        context = TokenSequence.of(prompt)
+        self.root = Node(context, None, 0, context.length)
         self.tips: dict[str, Node] = {}  # the last draft token of each drafter
         self.runner_ups: deque[Node] = deque()  # alternates whose next token nobody has verified
 
@@ -92,9 +78,10 @@ class DraftTree:
         """
         child = node.children.get(token)
         if child is None:
-            child = node.children[token] = Node(node.context.then(token), node, node.depth + 1)
-            if not node.sampled and child.context.length - node.block_start < block_size:
-                child.block_start = node.block_start
+            context = node.context.then(token)
+            same_block = not node.sampled and context.length - node.block_start < block_size
+            block_start = node.block_start if same_block else context.length
+            child = node.children[token] = Node(context, node, node.depth + 1, block_start)
         return child
 
     def advance(self, token: int, block_size: int) -> list[int]:

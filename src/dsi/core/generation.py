@@ -251,12 +251,9 @@ class Generation:
             self.policy(self)
         started, self._started = tuple(self._started), []
         cancelled, self._cancelled = tuple(self._cancelled), []
-        return Step(emitted, started, cancelled, self._promoted() if emitted else ())
-
-    def _promoted(self) -> tuple[int, ...]:
-        """The verification of the new root, which had been speculation on a deeper position until now."""
-        verifier = self.tree.root.verifier
-        return () if verifier is None or verifier not in self.jobs.open else (verifier,)
+        # The verification of a new root had been speculation on a deeper position until now.
+        verifier = self.tree.root.verifier if emitted else None
+        return Step(emitted, started, cancelled, (verifier,) if verifier in self.jobs.open else ())
 
     def _cancel(self, ids: list[int]) -> None:
         for id in ids:

@@ -1,4 +1,4 @@
-"""Which waiting job runs on which idle server. Pure bookkeeping: fleets do as it says.
+"""Which waiting job runs on which idle server. Pure bookkeeping: fleets carry it out.
 
 The verification of a root goes before any deeper one, and those of alternates after all others. Among idle
 servers, the one that has most of the request in its KV cache comes first. A target with nothing else to do

@@ -26,6 +26,9 @@ EVENTS: tuple[Callable[..., Event], ...] = (Prefilled, Drafted, Verified, Failed
 LENGTH_PREFIX = struct.Struct("!I")
 READ_BYTES = 1 << 16
 
+_sampling_fields = lru_cache(MAX_REQUESTS)(astuple)
+_sampling = lru_cache(MAX_REQUESTS)(Sampling)
+
 EncodedJob = tuple[str, int, int, int, list[int], tuple[Any, ...]]  # kind, id, request, shared, tail, fields
 
 
@@ -135,26 +138,12 @@ def _fields(job: Job) -> tuple[Any, ...]:
     prompt_length = len(job.context.origin)
     match job:
         case Draft():
-            after = job.block_start, job.block_size, job.branches, job.min_ratio
-            return prompt_length, (job.count, job.model), _sampling_fields(job.sampling), after
+            options = job.block_start, job.block_size, job.branches, job.min_ratio
+            return prompt_length, (job.count, job.model), _sampling_fields(job.sampling), options
         case Verify():
-            return (
-                prompt_length,
-                (job.width, job.lead),
-                _sampling_fields(job.sampling),
-                (job.draft_tokens, job.is_alternate),
-            )
+            after = job.draft_tokens, job.is_alternate
+            return prompt_length, (job.width, job.lead), _sampling_fields(job.sampling), after
     return prompt_length, (), (), ()
-
-
-@lru_cache(MAX_REQUESTS)
-def _sampling_fields(sampling: Sampling) -> tuple[Any, ...]:
-    return astuple(sampling)
-
-
-@lru_cache(MAX_REQUESTS)
-def _sampling(*fields: Any) -> Sampling:
-    return Sampling(*fields)
 
 
 def _truncated(context: TokenSequence, length: int) -> TokenSequence:

@@ -91,6 +91,14 @@ class ActiveRequest:
         )
 
 
+def _state_machine(request: Request | ScoreRequest, ids: Iterator[int]) -> Generation | Scoring:
+    if isinstance(request, ScoreRequest):
+        return Scoring(request, ids)
+    return Generation(
+        request.prompt, request.max_new_tokens, request.policy, stop=request.stop, sampling=request.sampling, ids=ids
+    )
+
+
 class EngineLoop:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
@@ -103,7 +111,7 @@ class EngineLoop:
         self._since: dict[int, Time] = {}  # when the forward of each open job began
 
     def submit(self, request: Request | ScoreRequest) -> ActiveRequest:
-        active = ActiveRequest(self._state_machine(request), self.fleet)
+        active = ActiveRequest(_state_machine(request, self._ids), self.fleet)
         self._active[active] = None
         if len(self._active) > 1:
             for other in self._active:
@@ -111,18 +119,6 @@ class EngineLoop:
         self.load.requests = len(self._active)
         self._apply(active, active.generation.start())
         return active
-
-    def _state_machine(self, request: Request | ScoreRequest) -> Generation | Scoring:
-        if isinstance(request, ScoreRequest):
-            return Scoring(request, self._ids)
-        return Generation(
-            request.prompt,
-            request.max_new_tokens,
-            request.policy,
-            stop=request.stop,
-            sampling=request.sampling,
-            ids=self._ids,
-        )
 
     def cancel(self, active: ActiveRequest) -> None:
         """End a request before its time."""

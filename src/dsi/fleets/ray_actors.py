@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from selectors import EVENT_READ, SelectorKey
+from types import SimpleNamespace
 from typing import Any
 
 from dsi.core.messages import TARGET, Job
@@ -90,18 +91,12 @@ def resources_of(resources: Mapping[str, ResourceRequest], name: str, role: str)
     return resources.get(name) or resources.get(role) or ResourceRequest()
 
 
-class CancelledId:
-    """The id of the cancelled job, which one thread writes and another reads."""
-
-    value = NO_JOB
-
-
 class ActorWorker:
     """What runs in an actor: reads jobs from the driver's connection, runs them, and answers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._cancelled_id = CancelledId()
+        self._cancelled_id = SimpleNamespace(value=NO_JOB)  # one thread writes it, another reads it
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
 
     def run(self, address: tuple[str, int], secret: bytes, incarnation: int) -> None:

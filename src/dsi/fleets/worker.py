@@ -152,7 +152,7 @@ def _one_forward(
     else:
         tokens, top_logprobs = logprobs_or_answer(model, request)
     if not (job.fits(tokens) if isinstance(job, Verify) else not tokens):
-        raise ValueError(f"{len(tokens)} tokens in answer to {width} places")
+        raise ValueError(f"{len(tokens)} tokens in answer to {width} positions")
     yield Verified(job.id, tokens, top_logprobs) if width else Prefilled(job.id)
     prefix.num_cached = len(prefix.tokens)
 

@@ -68,7 +68,7 @@ class LlamaCpu(Transformer):
     def _forward(self, ids: Tensor, length: int, kv_layers: list[KVLayer], num_positions: int) -> Tensor:
         end = length + len(ids)
         cos, sin = self._cos[length:end, None], self._sin[length:end, None]
-        mask = None if len(ids) == 1 else _causal_mask(len(ids), end)
+        mask = None if len(ids) == 1 else torch.ones(len(ids), end, dtype=torch.bool).tril(length)
         x = functional.embedding(ids, self._embedding)
         for layer, kv_layer in zip(self._layers, kv_layers):
             self._check_cancelled()
@@ -158,7 +158,3 @@ def _are_adjacent(weights: list[Tensor]) -> bool:
 def _apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def _causal_mask(new: int, end: int) -> Tensor:
-    return torch.ones(new, end, dtype=torch.bool).tril(end - new)

@@ -17,7 +17,7 @@ def probabilities(logits: Array, sampling: Sampling) -> Array:
     if 0 < sampling.top_k < len(probs):
         probs = _keep_at_least(_kth_largest(probs, sampling.top_k), probs)
     if sampling.top_p < 1:
-        probs = _keep_at_least(_nucleus_threshold(_descending(probs), sampling.top_p), probs)
+        probs = _keep_at_least(_nucleus_threshold(probs, sampling.top_p), probs)
     return _keep_at_least(sampling.min_p * probs.max(), probs)
 
 
@@ -82,12 +82,9 @@ def _kth_largest(probs: Array, k: int) -> Array:
     return probs.topk(k).values[-1]
 
 
-def _descending(probs: Array) -> Array:
-    return probs[(-probs).argsort()]
-
-
-def _nucleus_threshold(ordered: Array, top_p: float) -> Array:
+def _nucleus_threshold(probs: Array, top_p: float) -> Array:
     """The smallest probability in the smallest set of tokens that reaches `top_p`."""
+    ordered = probs[(-probs).argsort()]
     kept = int((ordered.cumsum(0) - ordered < top_p).sum())
     return ordered[max(kept, 1) - 1]
 

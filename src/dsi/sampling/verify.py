@@ -21,7 +21,6 @@ from dsi.sampling.noise import (
     Array,
     array_namespace,
     exponential_noise,
-    float64,
     noise_key,
     uniform,
 )
@@ -105,10 +104,7 @@ def _verify_jointly(
 def _with_dense_probs(logits: Array, guesses: Sequence[DraftToken]) -> list[tuple[int, Array | None]]:
     """Pair each draft token with its dense distribution, of the logits' array type and device."""
     xp = array_namespace(logits)
-    return [
-        (token, None if probs is None else float64(xp.asarray(probs.dense(), device=logits.device)))
-        for token, probs in guesses
-    ]
+    return [(token, probs and xp.asarray(probs.dense(), device=logits.device)) for token, probs in guesses]
 
 
 def _acceptance_uniform(sampling: Sampling, position: int, draw: int) -> float:

@@ -70,7 +70,7 @@ class SLEM:
             token_bytes = self._drafter.token_bytes(token)
             own_tokens, generated = (*own_tokens, token), generated + token_bytes
             continuation = generated.removeprefix(space)
-            if not token_bytes or not agree(continuation, rest):
+            if not token_bytes or not (continuation.startswith(rest) or rest.startswith(continuation)):
                 break
             new = continuation[len(rest) :]
             tokens = self._encode_new(before, new, strict)
@@ -119,10 +119,6 @@ class SLEM:
             if len(parts) >= ENCODING_CONTEXT and token_bytes[0] & 0xC0 != 0x80:
                 break
         return b"".join(reversed(parts))
-
-
-def agree(continuation: bytes, rest: bytes) -> bool:
-    return continuation.startswith(rest) or rest.startswith(continuation)
 
 
 def last_word_start(text: bytes, end: int) -> int:

@@ -64,7 +64,8 @@ def format_from_decoder(decoder: Mapping[str, Any] | None) -> TokenFormat:
         return TokenFormat(separate_words=True)
     match decoder.get("type"):
         case "Sequence":
-            return _first_format(format_from_decoder(part) for part in decoder["decoders"])
+            formats = map(format_from_decoder, decoder["decoders"])  # one handles spaces; the others strip and join
+            return next((form for form in formats if form != TokenFormat()), TokenFormat())
         case "ByteLevel":
             return TokenFormat(byte_level=True)
         case "Metaspace":
@@ -76,11 +77,6 @@ def format_from_decoder(decoder: Mapping[str, Any] | None) -> TokenFormat:
         case "BPEDecoder":
             return TokenFormat(word_end=decoder["suffix"])
     return TokenFormat()
-
-
-def _first_format(formats: Any) -> TokenFormat:
-    """Of a sequence of decoders one handles spaces; the others strip and join."""
-    return next((form for form in formats if form != TokenFormat()), TokenFormat())
 
 
 def format_from_tokens(tokens: Sequence[str]) -> TokenFormat:

@@ -17,7 +17,7 @@ from typing import Any
 from dsi.core.sequence import Tokens
 from dsi.models.hf import common_prefix_length
 from dsi.models.tokenizer import Tokenizer
-from dsi.models.vocab.token_map import TokenFormat, TokenMap, build_token_map, format_from_decoder, format_from_tokens
+from dsi.models.vocab.token_map import TokenFormat, build_token_map, format_from_decoder, format_from_tokens
 
 ROLES = ("pad", "unk", "bos", "eos")  # a token with several roles gets the last
 ANCHORS = (b"\n", b".", b"a")  # what a text is encoded after if it does not begin the whole
@@ -35,12 +35,13 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self._tokenizer, self.size = tokenizer.tokenizer, size
         self.eos_token_ids = tokenizer.eos_token_ids
-        self.token_map = _token_map(tokenizer.tokenizer, size)
+        vocab, names = self._tokenizer.get_vocab(), _special_tokens(self._tokenizer)
+        self.token_map = build_token_map(vocab, _token_format(self._tokenizer, list(vocab)), names, size)
         self._bytes = [content if isinstance(content, bytes) else b"" for content in self.token_map.contents]
         self._sorted = sorted(self._bytes)
         # Whether it puts a space before a text, as SentencePiece does.
         self.adds_space = any(self.decode(self.encode(probe)).startswith(b" ") for probe in PROBES)
-        self.prefix = _prefix(tokenizer.tokenizer, size)
+        self.prefix = _prefix(self._tokenizer, size)
         self.encode_inside = lru_cache(CACHED_CHUNKS)(self._encode_inside)
 
     @property
@@ -148,11 +149,6 @@ def fit_context(tokens: Sequence[int], context: int) -> Sequence[int]:
         return tokens
     half = max(1, context // 2)
     return tokens[-(-(len(tokens) - context) // half) * half :]
-
-
-def _token_map(tokenizer: Any, size: int) -> TokenMap:
-    vocab = tokenizer.get_vocab()
-    return build_token_map(vocab, _token_format(tokenizer, list(vocab)), _special_tokens(tokenizer), size)
 
 
 def _token_format(tokenizer: Any, tokens: Sequence[str]) -> TokenFormat:
