@@ -128,6 +128,15 @@ def test_engine_stays_within_the_context(one: Engine) -> None:
         one.generate((5,) * 600)
 
 
+def test_engine_keeps_the_names_of_the_last_release(one: Any) -> None:
+    assert one.text is one.tokenizer
+    assert one.loaded is one.deployment
+    assert one.plan == one.plans == ()
+    assert one.run == one.loop.run
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = one.nonsense
+
+
 def test_engine_chooses_the_lookahead_by_eq_1(one: Engine) -> None:
     latency = one.deployment.latency
     assert 0 < latency.drafter_ms < 0.5 * latency.target_ms

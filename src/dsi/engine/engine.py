@@ -61,6 +61,9 @@ class TextStream:
         return replace(completion, finish_reason=reason, text="".join(self._text), prompt=self._request.prompt)
 
 
+OLD_NAMES = {"text": "tokenizer", "loaded": "deployment", "plan": "plans"}  # kept for one release
+
+
 class Engine(AbstractContextManager["Engine"]):
     """`Engine.load(...)` starts one; close it, or use it in a `with` block, to stop its servers.
 
@@ -106,6 +109,14 @@ class Engine(AbstractContextManager["Engine"]):
         engine = cls(build(config), spec, acceptance)
         engine.plans = plans
         return engine
+
+    if not TYPE_CHECKING:  # so that a misspelt name is still an error of types
+
+        def __getattr__(self, name: str) -> Any:
+            """Forward names of the last release: some changed, and those of the loop now belong to `loop`."""
+            if name.startswith("_") or name == "loop":
+                raise AttributeError(f"an engine has no attribute {name!r}")
+            return getattr(self, OLD_NAMES[name]) if name in OLD_NAMES else getattr(self.loop, name)
 
     @property
     def fleet(self) -> Fleet:
