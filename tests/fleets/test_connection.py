@@ -72,11 +72,11 @@ def test_connection_carries_messages_of_any_size_in_order() -> None:
     messages = [(0,), list(range(300_000)), "end"]
     sending = Thread(target=lambda: list(map(theirs.send, messages)))
     sending.start()
-    heard: list[object] = []
-    while len(heard) < len(messages):
-        heard += ours.receive()
+    received: list[object] = []
+    while len(received) < len(messages):
+        received += ours.receive()
     sending.join()
-    assert heard == messages
+    assert received == messages
     theirs.close()
     with pytest.raises(EOFError):
         ours.receive()

@@ -28,17 +28,17 @@ SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
 REQUEST = Request((1, 2, 3), 40, distributed(2))
 
 
-def fleet() -> ProcessFleet:
+def make_fleet() -> ProcessFleet:
     return ProcessFleet(SETTING.servers(3, unit=1000))
 
 
-def alone() -> tuple[int, ...]:
+def plain_decoding() -> tuple[int, ...]:
     [done] = EngineLoop(SETTING.simulated(3)).run(Request((1, 2, 3), 40, autoregressive()))
     return done.tokens
 
 
 def pids(of: ProcessFleet) -> list[int]:
-    return [seat.process.pid or 0 for seat in of._workers.values()]
+    return [worker.process.pid or 0 for worker in of._workers.values()]
 
 
 def gone(pid: int) -> bool:
@@ -50,20 +50,20 @@ def gone(pid: int) -> bool:
 
 
 def test_process_fleet_replaces_dead_workers() -> None:
-    at = fleet()
+    fleet = make_fleet()
     text: list[int] = []
     killed = False
-    for tokens in EngineLoop(at).tokens(REQUEST):
+    for tokens in EngineLoop(fleet).tokens(REQUEST):
         text += tokens
         if len(text) > 10 and not killed:
             killed = True
-            before = pids(at)
+            before = pids(fleet)
             for pid in before:
                 os.kill(pid, signal.SIGKILL)
-    assert tuple(text) == alone()
-    assert not set(pids(at)) & set(before)
-    assert set(at.deaths) == {"target-1", "target-2", "drafter"}
-    at.close()
+    assert tuple(text) == plain_decoding()
+    assert not set(pids(fleet)) & set(before)
+    assert set(fleet.deaths) == {"target-1", "target-2", "drafter"}
+    fleet.close()
 
 
 def test_process_fleet_gives_up_a_server_that_keeps_dying() -> None:
@@ -71,46 +71,46 @@ def test_process_fleet_gives_up_a_server_that_keeps_dying() -> None:
         def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             os._exit(1)
 
-    at = ProcessFleet([Server("target-1", "target", Deadly())])
+    fleet = ProcessFleet([Server("target-1", "target", Deadly())])
     text = TokenSequence.of((1,))
     reasons = []
     for id in range(MAX_RESTARTS + 2):
-        at.start(Verify(id, text, 1))
-        event = at.next_event()
+        fleet.start(Verify(id, text, 1))
+        event = fleet.next_event()
         assert isinstance(event, Failed)
         reasons.append(event.reason)
     assert reasons == ["server target-1 died"] * (MAX_RESTARTS + 1) + ["no target server is left"]
-    at.close()
+    fleet.close()
 
 
 def test_process_fleet_always_replaces_a_server_that_answers_between_deaths() -> None:
-    at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
+    fleet = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
     for id in range(MAX_RESTARTS + 3):
-        at.start(Verify(id, TokenSequence.of((1,)), 1))
-        assert isinstance(at.next_event(), Verified)
-        at.kill("target-1")
-    assert at.servers() == [("target-1", "target", True)]
-    assert at.deaths == {"target-1": MAX_RESTARTS + 3}
-    at.close()
+        fleet.start(Verify(id, TokenSequence.of((1,)), 1))
+        assert isinstance(fleet.next_event(), Verified)
+        fleet.kill("target-1")
+    assert fleet.servers() == [("target-1", "target", True)]
+    assert fleet.deaths == {"target-1": MAX_RESTARTS + 3}
+    fleet.close()
 
 
 def test_worker_process_closes_its_parents_file_descriptors() -> None:
     one, other = socket.socketpair()
-    at = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
-    at.start(Verify(1, TokenSequence.of((1,)), 1))
-    at.next_event()  # it has begun
+    fleet = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
+    fleet.start(Verify(1, TokenSequence.of((1,)), 1))
+    fleet.next_event()  # it has begun
     one.close()
     other.settimeout(5)
     assert other.recv(1) == b""  # or it would wait for the server's end of it
     other.close()
-    at.close()
+    fleet.close()
 
 
 def test_process_fleet_close_leaves_no_process() -> None:
-    at = fleet()
-    EngineLoop(at).submit(REQUEST)
-    running = pids(at)
-    at.close()
+    fleet = make_fleet()
+    EngineLoop(fleet).submit(REQUEST)
+    running = pids(fleet)
+    fleet.close()
     assert all(gone(pid) for pid in running)
 
 
@@ -118,11 +118,11 @@ SCRIPT = """
     import os, signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not got
     sys.path.insert(0, {here!r})
-    from test_processes import REQUEST, fleet, pids
+    from test_processes import REQUEST, make_fleet, pids
     from dsi.fleets.loop import EngineLoop
-    at = fleet()
-    EngineLoop(at).submit(REQUEST)
-    print(*pids(at), flush=True)
+    fleet = make_fleet()
+    EngineLoop(fleet).submit(REQUEST)
+    print(*pids(fleet), flush=True)
     {ending}
 """
 
@@ -154,7 +154,7 @@ def test_worker_process_is_pinned_to_its_cores() -> None:
             return (min(os.sched_getaffinity(0)) * 100 + len(os.sched_getaffinity(0)),)
 
     core = max(os.sched_getaffinity(0))
-    at = ProcessFleet([Server("target-1", "target", Where())], cores={"target-1": [core]})
-    at.start(Verify(1, TokenSequence.of((1,)), 1))
-    assert at.next_event() == Verified(1, (core * 100 + 1,))
-    at.close()
+    fleet = ProcessFleet([Server("target-1", "target", Where())], cores={"target-1": [core]})
+    fleet.start(Verify(1, TokenSequence.of((1,)), 1))
+    assert fleet.next_event() == Verified(1, (core * 100 + 1,))
+    fleet.close()

@@ -1,4 +1,4 @@
-"""Servers as Ray actors: what only they have, and what may go wrong with them."""
+"""Ray fleets: resources, connections, and faults in workers."""
 
 import os
 import socket
@@ -26,11 +26,11 @@ from ray_faults import faulty_worker
 pytest.importorskip("ray")
 
 SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=60)
-LITTLE = {"target": ResourceRequest(cpus=0.01), "drafter": ResourceRequest(cpus=0.01)}
+SMALL = {"target": ResourceRequest(cpus=0.01), "drafter": ResourceRequest(cpus=0.01)}
 Make = Callable[..., RayFleet]
 
 
-def plain(tokens: int = 60) -> tuple[int, ...]:
+def plain_decoding(tokens: int = 60) -> tuple[int, ...]:
     [done] = EngineLoop(SETTING.simulated(3)).run(Request((1, 2, 3), tokens, autoregressive()))
     return done.tokens
 
@@ -40,8 +40,8 @@ def make(cluster: None) -> Iterator[Make]:  # noqa: ARG001
     made: list[RayFleet] = []
 
     def build(servers: list[Server] | None = None, **options: object) -> RayFleet:
-        crew = servers or SETTING.servers(3, unit=1000)
-        made.append(RayFleet(crew, **{"resources": LITTLE, **options}))  # type: ignore[arg-type]
+        servers_used = servers or SETTING.servers(3, unit=1000)
+        made.append(RayFleet(servers_used, **{"resources": SMALL, **options}))  # type: ignore[arg-type]
         made[-1].wait_until_ready()
         return made[-1]
 
@@ -73,7 +73,7 @@ def test_ray_fleet_output_survives_faults(
     log = tmp_path / "log"
     log.touch()
     fleet = make(worker=faulty_worker(kind, fault, every, log), hang_seconds=1.0)
-    loop, expected = EngineLoop(fleet), plain()
+    loop, expected = EngineLoop(fleet), plain_decoding()
     end = time.monotonic() + 60
     while len(log.read_text().splitlines()) < least:
         assert time.monotonic() < end
@@ -96,7 +96,7 @@ def test_ray_fleet_uses_a_target_added_midway(make: Make) -> None:
         loop.step()
         if len(run.tokens) > 20 and "new" not in fleet.busy:
             fleet.add(Server("new", "target", target.model))
-    assert run.completion().tokens == plain(400)
+    assert run.completion().tokens == plain_decoding(400)
     assert fleet.busy["new"] > 0
 
 
@@ -162,14 +162,14 @@ def test_ray_actor_dies_with_its_driver(cluster: None, tmp_path: Path) -> None: 
         from dsi.fleets.ray_actors import RayFleet, ResourceRequest
         from dsi.fleets.worker import Server
         from dsi.models.toy import ToyTarget
-        class Told(ToyTarget):
+        class RecordsPid(ToyTarget):
             def answer(self, ask):
                 open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
                 return super().answer(ask)
         from dsi.core.sequence import TokenSequence
         from dsi.core.messages import Verify
         resources = {{"t": ResourceRequest(0.01)}}
-        fleet = RayFleet([Server("t", "target", Told(3))], address={address!r}, resources=resources)
+        fleet = RayFleet([Server("t", "target", RecordsPid(3))], address={address!r}, resources=resources)
         fleet.wait_until_ready()
         fleet.start(Verify(1, TokenSequence.of((1,)), 1))
         fleet.next_event()

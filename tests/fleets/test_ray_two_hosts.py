@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and ip to make network namespaces"
 )
 
-OWN = os.getpid() % 250  # of this run of tests: another may be at it at the same time
-HERE, THERE, PORT = f"10.77.{OWN}.1", f"10.77.{OWN}.2", 6390
+RUN_ID = os.getpid() % 250  # of this run of tests: another may be at it at the same time
+HERE, THERE, PORT = f"10.77.{RUN_ID}.1", f"10.77.{RUN_ID}.2", 6390
 RAY = str(Path(sys.executable).with_name("ray"))
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 QUIET = "--include-dashboard=false --disable-usage-stats"
@@ -91,7 +91,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    made, far = Hosts(f"dsi-there-{OWN}", f"dsi-here-{OWN}"), f"dsi-far-{OWN}"
+    made, far = Hosts(f"dsi-there-{RUN_ID}", f"dsi-here-{RUN_ID}"), f"dsi-far-{RUN_ID}"
     inside = f"ip netns exec {made.name}"
     nodes: list[subprocess.Popen[bytes]] = []
     try:
@@ -136,17 +136,17 @@ def test_ray_fleet_loses_no_token_when_a_node_is_cut_off(hosts: Hosts) -> None:
     assert found["busy"]["target-2"] > 0  # type: ignore[index]
 
 
-class Road:
-    """Between the hosts: each piece takes a while, and now and then one is lost and sent again."""
+class LossyProxy:
+    """A proxy between the hosts that delays each chunk, and now and then loses one and sends it again."""
 
     def __init__(self, at: tuple[str, int], to: tuple[str, int], seconds: float, lost: float) -> None:
         self._at, self._to, self._seconds, self._lost = at, to, seconds, lost
-        self._dice, self.pieces, self.losses = Random(1), 0, 0
+        self._rng, self.chunks, self.losses = Random(1), 0, 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "Road":
+    def __enter__(self) -> "LossyProxy":
         self._thread.start()
         self._ready.wait(10)
         return self
@@ -170,21 +170,21 @@ class Road:
         await asyncio.gather(self._carry(reader, back), self._carry(there, writer), return_exceptions=True)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while piece := await reader.read(1 << 16):
-            self.pieces += 1
-            lost = self._dice.random() < self._lost
+        while chunk := await reader.read(1 << 16):
+            self.chunks += 1
+            lost = self._rng.random() < self._lost
             self.losses += lost
             await asyncio.sleep(self._seconds + 0.2 * lost)  # after which it is sent again
-            writer.write(piece)
+            writer.write(chunk)
         writer.close()
 
 
 def test_ray_fleet_loses_no_token_on_a_slow_lossy_network(hosts: Hosts) -> None:
     listen, reach = (HERE, 7101), (HERE, 7102)
-    with Road(reach, listen, seconds=0.005, lost=0.01) as road:
+    with LossyProxy(reach, listen, seconds=0.005, lost=0.01) as road:
         found = hosts.drive(listen=listen, reach=reach)
     assert found["equal"]
     assert found["deaths"] == {}
     assert found["busy"]["target-2"] > 0  # type: ignore[index]
-    assert road.pieces > 100
+    assert road.chunks > 100
     assert road.losses > 0

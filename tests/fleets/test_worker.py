@@ -8,7 +8,7 @@ from dsi.fleets.worker import PrefixTable, Server, by_name, work
 from dsi.models.protocol import Cancelled, ForwardRequest
 
 
-class Notebook:
+class RecordingModel:
     """A model that writes down how much it was asked, and how much of it was new."""
 
     def __init__(self) -> None:
@@ -22,73 +22,73 @@ class Notebook:
         return tuple(len(request.tokens) + i for i in range(request.num_positions))
 
 
-def server() -> tuple[Server, Notebook]:
-    model = Notebook()
+def make_server() -> tuple[Server, RecordingModel]:
+    model = RecordingModel()
     return Server("s", "target", model), model
 
 
-def done(job: Job, at: Server) -> list[object]:
-    return list(work(job, at))
+def run_job(job: Job, server: Server) -> list[object]:
+    return list(work(job, server))
 
 
 def test_worker_computes_only_uncached_tokens() -> None:
-    at, model = server()
+    server, model = make_server()
     text = TokenSequence.of((1, 2))
-    done(Prefill(0, text), at)
-    done(Verify(1, text.then(3), 1), at)
-    done(Verify(2, text.then(3).then(4).then(5), 2), at)
+    run_job(Prefill(0, text), server)
+    run_job(Verify(1, text.then(3), 1), server)
+    run_job(Verify(2, text.then(3).then(4).then(5), 2), server)
     assert [(places, kept) for _, places, kept in model.asked] == [(0, None), (1, 2), (2, 3)]
 
 
 def test_worker_with_shared_kv_needs_no_prefill() -> None:
     """Nor does one make them forget what they have read beyond the sure text."""
-    at, model = server()
-    at.prefixes.shared_kv = True
+    server, model = make_server()
+    server.prefixes.shared_kv = True
     text = TokenSequence.of((1, 2))
-    done(Verify(1, text.then(3).then(4), 2), at)
-    assert done(Prefill(0, text), at) == [Prefilled(0)]
-    done(Verify(2, text.then(3).then(4).then(5), 1), at)
+    run_job(Verify(1, text.then(3).then(4), 2), server)
+    assert run_job(Prefill(0, text), server) == [Prefilled(0)]
+    run_job(Verify(2, text.then(3).then(4).then(5), 1), server)
     assert [(places, kept) for _, places, kept in model.asked] == [(2, None), (1, 4)]
 
 
 def test_worker_truncates_rejected_tokens() -> None:
-    at, model = server()
+    server, model = make_server()
     text = TokenSequence.of((1, 2))
-    done(Verify(1, text.then(3).then(4), 3), at)
-    done(Verify(2, text.then(9), 1), at)
+    run_job(Verify(1, text.then(3).then(4), 3), server)
+    run_job(Verify(2, text.then(9), 1), server)
     assert model.asked[-1] == ((1, 2, 9), 1, 2)
 
 
 def test_worker_keeps_its_draft_tokens_cached() -> None:
-    at, model = server()
+    server, model = make_server()
     text = TokenSequence.of((1, 2))
-    guesses = [event.token for event in done(Draft(1, text, 3), at) if isinstance(event, Drafted)]
+    guesses = [event.token for event in run_job(Draft(1, text, 3), server) if isinstance(event, Drafted)]
     assert [kept for *_, kept in model.asked] == [None, 2, 3]
     accepted = text.then(guesses[0]).then(guesses[1])
-    done(Draft(2, accepted.then(77), 1), at)
+    run_job(Draft(2, accepted.then(77), 1), server)
     assert model.asked[-1] == ((1, 2, *guesses[:2], 77), 1, 4)
 
 
 def test_worker_caches_nothing_of_a_cancelled_forward() -> None:
-    at, model = server()
+    server, model = make_server()
     text = TokenSequence.of((1, 2))
     model.cancels = True
     with pytest.raises(Cancelled):
-        done(Verify(1, text, 1), at)
+        run_job(Verify(1, text, 1), server)
     model.cancels = False
-    untaken = work(Verify(2, text, 1), at)
+    untaken = work(Verify(2, text, 1), server)
     next(untaken)
     del untaken
-    done(Verify(3, text, 1), at)
+    run_job(Verify(3, text, 1), server)
     assert model.asked[-1] == ((1, 2), 1, None)
 
 
 def test_worker_keeps_requests_of_one_prompt_apart() -> None:
-    at, model = server()
+    server, model = make_server()
     one, two = TokenSequence.of((1, 2)), TokenSequence.of((1, 2))
-    done(Verify(1, one.then(3), 1), at)
-    done(Verify(2, two.then(4), 1), at)
-    done(Verify(3, one.then(3).then(5), 1), at)
+    run_job(Verify(1, one.then(3), 1), server)
+    run_job(Verify(2, two.then(4), 1), server)
+    run_job(Verify(3, one.then(3).then(5), 1), server)
     assert [kept for *_, kept in model.asked] == [None, None, 3]
 
 
@@ -103,10 +103,10 @@ def test_prefix_table_evicts_the_oldest() -> None:
 
 
 def test_worker_prefills_an_empty_prompt_once() -> None:
-    at, model = server()
+    server, model = make_server()
     text = TokenSequence.of(())
-    done(Verify(1, text, 1), at)
-    done(Verify(2, text.then(5), 1), at)
+    run_job(Verify(1, text, 1), server)
+    run_job(Verify(2, text.then(5), 1), server)
     assert [kept for *_, kept in model.asked] == [None, 0]
 
 
@@ -115,16 +115,16 @@ def test_worker_fails_an_answer_of_the_wrong_length() -> None:
         def answer(self, request: ForwardRequest) -> Tokens:  # noqa: ARG002
             return (1,)
 
-    [event] = done(Verify(1, TokenSequence.of((1, 2)), 2), Server("s", "target", Short()))
+    [event] = run_job(Verify(1, TokenSequence.of((1, 2)), 2), Server("s", "target", Short()))
     assert event == Failed(1, "ValueError: 1 tokens in answer to 2 positions")
 
 
 def test_by_name_refuses_duplicates() -> None:
     with pytest.raises(ValueError, match="two servers are called 's'"):
-        by_name([server()[0], server()[0]])
+        by_name([make_server()[0], make_server()[0]])
 
 
-class Doubtful(Notebook):
+class RankingModel(RecordingModel):
     """It can name runners-up, from the same forward."""
 
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
@@ -133,17 +133,17 @@ class Doubtful(Notebook):
 
 
 def test_worker_drafts_runners_up_for_branches() -> None:
-    model = Doubtful()
-    at, text = Server("d", "drafter", model), TokenSequence.of((1, 2))
-    assert done(Draft(1, text, 2, branches=2), at) == [
+    model = RankingModel()
+    server, text = Server("d", "drafter", model), TokenSequence.of((1, 2))
+    assert run_job(Draft(1, text, 2, branches=2), server) == [
         Drafted(1, 2, None, (102,)),
         Drafted(1, 3, None, (103,)),
     ]
-    assert done(Draft(2, text, 1, branches=2, min_ratio=0.6), at) == [Drafted(2, 2)]
-    assert done(Draft(3, text, 1), at) == [Drafted(3, 2)]
+    assert run_job(Draft(2, text, 1, branches=2, min_ratio=0.6), server) == [Drafted(2, 2)]
+    assert run_job(Draft(3, text, 1), server) == [Drafted(3, 2)]
     assert len(model.asked) == 4  # a forward for each place, and no more
 
 
 def test_worker_drafts_alone_without_top_k() -> None:
-    at, _ = server()
-    assert done(Draft(1, TokenSequence.of((1, 2)), 1, branches=2), at) == [Drafted(1, 2)]
+    server, _ = make_server()
+    assert run_job(Draft(1, TokenSequence.of((1, 2)), 1, branches=2), server) == [Drafted(1, 2)]
