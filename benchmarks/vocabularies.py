@@ -84,7 +84,7 @@ def written(model: Any, text: Tokenizer, count: int, length: int) -> list[str]:
     torch.manual_seed(0)
     stories: list[str] = []
     while len(stories) < count:
-        ids = torch.tensor([text.encode("")] * BATCH)
+        ids = torch.tensor([text.encode("")] * min(BATCH, count))
         rows = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
