@@ -1,4 +1,3 @@
-import gc
 import os
 from collections.abc import Iterator
 
@@ -22,12 +21,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if STARTS_SLOWLY.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.slow)
-
-
-def pytest_collection_finish() -> None:
-    """Collect garbage seldom, and not among what was imported: simulations run about a tenth faster."""
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

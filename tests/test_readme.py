@@ -30,7 +30,7 @@ def sessions() -> Iterator[list[tuple[str, list[str]]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("session", list(sessions()), ids=lambda session: session[0][0])
-def test_the_commands_of_a_block_print_what_is_shown(
+def test_docs_commands_print_what_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: list[tuple[str, list[str]]]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -48,12 +48,12 @@ def test_there_are_commands_to_check() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("code", list(blocks("python")))
-def test_the_python_runs(code: str) -> None:
+def test_docs_python_runs(code: str) -> None:
     done = python(code)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_file_that_is_linked_or_named_is_there() -> None:
+def test_docs_link_and_name_existing_files() -> None:
     for page in PAGES:
         text = page.read_text()
         linked = [name for name in re.findall(r"\]\(([^)#]+)", text) if "://" not in name]
@@ -62,7 +62,7 @@ def test_every_file_that_is_linked_or_named_is_there() -> None:
         assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_every_make_target_that_is_named_is_there() -> None:
+def test_docs_name_existing_make_targets() -> None:
     targets = set(re.findall(r"^(\w+):", MAKE.read_text(), re.MULTILINE))
     named = {
         name for page in PAGES for name in re.findall(r"\bmake (setup|demo|test|bench|\w+)\b[`) ]", page.read_text())
