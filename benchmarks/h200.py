@@ -37,7 +37,7 @@ from dsi.engine.build import silence_transformers
 from dsi.engine.profile_cuda import latency_model, order_by_contention
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.worker import make_servers
+from dsi.fleets.servers import make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.shapes import random_model

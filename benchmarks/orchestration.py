@@ -20,7 +20,7 @@ from dsi.core.request import Request
 from dsi.core.spec import SpecConfig
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.worker import make_servers
+from dsi.fleets.servers import make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.protocol import CancelFlag
 from dsi.models.toy import ToyDrafter, ToyTarget

@@ -22,7 +22,7 @@ from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.ray_actors import RayFleet, ResourceRequest, ray, silence_ray
-from dsi.fleets.worker import make_servers
+from dsi.fleets.servers import make_servers
 from dsi.models.toy import ToyTarget
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SECOND, SimulationConfig

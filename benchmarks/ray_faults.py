@@ -11,7 +11,7 @@ from typing import Any
 from dsi.core.messages import Job
 from dsi.fleets.connection import Connection
 from dsi.fleets.ray_actors import CANCEL, ActorWorker, ray
-from dsi.fleets.worker import Server
+from dsi.fleets.servers import Server
 
 
 class FaultInjector:

@@ -26,8 +26,8 @@ from dsi.core.sequence import Tokens
 from dsi.engine.build_processes import load_model_pair
 from dsi.engine.config import EngineConfig
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import make_servers
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import make_servers
 from dsi.models.protocol import NEVER, Backend, CancelFlag, SamplingModel
 from dsi.models.wait import Latency, Wait
 from dsi.sampling import acceptance_rules as rules, verify

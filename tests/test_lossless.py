@@ -13,8 +13,9 @@ from dsi.core.request import Request
 from dsi.core.sequence import Tokens
 from dsi.core.stats import ServerUsage
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import Server, work
+from dsi.fleets.worker import work
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait

@@ -18,8 +18,8 @@ from dsi.core.sequence import Tokens
 from dsi.engine.build_processes import load_model_pair
 from dsi.engine.config import EngineConfig
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import Server
 from dsi.models import protocol
 from dsi.models.protocol import CancelFlag, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait

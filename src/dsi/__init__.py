@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from dsi.engine.engine import Engine as Engine
     from dsi.engine.hf_generate import REPO as REPO, custom_generate as custom_generate
     from dsi.fleets.loop import EngineLoop as EngineLoop, FleetError as FleetError
+    from dsi.fleets.servers import Server as Server
     from dsi.fleets.simulated import SimulatedFleet as SimulatedFleet
     from dsi.fleets.threads import ThreadFleet as ThreadFleet
-    from dsi.fleets.worker import Server as Server
     from dsi.models.toy import ToyDrafter as ToyDrafter, ToyTarget as ToyTarget
     from dsi.models.wait import Latency as Latency, Wait as Wait
     from dsi.planning.equation_1 import plan as plan
@@ -39,7 +39,7 @@ _EXPORTS = {
     "dsi.fleets.loop": ("EngineLoop", "FleetError"),
     "dsi.fleets.simulated": ("SimulatedFleet",),
     "dsi.fleets.threads": ("ThreadFleet",),
-    "dsi.fleets.worker": ("Server",),
+    "dsi.fleets.servers": ("Server",),
     "dsi.models.toy": ("ToyDrafter", "ToyTarget"),
     "dsi.models.wait": ("Latency", "Wait"),
     "dsi.planning.equation_1": ("plan",),

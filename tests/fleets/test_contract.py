@@ -32,10 +32,10 @@ from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop, Fleet, FleetError
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.ray_actors import RayFleet, ResourceRequest
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
-from dsi.fleets.worker import Server
 from dsi.models.protocol import Cancelled, ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait

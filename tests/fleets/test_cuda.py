@@ -7,7 +7,7 @@ import pytest
 from dsi.core.messages import Failed, Verify
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.fleets.cuda import CudaFleet
-from dsi.fleets.worker import Server
+from dsi.fleets.servers import Server
 from dsi.models.protocol import ForwardRequest
 
 

@@ -17,8 +17,8 @@ from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.remote import MAX_RESTARTS
-from dsi.fleets.worker import Server
+from dsi.fleets.servers import Server
+from dsi.fleets.worker_restarts import MAX_RESTARTS
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
 from dsi.planning.latency import LatencyModel

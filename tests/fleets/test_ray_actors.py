@@ -17,7 +17,7 @@ from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop, FleetError
 from dsi.fleets.ray_actors import HELLO, RayFleet, ResourceRequest, check_reachable, parse_resources, ray
-from dsi.fleets.worker import Server
+from dsi.fleets.servers import Server
 from dsi.models.toy import ToyTarget
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
@@ -160,7 +160,7 @@ def test_ray_actor_dies_with_its_driver(cluster: None, tmp_path: Path) -> None: 
     code = f"""
         import os, signal, time
         from dsi.fleets.ray_actors import RayFleet, ResourceRequest
-        from dsi.fleets.worker import Server
+        from dsi.fleets.servers import Server
         from dsi.models.toy import ToyTarget
         class RecordsPid(ToyTarget):
             def answer(self, ask):

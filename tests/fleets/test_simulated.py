@@ -12,8 +12,8 @@ from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import Outage, SimulatedFleet
-from dsi.fleets.worker import Server
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
 from dsi.planning.latency import LatencyModel

@@ -4,7 +4,8 @@ import pytest
 
 from dsi.core.messages import Draft, Drafted, Failed, Job, Prefill, Prefilled, Verify
 from dsi.core.sequence import Tokens, TokenSequence
-from dsi.fleets.worker import PrefixTable, Server, by_name, work
+from dsi.fleets.servers import PrefixTable, Server, by_name
+from dsi.fleets.worker import work
 from dsi.models.protocol import Cancelled, ForwardRequest
 
 

@@ -16,8 +16,8 @@ from dsi.core.messages import Sampling
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import Server
 from dsi.models.hf import Transformer, common_prefix_length, load_model
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait

@@ -3,8 +3,8 @@ import pytest
 from dsi.core.policies import autoregressive, distributed, speculative
 from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import Server
 from dsi.models.ngram import NGram
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget

@@ -17,8 +17,8 @@ from dsi.core.request import Request
 from dsi.core.sequence import Tokens
 from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import Server
 from dsi.models.protocol import ForwardRequest, Model
 from dsi.models.toy import ToyTarget
 from dsi.models.wait import Latency, Wait

@@ -15,7 +15,7 @@ from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
 from dsi.engine.devices import Device, Placement, check_available, parse_placement
 from dsi.engine.profile_cuda import latency_model, order_by_contention
 from dsi.fleets.cuda import CudaFleet
-from dsi.fleets.worker import make_servers
+from dsi.fleets.servers import make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.device_map import split_layers

@@ -31,7 +31,7 @@ from dsi.engine.profile_cpu import (
     target_forwards_ms,
 )
 from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.worker import make_servers
+from dsi.fleets.servers import make_servers
 from dsi.models.hf import Transformer, load_model
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram

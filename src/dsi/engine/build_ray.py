@@ -30,7 +30,7 @@ from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.profile_cpu import DRAFT_TOKENS, LOOKUP_SHARE, WIDTHS, measured_latency
 from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, resources_of
-from dsi.fleets.worker import make_servers
+from dsi.fleets.servers import make_servers
 from dsi.models.device_map import split_layers
 from dsi.models.hf import load_model
 from dsi.models.names import NGRAM, model_path

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from dsi.fleets.processes import FORK
-from dsi.models.child_process import die_with_parent
 from dsi.models.hf import Transformer
+from dsi.models.process_utils import die_with_parent
 from dsi.models.protocol import ForwardRequest, Model
 from dsi.models.tensor_parallel import RankLost, TensorParallel
 from dsi.planning.latency import LatencyModel, monotone

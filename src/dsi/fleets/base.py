@@ -11,8 +11,8 @@ from dsi.core.messages import Event, Job, Time
 from dsi.core.scheduler import Scheduler
 from dsi.core.sequence import TokenSequence
 from dsi.core.stats import ServerUsage
+from dsi.fleets.servers import Server, by_name
 from dsi.fleets.spans import Span, span
-from dsi.fleets.worker import Server, by_name
 
 
 class BaseFleet(ABC):

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from dsi.core.messages import WOKEN, Draft, Drafted, Event, Failed, Job
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
+from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
-from dsi.fleets.worker import Server, poll_work
+from dsi.fleets.worker import poll_work
 from dsi.models.protocol import Cancelled
 
 

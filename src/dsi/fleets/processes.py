@@ -18,9 +18,9 @@ from typing import Any
 from dsi.core.messages import TARGET
 from dsi.fleets.connection import Connection, JobDecoder
 from dsi.fleets.remote import NO_JOB, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
+from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
-from dsi.fleets.worker import Server
-from dsi.models.child_process import close_other_fds, die_with_parent
+from dsi.models.process_utils import close_other_fds, die_with_parent
 
 FORK = multiprocessing.get_context("fork")
 JOIN_SECONDS = 2.0

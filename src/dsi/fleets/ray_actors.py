@@ -26,8 +26,8 @@ from dsi.core.messages import TARGET, Job
 from dsi.core.stats import ServerUsage
 from dsi.fleets.connection import Connection, JobDecoder
 from dsi.fleets.remote import NO_JOB, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
+from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
-from dsi.fleets.worker import Server
 
 HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, its incarnation, its clock
 CANCEL = "cancel"
@@ -306,7 +306,7 @@ class RayFleet(RemoteFleet):
 
     def _will_restart(self, name: str) -> bool:
         """Jobs wait for a target's replacement, but not for a drafter's: texts go on without it."""
-        return self._scheduler.roles.get(name) == TARGET and self._can_restart(name)
+        return self._scheduler.roles.get(name) == TARGET and self._restarts.allowed(name)
 
     def _replace_dead_worker(self, name: str) -> None:
         self._start_actor(name)

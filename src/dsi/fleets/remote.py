@@ -14,12 +14,13 @@ from dsi.core.messages import WOKEN, Drafted, Job
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.connection import READ_BYTES, Connection, JobEncoder, decode_event, encode_event
+from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
-from dsi.fleets.worker import Server, work
+from dsi.fleets.worker import work
+from dsi.fleets.worker_restarts import WorkerRestarts
 from dsi.models.protocol import Cancelled
 
 NO_JOB = -1  # an id that no job has
-MAX_RESTARTS = 5  # of one server without an answer between them, after which it stays dead
 POLL_SECONDS = 0.0005
 BATCH_SECONDS = 0.0015  # draft tokens that come faster than this travel together: each message costs the driver
 
@@ -95,8 +96,7 @@ class RemoteFleet(RealTimeFleet):
 
     def __init__(self, servers: Iterable[Server], restart: bool, log: list[Span] | None) -> None:
         super().__init__(servers, log)
-        self._restart = restart
-        self._deaths_in_a_row: dict[str, int] = {}  # of each server since its last answer
+        self._restarts = WorkerRestarts(self._replace_dead_worker, restart)
         self._selector = DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()  # written by other threads
         self._wake_receiver.setblocking(False)
@@ -116,18 +116,11 @@ class RemoteFleet(RealTimeFleet):
         self._workers[worker.server.name] = worker
         self._selector.register(worker.connection, EVENT_READ, worker.server.name)
 
-    def _can_restart(self, name: str) -> bool:
-        """Whether a dead worker is to be replaced: not when it keeps dying without an answer."""
-        return self._restart and self._deaths_in_a_row.get(name, 0) < MAX_RESTARTS
-
     def _on_worker_death(self, name: str) -> None:
-        replace = self._can_restart(name)
         worker = self._workers.pop(name)
         self._selector.unregister(worker.connection)
         worker.kill()
-        self._deaths_in_a_row[name] = self._deaths_in_a_row.get(name, 0) + 1
-        if replace:
-            self._replace_dead_worker(name)
+        self._restarts.on_death(name)
 
     def _assign(self, name: str, job: Job) -> None:
         try:
@@ -140,7 +133,7 @@ class RemoteFleet(RealTimeFleet):
 
     def close(self) -> None:
         """Kill every worker; all open jobs fail."""
-        self._restart = False
+        self._restarts.enabled = False
         super().close()
         self._selector.close()
         self._wake_receiver.close()
@@ -171,7 +164,7 @@ class RemoteFleet(RealTimeFleet):
             self.kill(name)
             return
         for id, forwards, idle in messages:
-            self._deaths_in_a_row.pop(name, None)
+            self._restarts.on_answer(name)
             if worker.job is None or worker.job.id != id:
                 continue  # repeated
             for forward in forwards:

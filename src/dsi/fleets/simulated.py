@@ -16,8 +16,9 @@ from random import Random
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job, Time
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import BaseFleet
+from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
-from dsi.fleets.worker import Server, work
+from dsi.fleets.worker import work
 
 
 class WaitRecorder:

@@ -10,8 +10,9 @@ from threading import Event as Signal, Thread
 
 from dsi.core.messages import WOKEN, Drafted, Event, Job
 from dsi.fleets.base import RealTimeFleet
+from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
-from dsi.fleets.worker import Server, work
+from dsi.fleets.worker import work
 from dsi.models.protocol import Cancelled
 
 JOIN_SECONDS = 5.0

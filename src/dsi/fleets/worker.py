@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import TypeGuard
 
 from dsi.core.messages import (
     GREEDY,
-    TARGET,
     Draft,
     Drafted,
     Event,
@@ -21,7 +18,7 @@ from dsi.core.messages import (
     Verified,
     Verify,
 )
-from dsi.core.sequence import TokenSequence
+from dsi.fleets.servers import CachedPrefix, Server
 from dsi.models.protocol import (
     NEVER,
     CancelFlag,
@@ -33,77 +30,6 @@ from dsi.models.protocol import (
     logprobs_or_answer,
     top_k_or_answer,
 )
-
-
-@dataclass
-class CachedPrefix:
-    """The tokens of one request that a server has seen, and how many of them its model has computed."""
-
-    context: TokenSequence
-    tokens: list[int]  # of the context
-    num_cached: int | None = None  # tokens in the KV cache; None: the request is new to this server
-
-    def switch_to(self, context: TokenSequence) -> None:
-        """Keep the prefix shared with the last context; only the difference is left to compute."""
-        shared = self.context.common_prefix(context)
-        del self.tokens[shared:]
-        self.tokens += context.since(shared)
-        self.context = context
-        self.num_cached = None if self.num_cached is None else min(self.num_cached, shared)
-
-    def append(self, token: int) -> None:
-        self.context = self.context.then(token)
-        self.tokens.append(token)
-
-
-@dataclass
-class PrefixTable:
-    """The cached prefix of each request on one server; evicts the least recently used beyond `capacity`.
-
-    With `shared_kv` several servers fill one KV cache: a text counts as cached as soon as one of them starts on
-    it, and none of them needs a prefill.
-    """
-
-    capacity: int = 128
-    shared_kv: bool = False
-    entries: OrderedDict[TokenSequence, CachedPrefix] = field(default_factory=OrderedDict)
-
-    def lookup(self, context: TokenSequence) -> CachedPrefix:
-        """Return the request's cached prefix, switched to this context."""
-        origin = context.origin
-        prefix = self.entries.pop(origin, None) or CachedPrefix(origin, list(origin))
-        self.entries[origin] = prefix
-        if len(self.entries) > self.capacity:
-            self.entries.popitem(last=False)
-        prefix.switch_to(context)
-        return prefix
-
-
-@dataclass
-class Server:
-    """A processor with a model on it; `role` is `target`, or the name of a drafter."""
-
-    name: str
-    role: str
-    model: Model
-    prefixes: PrefixTable = field(default_factory=PrefixTable)
-
-
-def make_servers(targets: Iterable[Model], drafters: Mapping[str, Model], shared_kv: bool = False) -> list[Server]:
-    """Create target-1, target-2, ..., then the drafters by their names."""
-    servers = [
-        Server(f"{TARGET}-{i}", TARGET, model, PrefixTable(shared_kv=shared_kv)) for i, model in enumerate(targets, 1)
-    ]
-    return servers + [Server(name, name, model) for name, model in drafters.items()]
-
-
-def by_name(servers: Iterable[Server]) -> dict[str, Server]:
-    """Index servers by name; two of one name are an error."""
-    named: dict[str, Server] = {}
-    for server in servers:
-        if named.setdefault(server.name, server) is not server:
-            raise ValueError(f"two servers are called {server.name!r}")
-    return named
 
 
 def work(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterator[Event]:

@@ -23,9 +23,9 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor, distributed, nn
 
-from dsi.models.child_process import close_other_fds, die_with_parent
 from dsi.models.hf import Transformer, common_prefix_length
 from dsi.models.llama_cpu import LlamaCpu
+from dsi.models.process_utils import close_other_fds, die_with_parent
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
 COLUMNS, ROWS = "colwise", "rowwise"

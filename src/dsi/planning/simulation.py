@@ -21,10 +21,10 @@ from dsi.planning.equation_1 import Number, suitable_lookahead
 from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
 
 if TYPE_CHECKING:  # these import numpy, which the help of a command does without
+    from dsi.fleets.servers import Server
     from dsi.fleets.simulated import Outage, SimulatedFleet
     from dsi.fleets.spans import Span
     from dsi.fleets.threads import ThreadFleet
-    from dsi.fleets.worker import Server
     from dsi.models.toy import ToyDrafter, ToyTarget
 
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI", "auto": "auto"}
@@ -140,7 +140,7 @@ class SimulationConfig:
 
     def servers(self, seed: int, unit: int = 1) -> list[Server]:
         """The targets, then the drafters, each with errors of its own; time is in units of so many ms."""
-        from dsi.fleets.worker import Server
+        from dsi.fleets.servers import Server
         from dsi.models.toy import ToyTarget
         from dsi.models.wait import Wait
 
@@ -163,7 +163,7 @@ class SimulationConfig:
         return ToyDrafter(target, self.acceptance, seed, *runner_ups, change, rejected)
 
     def _drafter_servers(self, name: str, drafter: ToyDrafter, seed: int, unit: int) -> list[Server]:
-        from dsi.fleets.worker import Server
+        from dsi.fleets.servers import Server
         from dsi.models.wait import Wait
 
         latency = self.latency.drafter(unit)

@@ -20,8 +20,8 @@ from dsi.engine.build import build
 from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.fleets.worker import Server
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
 from dsi.models.tokenizer import Tokenizer
