@@ -80,9 +80,10 @@ def main() -> None:
     }
     tables = on_cores(options.cores, options.repeats, options.tokens) if options.repeats else []
     if options.svg and tables:
-        from dsi.plot.budget import save
+        from dsi.plot import style
+        from dsi.plot.budget import figure
 
-        save(tables, f"The same {options.cores} cores for every algorithm", options.svg)
+        style.save(figure(tables, f"The same {options.cores} cores for every algorithm"), options.svg)
     on_this_machine = {"label": "measured", "cores": options.cores, "classes": [table.json() for table in tables]}
     results = {"rows": exact, "measured": on_this_machine if tables else None}
     lines = exact_lines(exact, options.acceptance)

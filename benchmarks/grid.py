@@ -7,7 +7,7 @@ from time import perf_counter
 import harness
 from dsi.paper.figures import figure2, figure3, headings
 from dsi.paper.grid import TOKENS, grid
-from dsi.plot.heatmap import png
+from dsi.plot import heatmap, style
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     speeds = grid(options.tokens)
     computed = perf_counter() - began
     for panels, heading in zip((figure2(speeds), figure3(speeds)), headings(speeds)):
-        png(list(panels.values()), heading)
+        style.rendered(heatmap.figure(list(panels.values()), heading), "png")
     total = perf_counter() - began
     results = {
         "tokens": options.tokens,

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from dsi.paper.figures import columns, exceptions, figure2, figure3, table
+from dsi.paper.figures import columns, exceptions, figure2, figure3, rows
 from dsi.paper.grid import ACCEPTANCES, DRAFTERS, Grid, grid
+from dsi.paper.output import to_csv
 from dsi.planning import theory
 from dsi.planning.equation_1 import servers_needed
 from dsi.planning.latency import LatencyModel
@@ -13,50 +14,50 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def found() -> Grid:
+def full_grid() -> Grid:
     return grid()
 
 
 @pytest.mark.parametrize(("i", "j"), [(0, 41), (4, 80), (13, 95), (49, 20), (99, 100), (6, 0)])
-def test_grid_cell_is_the_best_of_200_lookaheads(found: Grid, i: int, j: int) -> None:
+def test_grid_cell_is_the_best_of_200_lookaheads(full_grid: Grid, i: int, j: int) -> None:
     latencies, rate = LatencyModel(1, DRAFTERS[i]), float(ACCEPTANCES[j])
     si = [float(theory.si(100, latencies, rate, k)) for k in range(1, 201)]
     allowed = [k for k in range(1, 201) if servers_needed(1, DRAFTERS[i], k) <= 7]
     dsi = [float(theory.dsi(100, latencies, rate, k, 7)) for k in allowed]
-    assert found.si.times[i, j] == pytest.approx(min(si), rel=1e-12)
-    assert found.dsi.times[i, j] == pytest.approx(min(dsi), rel=1e-12)
-    assert dsi[allowed.index(int(found.dsi.lookaheads[i, j]))] == pytest.approx(min(dsi), rel=1e-9)
+    assert full_grid.si.times[i, j] == pytest.approx(min(si), rel=1e-12)
+    assert full_grid.dsi.times[i, j] == pytest.approx(min(dsi), rel=1e-12)
+    assert dsi[allowed.index(int(full_grid.dsi.lookaheads[i, j]))] == pytest.approx(min(dsi), rel=1e-9)
 
 
-def test_grid_dsi_is_never_slower_with_enough_targets(found: Grid) -> None:
-    assert (found.dsi_enough.times <= found.baseline * (1 + 1e-9)).all()
-    assert (found.dsi.times <= found.nonsi * (1 + 1e-9)).all()
+def test_grid_dsi_is_never_slower_with_enough_targets(full_grid: Grid) -> None:
+    assert (full_grid.dsi_enough.times <= full_grid.baseline * (1 + 1e-9)).all()
+    assert (full_grid.dsi.times <= full_grid.nonsi * (1 + 1e-9)).all()
 
 
-def test_grid_dsi_with_any_lookahead_is_never_slower_at_sp_7(found: Grid) -> None:
-    assert (found.dsi_any.times <= found.baseline * (1 + 1e-9)).all()
-    assert (found.dsi_any.times <= found.dsi.times).all()
-    assert (found.dsi.times / found.dsi_any.times).max() > 1.06  # Eq. (1) forbids what is best
+def test_grid_dsi_with_any_lookahead_is_never_slower_at_sp_7(full_grid: Grid) -> None:
+    assert (full_grid.dsi_any.times <= full_grid.baseline * (1 + 1e-9)).all()
+    assert (full_grid.dsi_any.times <= full_grid.dsi.times).all()
+    assert (full_grid.dsi.times / full_grid.dsi_any.times).max() > 1.06  # Eq. (1) forbids what is best
 
 
-def test_grid_exceptions_at_sp_7_are_few_and_with_the_fastest_drafter(found: Grid) -> None:
-    lost = exceptions(found)
+def test_grid_exceptions_at_sp_7_are_few_and_with_the_fastest_drafter(full_grid: Grid) -> None:
+    lost = exceptions(full_grid)
     assert {float(drafter) for drafter, _, _ in lost} == {0.01}
     assert 0.99 < min(speedup for _, _, speedup in lost) < 1
-    assert figure2(found)["min_dsi"].slower == len(lost)
+    assert figure2(full_grid)["min_dsi"].slower == len(lost)
 
 
-def test_grid_static_lookahead_is_5(found: Grid) -> None:
+def test_grid_static_lookahead_is_5(full_grid: Grid) -> None:
     i, j = 9, 60
     latencies, rate = LatencyModel(1, DRAFTERS[i]), float(ACCEPTANCES[j])
-    assert found.si_static[i, j] == pytest.approx(float(theory.si(100, latencies, rate, 5)))
-    assert found.dsi_static[i, j] == pytest.approx(float(theory.dsi(100, latencies, rate, 5, 7)))
-    assert (figure3(found)["si_dsi"].ratios >= 1 - 1e-9).all()
+    assert full_grid.si_static[i, j] == pytest.approx(float(theory.si(100, latencies, rate, 5)))
+    assert full_grid.dsi_static[i, j] == pytest.approx(float(theory.dsi(100, latencies, rate, 5, 7)))
+    assert (figure3(full_grid)["si_dsi"].ratios >= 1 - 1e-9).all()
 
 
-def test_figures_table_has_a_line_for_each_cell(found: Grid) -> None:
-    panel = figure2(found)["si_dsi"]
-    head, *lines = table(panel, columns(found, "si_dsi", static=False)).splitlines()
+def test_figures_table_has_a_line_for_each_cell(full_grid: Grid) -> None:
+    panel = figure2(full_grid)["si_dsi"]
+    head, *lines = to_csv(rows(panel, columns(full_grid, "si_dsi", static=False))).decode().splitlines()
     assert head == "drafter_latency,acceptance_rate,si_time,si_lookahead,dsi_time,dsi_lookahead,speedup"
     assert len(lines) == panel.ratios.size
     row = dict(zip(head.split(","), map(float, lines[101 * 9 + 60].split(","))))

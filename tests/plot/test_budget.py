@@ -9,7 +9,8 @@ from dsi.core.generation import Tally
 from dsi.core.request import Completion
 from dsi.core.spec import SpecConfig
 from dsi.experiments.budget import SIMULATED, Configuration, Layout, Table, entries
-from dsi.plot.budget import figure, save
+from dsi.plot.budget import figure
+from dsi.plot.style import save
 
 
 def table(name: str, *speeds: float) -> Table:
@@ -45,8 +46,8 @@ def test_budget_figure_draws_medians_with_quartiles_and_names() -> None:
 
 @pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
 def test_budget_save_is_reproducible(tmp_path: Path, name: str, begins: bytes) -> None:
-    save(TABLES, "Two cores", tmp_path / name)
+    save(figure(TABLES, "Two cores"), tmp_path / name)
     first = (tmp_path / name).read_bytes()
-    save(TABLES, "Two cores", tmp_path / name)
+    save(figure(TABLES, "Two cores"), tmp_path / name)
     assert first.startswith(begins)
     assert (tmp_path / name).read_bytes() == first

@@ -12,8 +12,9 @@ from dsi.fleets.loop import EngineLoop
 from dsi.planning.auto import latency_table
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
+from dsi.plot.style import save
 from dsi.plot.terminal import draw, legend
-from dsi.plot.timeline import figure, save
+from dsi.plot.timeline import figure
 from dsi.plot.trace import read, trace
 
 SETTING = SimulationConfig(LatencyModel(20.0, 2.0, target_ttft_ms=40.0), 0.7, sp=4, tokens=20)
@@ -71,9 +72,9 @@ def test_timeline_figure_has_a_panel_for_each_run(records: list[Record]) -> None
 
 @pytest.mark.parametrize(("name", "begins"), [("a.svg", b"<?xml"), ("a.png", b"\x89PNG")])
 def test_timeline_save_is_reproducible(records: list[Record], tmp_path: Path, name: str, begins: bytes) -> None:
-    save(records, tmp_path / name)
+    save(figure(records), tmp_path / name)
     first = (tmp_path / name).read_bytes()
-    save(records, tmp_path / name)
+    save(figure(records), tmp_path / name)
     assert first.startswith(begins)
     assert (tmp_path / name).read_bytes() == first
 

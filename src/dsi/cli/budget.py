@@ -198,9 +198,11 @@ class BudgetComparison:
 
     def _report(self, tables: list[Table], about: str, **figures: Any) -> None:
         for path in self.options.out:
-            from dsi.plot.budget import save
+            from dsi.plot import budget as chart
+            from dsi.plot import style
 
-            save(tables, f"The same processors for every algorithm: {about.partition(';')[0]}", path)
+            heading = f"The same processors for every algorithm: {about.partition(';')[0]}"
+            style.save(chart.figure(tables, heading), path)
         show.budget(tables, about, self.json, self.options.out, **figures)
 
 

@@ -215,13 +215,14 @@ def _split(pair: PairProfile, processors: int, target_gpus: int, drafter_gpus: i
 
 def _draw(pair: PairProfile, processors: int, path: Path) -> None:
     from dsi.planning.search import count_candidates, ms_by_processors
-    from dsi.plot.processors import save
+    from dsi.plot import processors as chart
+    from dsi.plot import style
 
     least = min(pair.by_mp)
     counts = sorted({count for count in POINTS if least <= count < processors} | {processors})
     with show.progress("arrangements", sum(count_candidates(pair, count) for count in counts)) as advance:
         lines = ms_by_processors(pair, counts, advance)
-    save(lines, path, "forecast from " + _sources(pair))
+    style.save(chart.figure(lines, "forecast from " + _sources(pair)), path)
 
 
 def _command(plan: DeploymentPlan, models: tuple[str, str], processors: int, cores: bool) -> str:

@@ -107,6 +107,7 @@ def _save(records: list[Record], path: Path) -> None:
 
         path.write_text(jsonlib.dumps(trace(records)))
     else:
-        from dsi.plot.timeline import save
+        from dsi.plot import style
+        from dsi.plot.timeline import figure
 
-        save(records, path)
+        style.save(figure(records), path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import product
 from math import ceil
 from typing import Any
 
@@ -95,18 +96,10 @@ def checks(progress: Progress = no_progress) -> list[Check]:
 
 
 def theorem_1() -> Iterator[Ratio]:
-    for drafter, lookahead, sp, tokens in _settings():
+    for drafter, lookahead, sp, tokens in product(DRAFTERS, LOOKAHEADS, SPS, LENGTHS):
         latency = LatencyModel(1, drafter)
         setting = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp or 'enough'}, {tokens} tokens"
         yield setting, theory.dsi(tokens, latency, RATES, lookahead, sp) / theory.nonsi(tokens, latency)
-
-
-def _settings() -> Iterator[tuple[Fraction, int, int | None, int]]:
-    for drafter in DRAFTERS:
-        for lookahead in LOOKAHEADS:
-            for sp in SPS:
-                for tokens in LENGTHS:
-                    yield drafter, lookahead, sp, tokens
 
 
 def paths() -> Iterator[Ratio]:
@@ -114,31 +107,27 @@ def paths() -> Iterator[Ratio]:
     for seed in range(PATHS):
         drafter, lookahead = DRAFTERS[seed % len(DRAFTERS)], LOOKAHEADS[seed % len(LOOKAHEADS)]
         sp, acceptance = 1 + seed % 7, (seed * 37 % 101) / 100
-        setting = SimulationConfig(
-            LatencyModel(Fraction(1), drafter), acceptance, sp, 30, spec=SpecConfig(lookahead=lookahead)
-        )
-        forwards = setting.run("dsi", seed).completion.elapsed / 30
+        spec = SpecConfig(lookahead=lookahead)
+        config = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, sp, 30, spec)
+        forwards = config.run("dsi", seed).completion.elapsed / 30
         where = f"drafter {float(drafter):g}, lookahead {lookahead}, SP {sp}, acceptance {acceptance:g}"
         yield f"{where}, seed {seed}", float(forwards)
 
 
 def theorem_2(extra_targets: int | None) -> Iterator[Ratio]:
     """With so many targets more than Eq. (1) requires; None: as many as can be of use."""
-    for drafter in DRAFTERS:
-        for lookahead in LOOKAHEADS:
-            for tokens in LENGTHS:
-                latency = LatencyModel(1, drafter)
-                sp = None if extra_targets is None else servers_needed(1, drafter, lookahead) + extra_targets
-                dsi = theory.dsi(tokens, latency, RATES, lookahead, sp)
-                setting = f"drafter {float(drafter):g}, lookahead {lookahead}, {tokens} tokens"
-                yield setting, dsi / theory.si(tokens, latency, RATES, lookahead)
+    for drafter, lookahead, tokens in product(DRAFTERS, LOOKAHEADS, LENGTHS):
+        latency = LatencyModel(1, drafter)
+        sp = None if extra_targets is None else servers_needed(1, drafter, lookahead) + extra_targets
+        dsi = theory.dsi(tokens, latency, RATES, lookahead, sp)
+        setting = f"drafter {float(drafter):g}, lookahead {lookahead}, {tokens} tokens"
+        yield setting, dsi / theory.si(tokens, latency, RATES, lookahead)
 
 
 def proposition_1() -> Iterator[Ratio]:
-    for drafter in DRAFTERS:
-        for tokens in LENGTHS:
-            dsi = theory.dsi(tokens, LatencyModel(1, drafter), RATES, 1)
-            yield f"drafter {float(drafter):g}, {tokens} tokens", dsi / bound(drafter, tokens, RATES)
+    for drafter, tokens in product(DRAFTERS, LENGTHS):
+        dsi = theory.dsi(tokens, LatencyModel(1, drafter), RATES, 1)
+        yield f"drafter {float(drafter):g}, {tokens} tokens", dsi / bound(drafter, tokens, RATES)
 
 
 def bound(drafter: Fraction, tokens: int, acceptance: Any) -> Any:
@@ -158,14 +147,7 @@ class Example:
 
 
 def examples() -> list[Example]:
-    return [
-        long_text_speedup(),
-        *largest_gains(),
-        forwards_that_count(),
-        *si_example(),
-        example_of_eq_1(),
-        seven_gpus(),
-    ]
+    return [long_text_speedup(), *largest_gains(), exposed_forwards(), *si_example(), *examples_of_eq_1()]
 
 
 def long_text_speedup() -> Example:
@@ -193,10 +175,10 @@ def largest_gains() -> Iterator[Example]:
         )
 
 
-def forwards_that_count() -> Example:
+def exposed_forwards() -> Example:
     """Blocks of two draft tokens, at least one of which is rejected."""
-    setting = SimulationConfig(LatencyModel(10, 1), 0.8, 5, 50, spec=SpecConfig(lookahead=2))
-    tallies = [setting.run("dsi", seed).completion.tally for seed in range(100)]
+    config = SimulationConfig(LatencyModel(10, 1), 0.8, 5, 50, SpecConfig(lookahead=2))
+    tallies = [config.run("dsi", seed).completion.tally for seed in range(100)]
     counted, useful = sum(t.exposed for t in tallies), sum(t.useful for t in tallies)
     return Example(
         "share of target forwards that cost time, lookahead 2, acceptance 0.8, five targets",
@@ -233,19 +215,15 @@ def acceptance_rate(accepted: float, lookahead: int) -> float:
     return low
 
 
-def example_of_eq_1() -> Example:
-    busy = servers_needed(1, Fraction(1, 20), 5)
-    return Example(
+def examples_of_eq_1() -> Iterator[Example]:
+    busy, best = servers_needed(1, Fraction(1, 20), 5), plan(20, 1, gpus=7, target_gpus=2)
+    yield Example(
         "processors for a drafter of 5% latency with lookahead 5, by Eq. (1)",
         "1 + 4 = 5",
         f"1 + {busy} = {1 + busy}",
         "dsi plan --target-ms 20 --drafter-ms 1 --gpus 5",
     )
-
-
-def seven_gpus() -> Example:
-    best = plan(20, 1, gpus=7, target_gpus=2)
-    return Example(
+    yield Example(
         "seven GPUs, two for each target, a drafter of 5% latency",
         "SP 3, lookahead 7",
         f"SP {best.sp}, lookahead {best.lookahead}",

@@ -2,50 +2,37 @@
 
 from __future__ import annotations
 
-import csv
-import io
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Any
 
-from dsi.core.spec import SpecConfig
 from dsi.experiments.records import Record, record
-from dsi.paper.grid import ACCEPTANCES, DRAFTERS, STATIC_LOOKAHEAD, Grid
-from dsi.paper.table1 import DRAFTER_MS, SP, TARGET_MS
-from dsi.planning.latency import LatencyModel
-from dsi.planning.simulation import SimulationConfig
+from dsi.paper.grid import ACCEPTANCES, DRAFTERS, STATIC_LOOKAHEAD, Grid, Table
+from dsi.paper.table1 import simulation
 from dsi.plot.heatmap import Panel
-
-CASES = {"worst": 0.0, "best": 1.0}
 
 SlowCell = tuple[Fraction, float, float]  # drafter latency, acceptance rate, and DSI's speed there
 
 
 def figure1(case: str, tokens: int = 16) -> list[Record]:
     """The timelines of the three algorithms when every draft token is rejected, or every one is accepted."""
-    setting = SimulationConfig(
-        LatencyModel(TARGET_MS, DRAFTER_MS),
-        CASES[case],
-        SP,
-        tokens if case == "best" else 5,
-        spec=SpecConfig(lookahead=1),
-    )
-    return [record(setting, algorithm) for algorithm in ("nonsi", "si", "dsi")]
+    config = simulation(case, tokens if case == "best" else 5)
+    return [record(config, algorithm) for algorithm in ("nonsi", "si", "dsi")]
 
 
 def figure2(grid: Grid) -> dict[str, Panel]:
-    return {
-        "nonsi_si": Panel("(a) non-SI/SI: SI's speed over non-SI's", grid.nonsi / grid.si.times),
-        "si_dsi": Panel("(b) SI/DSI: DSI's speed over SI's", grid.si.times / grid.dsi.times),
-        "nonsi_dsi": Panel("(c) non-SI/DSI: DSI's speed over non-SI's", grid.nonsi / grid.dsi.times),
-        "min_dsi": Panel("(d) min(SI, non-SI)/DSI", grid.baseline / grid.dsi.times),
-    }
+    panels = _panels(grid.nonsi, grid.si.times, grid.dsi.times)
+    return panels | {"min_dsi": Panel("(d) min(SI, non-SI)/DSI", grid.baseline / grid.dsi.times)}
 
 
 def figure3(grid: Grid) -> dict[str, Panel]:
+    return _panels(grid.nonsi, grid.si_static, grid.dsi_static)
+
+
+def _panels(nonsi: Table, si: Table, dsi: Table) -> dict[str, Panel]:
     return {
-        "nonsi_si": Panel("(a) non-SI/SI: SI's speed over non-SI's", grid.nonsi / grid.si_static),
-        "si_dsi": Panel("(b) SI/DSI: DSI's speed over SI's", grid.si_static / grid.dsi_static),
-        "nonsi_dsi": Panel("(c) non-SI/DSI: DSI's speed over non-SI's", grid.nonsi / grid.dsi_static),
+        "nonsi_si": Panel("(a) non-SI/SI: SI's speed over non-SI's", nonsi / si),
+        "si_dsi": Panel("(b) SI/DSI: DSI's speed over SI's", si / dsi),
+        "nonsi_dsi": Panel("(c) non-SI/DSI: DSI's speed over non-SI's", nonsi / dsi),
     }
 
 
@@ -57,32 +44,24 @@ def headings(grid: Grid) -> tuple[str, str]:
     )
 
 
-def table(panel: Panel, columns: dict[str, Any]) -> str:
-    """A line for each cell, the ratio last."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["drafter_latency", "acceptance_rate", *columns, "speedup"])
+def rows(panel: Panel, columns: Mapping[str, Table]) -> Iterator[dict[str, str]]:
+    """A row for each cell, the ratio last."""
     for i, drafter in enumerate(DRAFTERS):
         for j, acceptance in enumerate(ACCEPTANCES):
-            cells = [f"{column[i, j]:.9g}" for column in (*columns.values(), panel.ratios)]
-            writer.writerow([f"{float(drafter):g}", f"{acceptance:g}", *cells])
-    return out.getvalue()
+            cells = {name: f"{column[i, j]:.9g}" for name, column in (*columns.items(), ("speedup", panel.ratios))}
+            yield {"drafter_latency": f"{float(drafter):g}", "acceptance_rate": f"{acceptance:g}", **cells}
 
 
-def columns(grid: Grid, name: str, static: bool) -> dict[str, Any]:
+def columns(grid: Grid, name: str, static: bool) -> dict[str, Table]:
     """The expected times, in target forwards, and the lookaheads that a panel compares."""
-    selected: dict[str, Any] = {}
-    if "nonsi" in name or name == "min_dsi":
-        selected["nonsi_time"] = grid.nonsi
-    if name in ("nonsi_si", "si_dsi", "min_dsi"):
-        selected["si_time"] = grid.si_static if static else grid.si.times
-        if not static:
-            selected["si_lookahead"] = grid.si.lookaheads
-    if "_dsi" in name:
-        selected["dsi_time"] = grid.dsi_static if static else grid.dsi.times
-        if not static:
-            selected["dsi_lookahead"] = grid.dsi.lookaheads
-    return selected
+    algorithms = ("nonsi", "si", "dsi") if name == "min_dsi" else name.split("_")
+    tables = {"nonsi_time": grid.nonsi}
+    if static:
+        tables |= {"si_time": grid.si_static, "dsi_time": grid.dsi_static}
+    else:
+        tables |= {"si_time": grid.si.times, "si_lookahead": grid.si.lookaheads}
+        tables |= {"dsi_time": grid.dsi.times, "dsi_lookahead": grid.dsi.lookaheads}
+    return {column: table for column, table in tables.items() if column.partition("_")[0] in algorithms}
 
 
 def exceptions(grid: Grid) -> list[SlowCell]:

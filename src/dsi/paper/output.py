@@ -14,10 +14,10 @@ from typing import Any
 from dsi.core.progress import Progress, no_progress
 from dsi.paper import claims, figures
 from dsi.paper.grid import DRAFTERS, Grid, grid
-from dsi.paper.table1 import Cell, table1
+from dsi.paper.table1 import CASES, Cell, table1
 from dsi.paper.table2 import PAIRS, Line, table2
 from dsi.paper.table3 import Ratio, table3
-from dsi.plot import heatmap, timeline
+from dsi.plot import heatmap, style, timeline
 
 STEPS = len(DRAFTERS) + len(PAIRS) + claims.CLAIMS  # reported as progress
 
@@ -78,7 +78,8 @@ def findings(
 
 
 def figure1_files() -> Files:
-    return {f"figure1_{case}.svg": timeline.picture(figures.figure1(case), "svg") for case in figures.CASES}
+    drawn = {case: timeline.figure(figures.figure1(case)) for case in CASES}
+    return {f"figure1_{case}.svg": style.rendered(picture, "svg") for case, picture in drawn.items()}
 
 
 def figure2_files(grid: Grid) -> Files:
@@ -90,10 +91,9 @@ def figure3_files(grid: Grid) -> Files:
 
 
 def _heatmaps(name: str, panels: Mapping[str, heatmap.Panel], heading: str, grid: Grid, static: bool) -> Files:
-    files = {f"{name}.png": heatmap.png(list(panels.values()), heading)}
+    files = {f"{name}.png": style.rendered(heatmap.figure(list(panels.values()), heading), "png")}
     for key, panel in panels.items():
-        columns = figures.columns(grid, key, static)
-        files[f"{name}_{key}.csv"] = figures.table(panel, columns).encode()
+        files[f"{name}_{key}.csv"] = to_csv(figures.rows(panel, figures.columns(grid, key, static)))
     return files
 
 
@@ -105,15 +105,15 @@ def table_files(findings: Findings) -> Files:
         line |= {f"simulated_{number}_drafters": speedup for number, speedup in drafters.items()}
         line |= {f"waited_{name}": value for name, value in waited.items()}
     return {
-        "table1.csv": _csv(asdict(cell) for cell in findings.cells),
-        "table2.csv": _csv(lines),
-        "table3.csv": _csv(asdict(ratio) for ratio in findings.ratios),
-        "theory.csv": _csv(check.json() for check in findings.checks),
-        "examples.csv": _csv(asdict(example) for example in findings.examples),
+        "table1.csv": to_csv(asdict(cell) for cell in findings.cells),
+        "table2.csv": to_csv(lines),
+        "table3.csv": to_csv(asdict(ratio) for ratio in findings.ratios),
+        "theory.csv": to_csv(check.json() for check in findings.checks),
+        "examples.csv": to_csv(asdict(example) for example in findings.examples),
     }
 
 
-def _csv(rows: Iterable[dict[str, Any]]) -> bytes:
+def to_csv(rows: Iterable[dict[str, Any]]) -> bytes:
     rows = list(rows)
     out = io.StringIO()
     writer = csv.DictWriter(out, rows[0], lineterminator="\n")

@@ -9,7 +9,7 @@ from html import escape
 from dsi.paper import figures
 from dsi.paper.grid import Grid
 from dsi.paper.output import Files, Findings
-from dsi.paper.table1 import TIMES
+from dsi.paper.table1 import CASES, TIMES
 from dsi.paper.table2 import Line
 
 STYLE = """
@@ -25,12 +25,7 @@ img, svg { max-width: 100%; height: auto; } .label { color: #5a6b7d; font-size: 
 
 
 def page(findings: Findings, pictures: Files) -> bytes:
-    sections = [
-        opening(findings),
-        timelines(findings, pictures),
-        ablation(findings, pictures),
-        static(findings, pictures),
-    ]
+    sections = [opening(findings), *(section(findings, pictures) for section in (timelines, ablation, static))]
     sections += [online(findings), first_tokens(findings), theory(findings)]
     return (
         "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><meta name='viewport' "
@@ -70,9 +65,7 @@ def timelines(findings: Findings, pictures: Files) -> str:
     for start in range(0, len(findings.cells), len(TIMES)):
         row = findings.cells[start : start + len(TIMES)]
         rows.append([row[0].case, row[0].title, *(f"{cell.ours} ({cell.published})" for cell in row)])
-    drawn = "".join(
-        f"<h3>{name.capitalize()} case</h3>{svg(pictures[f'figure1_{name}.svg'])}" for name in figures.CASES
-    )
+    drawn = "".join(f"<h3>{name.capitalize()} case</h3>{svg(pictures[f'figure1_{name}.svg'])}" for name in CASES)
     return (
         "<h2>Figure 1 and Table 1</h2>"
         + text("A drafter of a seventh of the target's latency, lookahead 1, seven targets. Simulated, in fractions.")

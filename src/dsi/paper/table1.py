@@ -12,6 +12,7 @@ from dsi.planning.simulation import TITLES, SimulationConfig
 
 # Figure 1: a drafter of one seventh of the target's latency, lookahead 1, eight processors.
 TARGET_MS, DRAFTER_MS, SP = Fraction(7), Fraction(1), 7
+CASES = {"worst": 0.0, "best": 1.0}  # acceptance rates
 # The figure's four dotted lines, in target forwards.
 TIMES = (Fraction(2), Fraction(32, 7), Fraction(8), Fraction(64, 7))
 PUBLISHED = {
@@ -22,6 +23,11 @@ PUBLISHED = {
     ("best", "si"): (2, 8, 14, 16),
     ("best", "dsi"): (8, 26, 50, 58),
 }
+
+
+def simulation(case: str, tokens: int) -> SimulationConfig:
+    """The setting of Figure 1 and Table 1, in which every draft token is rejected, or every one is accepted."""
+    return SimulationConfig(LatencyModel(TARGET_MS, DRAFTER_MS), CASES[case], SP, tokens, SpecConfig(lookahead=1))
 
 
 @dataclass(frozen=True)
@@ -47,10 +53,6 @@ def table1() -> list[Cell]:
 
 def _row(case: str, algorithm: str, published: tuple[int, ...]) -> Iterator[Cell]:
     """Virtual time in fractions, so that a token due at a dotted line is counted, not nearly counted."""
-    acceptance = 0.0 if case == "worst" else 1.0
-    setting = SimulationConfig(
-        LatencyModel(TARGET_MS, DRAFTER_MS), acceptance, SP, tokens=80, spec=SpecConfig(lookahead=1)
-    )
-    times = setting.run(algorithm, seed=0).completion.times
+    times = simulation(case, tokens=80).run(algorithm, seed=0).completion.times
     for i, (line, theirs) in enumerate(zip(TIMES, published), start=1):
         yield Cell(case, algorithm, f"t{i}", theirs, sum(time <= line * TARGET_MS for time in times))

@@ -8,7 +8,7 @@ the drafter has its own. On given devices (`search_devices`), only the number of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -44,6 +44,15 @@ LOOKAHEAD_SHARES = (0.5, 1)  # of the lookahead that Eq. (1) asks for
 MIN_DRAFT_RATES = (0.2, 0.4, 0.7, 0.9)  # acceptance rates at which SI's best block may be a good min_draft
 LONGEST_BLOCK = 32
 
+OLD_KEYS = {  # of `PairProfile.json`, kept for one release
+    "rates": "acceptance",
+    "second_hit": "runner_up_acceptance",
+    "pieces": "cancel_points",
+    "name": "drafter",
+    "turns": "drafter_shares_processors",
+    "others": "alternatives",
+}
+
 Map = Callable[[Callable[[SimulationConfig], float], Iterable[SimulationConfig]], Iterable[float]]
 
 
@@ -75,9 +84,9 @@ class PairProfile:
 
     def simulation(self, mp: int, sp: int, rule: str = "match", tokens: int = TOKENS) -> SimulationConfig:
         """Toy drafters err independently: alone each is right as often as makes up the joint rate."""
-        acceptance = (
-            1 - (1 - self.acceptance[rule]) ** (1 / self.drafters) if self.drafters > 1 else self.acceptance[rule]
-        )
+        acceptance = self.acceptance[rule]
+        if self.drafters > 1:
+            acceptance = 1 - (1 - acceptance) ** (1 / self.drafters)
         latency, spec = self.by_mp[mp].with_targets(sp), SpecConfig(rule=rule)
         return SimulationConfig(latency, acceptance, sp, tokens, spec, drafters=self.drafters, thread_pool=False)
 
@@ -98,9 +107,8 @@ class PairProfile:
     def with_latency(self, **changes: Any) -> PairProfile:
         """The same latencies changed for every drafter and MP degree."""
         own = {mp: replace(latency, **changes) for mp, latency in self.by_mp.items()}
-        return replace(
-            self, by_mp=own, alternatives=tuple(other.with_latency(**changes) for other in self.alternatives)
-        )
+        others = tuple(other.with_latency(**changes) for other in self.alternatives)
+        return replace(self, by_mp=own, alternatives=others)
 
     def split(self, least: int, processors: int, parallel_fraction: float) -> PairProfile:
         """Targets over `least` processors and more, where this fraction of a forward scales with their number."""
@@ -113,27 +121,14 @@ class PairProfile:
 
     def json(self) -> dict[str, Any]:
         """With the keys of the release before beside the new ones."""
-        latency = self.latency
-        return {
-            "by_mp": {mp: [list(point) for point in model.by_width] for mp, model in self.by_mp.items()},
-            "drafter_ms": latency.drafter_ms,
-            "acceptance": dict(self.acceptance),
-            "rates": dict(self.acceptance),
-            "contention": latency.contention,
-            "runner_up_acceptance": self.runner_up_acceptance,
-            "second_hit": self.runner_up_acceptance,
-            "drafter_processors": self.drafter_processors,
-            "cancel_points": latency.cancel_points,
-            "pieces": latency.cancel_points,
-            "sources": dict(self.sources),
-            "drafter": self.drafter,
-            "name": self.drafter,
-            "drafter_shares_processors": self.drafter_shares_processors,
-            "turns": self.drafter_shares_processors,
-            "drafters": self.drafters,
+        document = {field.name: getattr(self, field.name) for field in fields(self)} | {
+            "by_mp": {mp: model.by_width for mp, model in self.by_mp.items()},
+            "drafter_ms": self.latency.drafter_ms,
+            "contention": self.latency.contention,
+            "cancel_points": self.latency.cancel_points,
             "alternatives": [other.json() for other in self.alternatives],
-            "others": [other.json() for other in self.alternatives],
         }
+        return document | {old: document[new] for old, new in OLD_KEYS.items()}
 
 
 @dataclass(frozen=True)

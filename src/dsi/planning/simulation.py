@@ -186,20 +186,17 @@ class SimulationConfig:
         loop = EngineLoop(fleet)
         loop.load.targets = self.sp
         unit = SECOND if real_time else 1
-        make = self._adaptive() if algorithm == AUTO else algorithm
-        policy = self.policy(make, loop.load) if isinstance(make, str) else make(loop, unit)
+        if algorithm == AUTO:  # is given the latencies, and has to learn the acceptance rate
+            from dsi.planning.auto import adaptive, cached_latency_table
+
+            algorithm = adaptive(cached_latency_table(self), self)
+        policy = self.policy(algorithm, loop.load) if isinstance(algorithm, str) else algorithm(loop, unit)
         try:
             done = loop.run(*(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests)))
         finally:
             fleet.close()
         failures = getattr(fleet, "outages", 0)  # only virtual time has them
         return SimulatedRun(tuple(done), dict(fleet.busy), log, unit, failures)
-
-    def _adaptive(self) -> PolicyFactory:
-        """`auto`, which is given the latencies and has to learn the acceptance rate."""
-        from dsi.planning.auto import adaptive, cached_latency_table
-
-        return adaptive(cached_latency_table(self), self)
 
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
         """A fleet in virtual time, which counts milliseconds, so that whole ones stay exact."""

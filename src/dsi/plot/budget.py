@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,8 +16,7 @@ def figure(tables: Sequence[Table], heading: str) -> Figure:
     """Draw two panels in a row, all on one scale."""
     columns = min(2, len(tables))
     rows, bars = -(-len(tables) // columns), len(tables[0].entries)
-    size = 2 + 5 * columns, (0.3 * bars + 0.9) * rows + 0.5
-    picture = Figure(figsize=size, layout="constrained")
+    picture = Figure(figsize=(2 + 5 * columns, (0.3 * bars + 0.9) * rows + 0.5), layout="constrained")
     cells = picture.subplots(rows, columns, squeeze=False, sharex=True).ravel()
     for axes, table in zip(cells, tables):
         _panel(axes, table)
@@ -29,10 +27,6 @@ def figure(tables: Sequence[Table], heading: str) -> Figure:
         axes.tick_params(labelbottom=True)
     picture.suptitle(heading, fontsize=11)
     return picture
-
-
-def save(tables: Sequence[Table], heading: str, path: Path) -> None:
-    style.save(figure(tables, heading), path)
 
 
 def _panel(axes: Axes, table: Table) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import Colormap, LogNorm
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
-
-from dsi.plot import style
 
 PINK = "#ff8fc7"
 FINE_TICKS = (1, 1.2, 1.4, 1.6, 1.8, 2, 2.5)  # for a colour bar that ends near 1
@@ -48,14 +46,6 @@ def figure(panels: Sequence[Panel], heading: str) -> Figure:
     return picture
 
 
-def png(panels: Sequence[Panel], heading: str) -> bytes:
-    return style.rendered(figure(panels, heading), "png")
-
-
-def _colours() -> Colormap:
-    return colormaps["viridis"].with_extremes(under=PINK)
-
-
 def _draw(picture: Figure, axes: Axes, panel: Panel) -> None:
     ratios = np.where(np.abs(panel.ratios - 1) < TOLERANCE, 1, panel.ratios)
     most = max(1.01, float(ratios.max()))
@@ -63,7 +53,7 @@ def _draw(picture: Figure, axes: Axes, panel: Panel) -> None:
         ratios.T,
         origin="lower",
         extent=(0.5, 100.5, -0.5, 100.5),
-        cmap=_colours(),
+        cmap=colormaps["viridis"].with_extremes(under=PINK),
         norm=LogNorm(1, most),
         interpolation="nearest",
     )

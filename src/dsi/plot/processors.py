@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -27,7 +26,3 @@ def figure(lines: Mapping[str, Mapping[int, float]], label: str) -> Figure:
     axes.grid(alpha=0.3)
     axes.legend()
     return picture
-
-
-def save(lines: Mapping[str, Mapping[int, float]], path: Path, label: str) -> None:
-    style.save(figure(lines, label), path)

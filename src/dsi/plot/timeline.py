@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -34,14 +33,6 @@ def figure(records: Sequence[Record]) -> Figure:
     patches = [Patch(color=OUTCOME_COLOURS[key], label=text) for key, text in LEGEND.items() if key in drawn]
     picture.legend(handles=patches, loc="outside upper center", ncols=len(patches), frameon=False, fontsize=9)
     return picture
-
-
-def save(records: Sequence[Record], path: Path) -> None:
-    style.save(figure(records), path)
-
-
-def picture(records: Sequence[Record], format: str) -> bytes:
-    return style.rendered(figure(records), format)
 
 
 def _panel(axes: Axes, record: Record) -> None:

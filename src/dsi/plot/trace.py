@@ -34,8 +34,9 @@ def _events(pid: int, record: Record) -> list[dict[str, Any]]:
     names[0]["args"] |= {"algorithm": record.algorithm, "label": record.label, "overlap": record.overlap}  # for `read`
     names += [_name("thread_name", pid, tid, name) for name, tid in threads.items()]
     spans = [_span(pid, threads[block.server], block) for block in record.blocks]
-    tokens = [_token(pid, i, time) for i, time in enumerate(record.times_ms, start=1)]
-    return names + spans + tokens + [_instant(pid, instant) for instant in record.instants]
+    tokens = [_instant(pid, f"token {i}", time) for i, time in enumerate(record.times_ms, start=1)]
+    instants = [_instant(pid, i.title, i.at_ms, cat=i.kind, args=i.details) for i in record.instants]
+    return names + spans + tokens + instants
 
 
 def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
@@ -56,21 +57,8 @@ def _span(pid: int, tid: int, block: Block) -> dict[str, Any]:
     }
 
 
-def _token(pid: int, number: int, time_ms: float) -> dict[str, Any]:
-    return {"ph": "i", "s": "p", "name": f"token {number}", "pid": pid, "tid": 0, "ts": time_ms * 1000}
-
-
-def _instant(pid: int, instant: Instant) -> dict[str, Any]:
-    return {
-        "ph": "i",
-        "s": "p",
-        "name": instant.title,
-        "cat": instant.kind,
-        "pid": pid,
-        "tid": 0,
-        "ts": instant.at_ms * 1000,
-        "args": instant.details,
-    }
+def _instant(pid: int, name: str, at_ms: float, **fields: Any) -> dict[str, Any]:
+    return {"ph": "i", "s": "p", "name": name, "pid": pid, "tid": 0, "ts": at_ms * 1000, **fields}
 
 
 def read(document: Any) -> list[Record]:
