@@ -135,8 +135,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
         """What each server computed for one of the last responses, for `dsi timeline --trace` and Perfetto."""
         trace = service.traces.json(id)
         if trace is None:
-            capacity = service.limits.traces
-            raise ApiError(404, f"there is no trace {id[:200]!r}: the last {capacity} answers have one")
+            raise ApiError(404, f"there is no trace {id[:200]!r}: the last {service.limits.traces} answers have one")
         return trace
 
 
@@ -185,8 +184,8 @@ def model_json(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "dsi",
-        "max_model_len": info.context,
-        "sp": info.sp,
+        "max_model_len": info.deployment.context,
+        "sp": info.deployment.sp,
         "algorithm": info.spec.algorithm,
         "lookahead": info.lookahead(info.spec.algorithm),
         "max_tokens": service.limits.new_tokens,
@@ -196,22 +195,13 @@ def model_json(service: Service) -> dict[str, Any]:
 async def respond(service: Service, body: CompletionBody | ChatBody, http: Request) -> Response:
     request = service.prepare(body)
     await service.begin(request)
-    log.info("taken", extra=_log_fields(request, http))
+    fields = {"request": http.state.request_id, "answer": request.id, "algorithm": request.algorithm}
+    log.info("taken", extra=fields | {"texts": len(request.choices), "prompt_tokens": request.prompt_tokens})
     if request.stream:
         return EventStream(lambda: stream_events(service, request))
     if not await run_until_disconnect(_run(service, request), http.receive):
         return Response(status_code=499)  # which nobody reads
     return JSONResponse(responses.full_response(service.info, request))
-
-
-def _log_fields(request: ApiRequest, http: Request) -> dict[str, Any]:
-    return {
-        "request": http.state.request_id,
-        "answer": request.id,
-        "algorithm": request.algorithm,
-        "texts": len(request.choices),
-        "prompt_tokens": request.prompt_tokens,
-    }
 
 
 async def _run(service: Service, request: ApiRequest) -> None:
@@ -233,20 +223,16 @@ async def stream_events(service: Service, request: ApiRequest) -> AsyncIterator[
         for chunk in chunks.last():
             yield chunk
     except ApiError as error:
-        yield responses.error_event(error)
+        yield responses.event(error.json())
         yield responses.DONE
 
 
-async def _handle_api_error(_: Request, error: Exception) -> JSONResponse:
-    if not isinstance(error, ApiError):
-        raise error
+async def _handle_api_error(_: Request, error: Any) -> JSONResponse:
     return JSONResponse(error.json(), error.status, headers=error.headers)
 
 
-async def _handle_validation_error(request: Request, error: Exception) -> JSONResponse:
+async def _handle_validation_error(request: Request, error: Any) -> JSONResponse:
     """Says what is wrong with the first invalid field, without repeating its value."""
-    if not isinstance(error, RequestValidationError):
-        raise error
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return await _handle_api_error(request, ApiError(400, "the body is not valid JSON"))
@@ -255,13 +241,10 @@ async def _handle_validation_error(request: Request, error: Exception) -> JSONRe
     return await _handle_api_error(request, ApiError(422, message, param=field or None, code=first["type"]))
 
 
-async def _handle_http_error(request: Request, error: Exception) -> JSONResponse:
-    if not isinstance(error, HTTPException):
-        raise error
+async def _handle_http_error(request: Request, error: Any) -> JSONResponse:
     messages = {404: "there is nothing here", 405: "this method is not allowed here"}
     message = messages.get(error.status_code, "the request could not be read")
-    headers = dict(error.headers or {})
-    return await _handle_api_error(request, ApiError(error.status_code, message, headers=headers))
+    return await _handle_api_error(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
 
 async def _handle_internal_error(request: Request, _: Exception) -> JSONResponse:

@@ -6,16 +6,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-TYPES = {
-    400: "invalid_request_error",
+TYPES = {  # by status; others are invalid_request_error
     401: "authentication_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    422: "invalid_request_error",
     429: "rate_limit_error",
-    431: "invalid_request_error",
     500: "server_error",
     503: "service_unavailable_error",
 }

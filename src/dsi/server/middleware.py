@@ -71,15 +71,10 @@ class LimitsMiddleware:
         if self._local and not LOOPBACK.fullmatch(headers.get("host", "")):
             raise ApiError(400, "this server answers only to the names of the machine it runs on")
         if self._keys and scope["path"].startswith("/v1/") and not self._has_valid_key(headers):
-            raise ApiError(
-                401,
-                "a valid API key is needed: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
-        if (
-            "content-length" in headers and "transfer-encoding" in headers
-        ):  # request smuggling: a proxy may read it otherwise
+            message, challenge = "a valid API key is needed: Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=challenge)
+        # Request smuggling: a proxy may read it otherwise.
+        if "content-length" in headers and "transfer-encoding" in headers:
             raise ApiError(400, "a body has a length or comes in chunks, not both")
         if _head_size(scope) > self._limits.head_bytes:  # uvicorn checks only incomplete heads
             raise ApiError(431, f"the head of the request is larger than {self._limits.head_bytes} bytes")
@@ -111,8 +106,7 @@ class LimitsMiddleware:
                     if not message.get("more_body"):
                         return bytes(body)
         except TimeoutError:
-            seconds = self._limits.receive_seconds
-            raise ApiError(408, f"the request was not complete after {seconds:g} s") from None
+            raise ApiError(408, f"the request was not complete after {self._limits.receive_seconds:g} s") from None
 
 
 def _head_size(scope: Scope) -> int:
@@ -162,16 +156,9 @@ class RequestLog:
             await response(self._scope, _disconnected, self.send)
 
     def write(self) -> None:
-        log.info(
-            "answered",
-            extra={
-                "request": self.id,
-                "method": self._scope["method"],
-                "path": self._scope["path"][:200],
-                "status": self.status or 499,  # the client disconnected before there was a response
-                "ms": round(1000 * (time.perf_counter() - self._began), 1),
-            },
-        )
+        fields = {"request": self.id, "method": self._scope["method"], "path": self._scope["path"][:200]}
+        fields["status"] = self.status or 499  # the client disconnected before there was a response
+        log.info("answered", extra=fields | {"ms": round(1000 * (time.perf_counter() - self._began), 1)})
 
 
 async def _disconnected() -> Message:

@@ -12,7 +12,6 @@ from dsi.experiments.records import first_place
 from dsi.fleets.spans import Span
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import JobStats
-from dsi.server.errors import ApiError
 from dsi.server.estimate import nonsi_seconds, observed_latency, si_seconds
 from dsi.server.service import ApiRequest, Delta, EngineInfo
 
@@ -22,10 +21,6 @@ DONE = b"data: [DONE]\n\n"
 def event(document: dict[str, Any]) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-def error_event(error: ApiError) -> bytes:
-    return event(error.json())
 
 
 def envelope(request: ApiRequest, chunk: bool) -> dict[str, Any]:
@@ -194,7 +189,7 @@ def estimates(info: EngineInfo, stats: Sequence[JobStats]) -> dict[str, float] |
     if len(stats) != 1 or not stats[0].completion.origins:
         return None
     origins = stats[0].completion.origins
-    latency = observed_latency(stats[0].spans, info.latency)
+    latency = observed_latency(stats[0].spans, info.deployment.latency)
     return {
         "nonsi_s": nonsi_seconds(len(origins), latency),
         "si_s": si_seconds(origins, latency, info.lookaheads["si"]),

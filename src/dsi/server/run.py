@@ -47,8 +47,7 @@ class ConnectionLimitsProtocol(H11Protocol):
     limits = Limits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self._receive_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[str, asyncio.TimerHandle] = {}  # that close the connection: "receive" and "send"
         self._idle_since = self.loop.time()
         transport.set_write_buffer_limits(0)  # so that any unread byte pauses writing
         full = len(self.connections) >= self.limits.connections and not self._evict_idle()
@@ -56,7 +55,7 @@ class ConnectionLimitsProtocol(H11Protocol):
         if full:
             transport.abort()
         else:
-            self._start_receive_timer()
+            self._start_timer("receive", self.limits.receive_seconds)
 
     def _evict_idle(self) -> bool:
         """Close the connection that has taken longest to send its request, if there is any."""
@@ -71,9 +70,9 @@ class ConnectionLimitsProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
-            self._stop_receive_timer()
-        elif self._receive_timer is None:
-            self._start_receive_timer()
+            self._stop_timer("receive")
+        elif "receive" not in self._timers:
+            self._start_timer("receive", self.limits.receive_seconds)
 
     def on_response_complete(self) -> None:
         self._idle_since = self.loop.time()
@@ -81,15 +80,15 @@ class ConnectionLimitsProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._send_timer = self.loop.call_later(self.limits.send_seconds, self.transport.abort)
+        self._start_timer("send", self.limits.send_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_send_timer()
+        self._stop_timer("send")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_receive_timer()
-        self._stop_send_timer()
+        self._stop_timer("receive")
+        self._stop_timer("send")
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
@@ -104,18 +103,12 @@ class ConnectionLimitsProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
-    def _start_receive_timer(self) -> None:
-        self._receive_timer = self.loop.call_later(self.limits.receive_seconds, self.transport.abort)
+    def _start_timer(self, name: str, seconds: float) -> None:
+        self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
 
-    def _stop_receive_timer(self) -> None:
-        if self._receive_timer is not None:
-            self._receive_timer.cancel()
-            self._receive_timer = None
-
-    def _stop_send_timer(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
+    def _stop_timer(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()
 
 
 class UvicornServer(uvicorn.Server):
@@ -138,9 +131,8 @@ class UvicornServer(uvicorn.Server):
             print(f"dsi: listening on http://{name}:{port}", file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        engine_thread = self._service.engine_thread
+        engine_thread, seconds = self._service.engine_thread, self._service.limits.shutdown_seconds
         engine_thread.refuse()
-        seconds = self._service.limits.shutdown_seconds
         asyncio.get_running_loop().call_later(seconds, engine_thread.cancel_all)
         await super().shutdown(sockets)
 

@@ -9,15 +9,14 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import ALGORITHMS, AUTO, SpecConfig
 from dsi.engine.config import fill_spec
+from dsi.engine.deployment import Deployment
 from dsi.engine.engine import Engine
-from dsi.models.tokenizer import Tokenizer
-from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, JobStats, ServerStatus
 from dsi.server.errors import ApiError, shutting_down
@@ -31,36 +30,25 @@ log = logging.getLogger("dsi.server")
 MAX_TOKEN_LENGTH = 64  # characters: a longer prompt has more tokens than its characters divided by this
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 TRACE_LOGPROBS = 3  # alternatives of each token that a trace shows
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class EngineInfo:
     """What never changes of an engine, read once before its thread starts."""
 
-    tokenizer: Tokenizer
+    deployment: Deployment
     spec: SpecConfig  # of requests that leave it open
-    context: int  # tokens; 0: unbounded
-    sp: int
     lookaheads: Mapping[str, int]  # by algorithm
     min_draft: int
-    latency: LatencyModel
-    supports_logprobs: bool
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
         """Also makes the engine simulate now what requests could not wait for."""
         deployment = engine.deployment
         _ = deployment.latency_table  # for `auto`
-        return cls(
-            engine.tokenizer,
-            engine.spec,
-            deployment.context,
-            deployment.sp,
-            {algorithm: deployment.lookahead(algorithm) for algorithm in ALGORITHMS},
-            engine.min_draft,
-            deployment.latency,
-            not deployment.plans,
-        )
+        lookaheads = {algorithm: deployment.lookahead(algorithm) for algorithm in ALGORITHMS}
+        return cls(deployment, engine.spec, lookaheads, engine.min_draft)
 
     def lookahead(self, algorithm: str) -> int | None:
         """None under `auto`, which chooses its own as it goes."""
@@ -128,7 +116,7 @@ class Service:
     """The engine thread with everything the event loop keeps around it."""
 
     def __init__(self, engine: Engine, limits: Limits, model: str) -> None:
-        self.info = EngineInfo.of(engine)
+        self.info, self.tokenizer = EngineInfo.of(engine), engine.tokenizer
         self.engine_thread = EngineThread(engine, limits)
         self.limits, self.model = limits, model
         self.metrics = Metrics()
@@ -178,24 +166,24 @@ class Service:
         messages = [{"role": message.role, "content": message.text} for message in body.messages]
         self._check_length(sum(len(message["content"]) for message in messages))
         try:
-            return [self.info.tokenizer.apply_chat_template(messages)]
+            return [self.tokenizer.apply_chat_template(messages)]
         except Exception as error:  # a template may raise anything about roles that it does not know
             raise ApiError(400, "these messages do not fit the model's template", param="messages") from error
 
     def _tokenize(self, prompt: Prompt) -> Tokens:
         if isinstance(prompt, tuple):
-            size = self.info.tokenizer.size
+            size = self.tokenizer.size
             if invalid := [token for token in prompt if token >= size][:1]:
                 raise ApiError(400, f"token {invalid[0]}: the model knows {size} tokens, from 0 on", param="prompt")
             return prompt
         self._check_length(len(prompt))
         try:
-            return self.info.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt)
         except (ValueError, TypeError) as error:  # a lone surrogate, say
             raise ApiError(400, "the prompt is no text that can be read", param="prompt") from error
 
     def _check_length(self, characters: int) -> None:
-        context = self.info.context
+        context = self.info.deployment.context
         if context and characters > context * MAX_TOKEN_LENGTH:
             message = f"a prompt of {characters} characters: the models' context is {context} tokens"
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
@@ -208,7 +196,7 @@ class Service:
         seed = secrets.randbits(31) if body.seed is None else body.seed
         loop = asyncio.get_running_loop()
         for index in range(len(prompts) * n):
-            choice = ChoiceOutput(index, prompts[index // n], self.info.tokenizer, stops, num_logprobs)
+            choice = ChoiceOutput(index, prompts[index // n], self.tokenizer, stops, num_logprobs)
             request.choices.append(choice)
             scores = request.echo and num_logprobs is not None
             if not (scores or max_tokens):
@@ -226,7 +214,7 @@ class Service:
     def _sampling(
         self, request: ApiRequest, body: CompletionBody | ChatBody, seed: int, num_logprobs: int | None
     ) -> Sampling:
-        traced = request.trace and self.info.supports_logprobs
+        traced = request.trace and not self.info.deployment.plans  # on devices there are no logprobs
         return Sampling(
             _or(body.temperature, 1.0),
             body.top_k or 0,
@@ -247,12 +235,11 @@ class Service:
         return stops
 
     def _max_tokens(self, body: CompletionBody | ChatBody) -> int:
-        chat = isinstance(body, ChatBody)
-        max_tokens = body.max_completion_tokens if isinstance(body, ChatBody) else None
+        max_tokens, default = body.max_tokens, DEFAULT_MAX_TOKENS
+        if isinstance(body, ChatBody):
+            max_tokens, default = _or(body.max_completion_tokens, max_tokens), self.limits.new_tokens
         if max_tokens is None:
-            max_tokens = body.max_tokens
-        if max_tokens is None:
-            return self.limits.new_tokens if chat else DEFAULT_MAX_TOKENS
+            return default
         if max_tokens > self.limits.new_tokens:
             raise ValueError(f"max_tokens {max_tokens}: must be at most {self.limits.new_tokens}")
         return max_tokens
@@ -348,7 +335,7 @@ def _num_logprobs(body: CompletionBody | ChatBody) -> int | None:
     return body.top_logprobs or 0 if body.logprobs else None
 
 
-def _or(value: float | None, default: float) -> float:
+def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 

@@ -27,6 +27,5 @@ class Traces:
         if id not in self._stats:
             return None
         algorithm, stats = self._stats[id]
-        return trace(
-            [recorded(algorithm, "measured", tuple(job.servers), job.spans, job.completion, 1000) for job in stats]
-        )
+        runs = [(tuple(job.servers), job.spans, job.completion) for job in stats]
+        return trace([recorded(algorithm, "measured", *run, 1000) for run in runs])
