@@ -198,8 +198,7 @@ class BudgetComparison:
 
     def _report(self, tables: list[Table], about: str, **figures: Any) -> None:
         for path in self.options.out:
-            from dsi.plot import budget as chart
-            from dsi.plot import style
+            from dsi.plot import budget as chart, style
 
             heading = f"The same processors for every algorithm: {about.partition(';')[0]}"
             style.save(chart.figure(tables, heading), path)

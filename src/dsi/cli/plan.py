@@ -215,8 +215,7 @@ def _split(pair: PairProfile, processors: int, target_gpus: int, drafter_gpus: i
 
 def _draw(pair: PairProfile, processors: int, path: Path) -> None:
     from dsi.planning.search import count_candidates, ms_by_processors
-    from dsi.plot import processors as chart
-    from dsi.plot import style
+    from dsi.plot import processors as chart, style
 
     least = min(pair.by_mp)
     counts = sorted({count for count in POINTS if least <= count < processors} | {processors})

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dsi.core.messages import DRAFTER, TARGET
-from dsi.engine.build import check_same_vocabulary, load_tokenizer, silence_transformers
+from dsi.engine.build import ModelInfo, check_same_vocabulary, shortest_context, silence_transformers
 from dsi.engine.config import EngineConfig, check_dtype
 from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
-from dsi.engine.devices import Device, Placement, check_available, parse_placement
+from dsi.engine.devices import Device, Placement, check_available
 from dsi.engine.profile_cuda import latency_model, order_by_contention
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.servers import make_servers
@@ -32,7 +32,7 @@ PROMPT = 32  # tokens of the prompts by which latencies are measured
 
 def build_on_devices(config: EngineConfig) -> Deployment:
     """Load the models, measure them, and use as many targets as are fastest in simulation, unless `sp` says."""
-    placement = parse_placement(config.target_devices or "", config.drafter_device, config.sp)
+    placement = config.placement
     check_available(placement)
     tokenizer, context, targets, drafter = load_models(config, placement)
     prompt = max(1, min(PROMPT, context // 4))
@@ -66,11 +66,12 @@ def load_models(
     slices = slice_streams(placement)
     weights = {device: load_on(paths[0], config.dtype, device) for device in devices}
     drafter_weights = load_on(paths[1], config.dtype, placement.drafter.name)
-    tokenizer = load_tokenizer(paths[0], weights[devices[0]])
-    check_same_vocabulary(tokenizer, load_tokenizer(paths[1], drafter_weights), names)
-    context = min(context_of(weights[devices[0]]), context_of(drafter_weights), MAX_CONTEXT)
+    target, drafter = ModelInfo.of(paths[0], weights[devices[0]]), ModelInfo.of(paths[1], drafter_weights)
+    check_same_vocabulary(target.tokenizer, drafter.tokenizer, names)
+    context = shortest_context([target.context, drafter.context, MAX_CONTEXT])
     targets = target_models(placement, weights, context, slices)
-    return tokenizer, context, targets, cuda_model(drafter_weights, context, placement.drafter, slices, drafts=True)
+    draft_model = cuda_model(drafter_weights, context, placement.drafter, slices, drafts=True)
+    return target.tokenizer, context, targets, draft_model
 
 
 def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
@@ -123,9 +124,8 @@ def load_on(path: str, dtype: str, device: str) -> Any:
 def out_of_memory(name: str, device: str) -> str:
     gpus = [part for part in device.split("+") if part != "cpu"]
     free = " and ".join(f"{torch.cuda.mem_get_info(gpu)[0] / 2**30:.1f}" for gpu in gpus)
-    return (
-        f"{name}: does not fit on {device}, where {free} GiB are left; take bfloat16, fewer targets or a smaller model"
-    )
+    advice = "take bfloat16, fewer targets or a smaller model"
+    return f"{name}: does not fit on {device}, where {free} GiB are left; {advice}"
 
 
 def slice_streams(placement: Placement) -> dict[Device, Any]:
@@ -137,7 +137,3 @@ def slice_streams(placement: Placement) -> dict[Device, Any]:
         slice_of = green_context_streams(index, slices, [1] * (max(device.slice for device in own) + 1))
         by_device |= {device: slice_of[device.slice] for device in own}
     return by_device
-
-
-def context_of(weights: Any) -> int:
-    return int(getattr(weights.config, "max_position_embeddings", 0) or MAX_CONTEXT)

@@ -97,11 +97,9 @@ class EngineConfig:
             raise ValueError(f"{NGRAM}: is no model, so there are no forwards to measure")
 
     @property
-    def placement(self) -> Placement | None:
-        """The devices of the servers; None on CPU cores and on Ray."""
-        return (
-            None if self.target_devices is None else parse_placement(self.target_devices, self.drafter_device, self.sp)
-        )
+    def placement(self) -> Placement:
+        """The devices of the servers."""
+        return parse_placement(self.target_devices or "", self.drafter_device, self.sp)
 
     @property
     def ray_address(self) -> str | None:
@@ -175,12 +173,9 @@ def make_configs(
 
 def make_spec(spec: SpecConfig, arguments: Mapping[str, Any]) -> SpecConfig:
     """Replace fields of a SpecConfig; None leaves one as it is, and `auto` leaves a number to the engine."""
-    changes: dict[str, Any] = {}
-    for name, value in arguments.items():
-        name = OLD_NAMES.get(name, name)
-        if value is not None:
-            changes[name] = parse_number(name, value) if name in ("lookahead", "min_draft") else value
-    return check_auto(replace(spec, **changes))
+    changes = {OLD_NAMES.get(name, name): value for name, value in arguments.items() if value is not None}
+    numbers = {name: parse_number(name, changes[name]) for name in ("lookahead", "min_draft") if name in changes}
+    return check_auto(replace(spec, **changes | numbers))
 
 
 def fill_spec(spec: SpecConfig, default: SpecConfig) -> SpecConfig:

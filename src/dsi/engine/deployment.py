@@ -45,12 +45,10 @@ class Deployment:
 
     def resolve(self, spec: SpecConfig) -> SpecConfig:
         """Choose what a request left open: by plan, Eq. (1), or simulation with the measured latencies."""
-        lookahead = spec.lookahead or self.lookahead(spec.algorithm)
-        min_draft, max_lead = spec.min_draft, spec.max_lead
+        lookahead, min_draft = spec.lookahead or self.lookahead(spec.algorithm), spec.min_draft
         if min_draft is None:
             min_draft = self.min_draft(lookahead) if spec.algorithm == "dsi" else 0
-        if max_lead is None:
-            max_lead = self.max_lead(lookahead)
+        max_lead = self.max_lead(lookahead) if spec.max_lead is None else spec.max_lead
         return replace(spec, lookahead=lookahead, min_draft=min_draft, max_lead=max_lead, drafters=self.drafters)
 
     def lookahead(self, algorithm: str) -> int:

@@ -43,13 +43,9 @@ def custom_generate(
     fleet = start_processes(target, {DRAFTER: SamplingModel(draft_model)}, sp, 1)
     try:
         policy = policy_for(SpecConfig("dsi", lookahead, min_draft=2, max_lead=default_max_lead(sp, lookahead)))
-        request = Request(
-            prompt,
-            _max_new_tokens(generation_config, prompt),
-            policy,
-            _sampling(generation_config, seed),
-            _end_tokens(generation_config),
-        )
+        tokens = int(generation_config.max_new_tokens or generation_config.max_length - len(prompt))
+        sampling, ends = _sampling(generation_config, seed), _end_tokens(generation_config.eos_token_id)
+        request = Request(prompt, tokens, policy, sampling, ends)
         [completion] = EngineLoop(fleet).run(request)
     finally:
         fleet.close()
@@ -58,22 +54,13 @@ def custom_generate(
     return torch.tensor([[*prompt, *completion.tokens]], device=input_ids.device)
 
 
-def _max_new_tokens(config: Any, prompt: tuple[int, ...]) -> int:
-    return int(config.max_new_tokens or config.max_length - len(prompt))
-
-
-def _end_tokens(config: Any) -> frozenset[int]:
-    ends = config.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset(torch.as_tensor(ends).flatten().tolist())
+def _end_tokens(ids: Any) -> frozenset[int]:
+    return frozenset() if ids is None else frozenset(torch.as_tensor(ids).flatten().tolist())
 
 
 def _sampling(config: Any, seed: int) -> Sampling:
     if not config.do_sample:
         return Sampling()
-    values = [getattr(config, name, None) for name in ("temperature", "top_k", "top_p", "min_p")]
-    temperature, top_k, top_p, min_p = (
-        default if value is None else value for value, default in zip(values, (1.0, 0, 1.0, 0.0))
-    )
-    return Sampling(temperature, int(top_k), top_p, min_p, seed)
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    given = {name: getattr(config, name, None) for name in defaults}
+    return Sampling(**defaults | {name: value for name, value in given.items() if value is not None}, seed=seed)

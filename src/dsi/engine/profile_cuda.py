@@ -31,15 +31,13 @@ def latency_model(
     """Measure these servers' models after a prompt of so many tokens."""
     if prompt < 1 or prompt + CONTENTION_WIDTH > context:
         raise ValueError(f"room for {context} tokens: too little to measure with a prompt of {prompt}")
-    counts = range(1, len(targets) + 1)
+    groups = [targets[:count] for count in range(1, len(targets) + 1)]
     return LatencyModel.measured(
         forwards_ms(targets[0], prompt, context),
         draft_token_ms(drafter, [], prompt, context),
-        by_busy_targets=tuple(
-            (count, concurrent_forward_ms(targets[:count], CONTENTION_WIDTH, prompt)) for count in counts
-        ),
+        by_busy_targets=tuple((len(group), concurrent_forward_ms(group, CONTENTION_WIDTH, prompt)) for group in groups),
         drafter_by_busy_targets=tuple(
-            (count, draft_token_ms(drafter, targets[:count], prompt, context)) for count in counts
+            (len(group), draft_token_ms(drafter, group, prompt, context)) for group in groups
         ),
         cancel_points=cancel_points,
         drafter_cancel_points=1 if cancel_points else None,  # a draft token in flight cannot be cancelled
