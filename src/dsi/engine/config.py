@@ -174,8 +174,10 @@ def make_configs(
 def make_spec(spec: SpecConfig, arguments: Mapping[str, Any]) -> SpecConfig:
     """Replace fields of a SpecConfig; None leaves one as it is, and `auto` leaves a number to the engine."""
     changes = {OLD_NAMES.get(name, name): value for name, value in arguments.items() if value is not None}
-    numbers = {name: parse_number(name, changes[name]) for name in ("lookahead", "min_draft") if name in changes}
-    return check_auto(replace(spec, **changes | numbers))
+    for name in ("lookahead", "min_draft"):
+        if name in changes:
+            changes[name] = parse_number(name, changes[name])
+    return check_auto(replace(spec, **changes))
 
 
 def fill_spec(spec: SpecConfig, default: SpecConfig) -> SpecConfig:
