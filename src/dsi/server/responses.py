@@ -189,7 +189,7 @@ def estimates(info: EngineInfo, stats: Sequence[JobStats]) -> dict[str, float] |
     if len(stats) != 1 or not stats[0].completion.origins:
         return None
     origins = stats[0].completion.origins
-    latency = observed_latency(stats[0].spans, info.deployment.latency)
+    latency = observed_latency(stats[0].spans, info.latency)
     return {
         "nonsi_s": nonsi_seconds(len(origins), latency),
         "si_s": si_seconds(origins, latency, info.lookaheads["si"]),

@@ -15,8 +15,8 @@ from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import ALGORITHMS, AUTO, SpecConfig
 from dsi.engine.config import fill_spec
-from dsi.engine.deployment import Deployment
 from dsi.engine.engine import Engine
+from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, JobStats, ServerStatus
 from dsi.server.errors import ApiError, shutting_down
@@ -37,18 +37,28 @@ T = TypeVar("T")
 class EngineInfo:
     """What never changes of an engine, read once before its thread starts."""
 
-    deployment: Deployment
     spec: SpecConfig  # of requests that leave it open
+    context: int  # tokens; 0: unbounded
+    sp: int
     lookaheads: Mapping[str, int]  # by algorithm
     min_draft: int
+    latency: LatencyModel
+    supports_logprobs: bool
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
         """Also makes the engine simulate now what requests could not wait for."""
         deployment = engine.deployment
         _ = deployment.latency_table  # for `auto`
-        lookaheads = {algorithm: deployment.lookahead(algorithm) for algorithm in ALGORITHMS}
-        return cls(deployment, engine.spec, lookaheads, engine.min_draft)
+        return cls(
+            engine.spec,
+            deployment.context,
+            deployment.sp,
+            {algorithm: deployment.lookahead(algorithm) for algorithm in ALGORITHMS},
+            engine.min_draft,
+            deployment.latency,
+            supports_logprobs=not deployment.plans,
+        )
 
     def lookahead(self, algorithm: str) -> int | None:
         """None under `auto`, which chooses its own as it goes."""
@@ -183,7 +193,7 @@ class Service:
             raise ApiError(400, "the prompt is no text that can be read", param="prompt") from error
 
     def _check_length(self, characters: int) -> None:
-        context = self.info.deployment.context
+        context = self.info.context
         if context and characters > context * MAX_TOKEN_LENGTH:
             message = f"a prompt of {characters} characters: the models' context is {context} tokens"
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
@@ -214,7 +224,7 @@ class Service:
     def _sampling(
         self, request: ApiRequest, body: CompletionBody | ChatBody, seed: int, num_logprobs: int | None
     ) -> Sampling:
-        traced = request.trace and not self.info.deployment.plans  # on devices there are no logprobs
+        traced = request.trace and self.info.supports_logprobs
         return Sampling(
             _or(body.temperature, 1.0),
             body.top_k or 0,
