@@ -69,7 +69,7 @@ def test_generate_prints_what_auto_chose() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] == 8
     assert done.stderr.startswith("auto: ")
-    assert "in rehearsal with measured latencies" in done.stderr
+    assert "simulated with measured latencies" in done.stderr
 
 
 @pytest.mark.parametrize(
