@@ -236,7 +236,7 @@ def test_engine_thread_fails_all_jobs_when_no_target_is_left(engine_thread: Engi
         clients = [Client(last, 5000) for last in range(3)]
         await engine_thread.submit(jobs(*clients))
         await until(engine_thread, 2, 1)
-        fleet.__dict__["_restart"] = False
+        fleet._restarts.enabled = False
         for worker in list(fleet._workers.values()):
             os.kill(worker.process.pid or 0, signal.SIGKILL)
         for client in clients:

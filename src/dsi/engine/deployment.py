@@ -27,7 +27,7 @@ SIMULATED_TOKENS = 96  # of the simulations by which a minimum draft is chosen
 
 @dataclass(frozen=True)
 class Deployment:
-    """What `build` makes of an `EngineConfig`; nothing in it changes, so any thread may read it."""
+    """What `build` makes of an `EngineConfig`: the servers, their tokenizer and their latency model."""
 
     fleet: ProcessFleet | CudaFleet | RayFleet
     tokenizer: Tokenizer

@@ -67,7 +67,7 @@ OLD_NAMES = {"text": "tokenizer", "loaded": "deployment", "plan": "plans"}  # ke
 class Engine(AbstractContextManager["Engine"]):
     """`Engine.load(...)` starts one; close it, or use it in a `with` block, to stop its servers.
 
-    One thread may use it at a time; its `deployment` never changes, and any thread may read that.
+    Only one thread may use it and its `deployment`.
     """
 
     def __init__(
