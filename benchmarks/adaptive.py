@@ -58,7 +58,7 @@ class Row:
     """Milliseconds of a text, on average."""
 
     number: int
-    setting: SimulationConfig
+    config: SimulationConfig
     nonsi: float
     si: float
     auto: float
@@ -73,20 +73,16 @@ class Row:
         return self.auto / min(self.nonsi, self.si) - 1
 
 
-def rates(setting: SimulationConfig) -> list[float]:
-    return (
-        [setting.acceptance]
-        if setting.acceptance_change is None
-        else [setting.acceptance, setting.acceptance_change[1]]
-    )
+def rates(config: SimulationConfig) -> list[float]:
+    return [config.acceptance] if config.acceptance_change is None else [config.acceptance, config.acceptance_change[1]]
 
 
-def si_blocks(setting: SimulationConfig) -> list[int]:
+def si_blocks(config: SimulationConfig) -> list[int]:
     """Those that may be SI's best, knowing the acceptance rates."""
-    acceptances = rates(setting)
+    acceptances = rates(config)
     return sorted(
         {
-            max(1, round(si_block(setting, rate) * share))
+            max(1, round(si_block(config, rate) * share))
             for rate in [*acceptances, fmean(acceptances)]
             for share in (0.6, 1, 1.4)
         }
@@ -94,40 +90,41 @@ def si_blocks(setting: SimulationConfig) -> list[int]:
 
 
 def simulated(number: int) -> Row:
-    setting = random_setting(number)
+    config = random_setting(number)
 
-    def mean(algorithm: Any, case: SimulationConfig = setting) -> float:
+    def mean(algorithm: Any, case: SimulationConfig = config) -> float:
         return fmean(case.run(algorithm, seed).ms for seed in SEEDS)
 
-    si = min(mean("si", setting.with_spec(lookahead=length)) for length in si_blocks(setting))
-    return Row(number, setting, mean("nonsi"), si, mean(adaptive(latency_table(setting), setting)))
+    si = min(mean("si", config.with_spec(lookahead=length)) for length in si_blocks(config))
+    return Row(number, config, mean("nonsi"), si, mean(adaptive(latency_table(config), config)))
 
 
 def waited(number: int) -> Row:
     """Interleaved; SI has the block that is its best in virtual time. All configurations are tried in virtual time."""
-    setting = replace(random_setting(number, waited=True), acceptance_change=None, tokens=100)
-    table = latency_table(setting)
+    config = replace(random_setting(number, waited=True), acceptance_change=None, tokens=100)
+    table = latency_table(config)
     length = min(
-        si_blocks(setting),
-        key=lambda size: sum(setting.with_spec(lookahead=size).run("si", seed).ms for seed in SEEDS),
+        si_blocks(config),
+        key=lambda size: sum(config.with_spec(lookahead=size).run("si", seed).ms for seed in SEEDS),
     )
-    si = setting.with_spec(lookahead=length)
-    spec, predicted = best_config(table, setting.acceptance)
-    ms: dict[str, list[float]] = {"nonsi": [], "si": [], "auto": [], "planned": []}
-    for seed in range(3):
-        ms["nonsi"].append(setting.run("nonsi", seed, True).ms)
-        ms["si"].append(si.run("si", seed, True).ms)
-        ms["auto"].append(setting.run(adaptive(table, setting), seed, True).ms)
-        ms["planned"].append(setting.run(spec, seed, True).ms)
-    tried = {spec: fmean(setting.run(spec, seed).ms for seed in SEEDS) for spec in table.configs}
+    si = config.with_spec(lookahead=length)
+    spec, predicted = best_config(table, config.acceptance)
+    contenders: dict[str, Callable[[int], float]] = {
+        "nonsi": lambda seed: config.run("nonsi", seed, True).ms,
+        "si": lambda seed: si.run("si", seed, True).ms,
+        "auto": lambda seed: config.run(adaptive(table, config), seed, True).ms,
+        "planned": lambda seed: config.run(spec, seed, True).ms,
+    }
+    ms = harness.interleave(contenders, range(3), quiet=True)
+    tried = {spec: fmean(config.run(spec, seed).ms for seed in SEEDS) for spec in table.configs}
     return Row(
         number,
-        setting,
+        config,
         fmean(ms["nonsi"]),
         fmean(ms["si"]),
         fmean(ms["auto"]),
-        predicted=predicted * setting.tokens,
-        simulated_ms=fmean(setting.run(spec, seed).ms for seed in range(3)),
+        predicted=predicted * config.tokens,
+        simulated_ms=fmean(config.run(spec, seed).ms for seed in range(3)),
         planned=fmean(ms["planned"]),
         best=tried[spec] / min(tried.values()) - 1,
     )
@@ -137,8 +134,8 @@ def virtual(count: int) -> dict[str, Any]:
     with Pool(os.cpu_count()) as pool:
         rows = list(harness.tracked(pool.imap(simulated, range(count)), count, "settings"))
     over = sorted(row.over for row in rows)
-    slow = [row for row in rows if row.setting.latency.drafter_ms > row.setting.latency.target_ms]
-    changed = [row for row in rows if row.setting.acceptance_change]
+    slow = [row for row in rows if row.config.latency.drafter_ms > row.config.latency.target_ms]
+    changed = [row for row in rows if row.config.acceptance_change]
     return {
         "label": "simulated",
         "settings": count,
@@ -148,7 +145,7 @@ def virtual(count: int) -> dict[str, Any]:
         "slow_drafters": {"settings": len(slow), "worst": max((row.over for row in slow), default=None)},
         "changing_acceptance": {"settings": len(changed), "worst": max((row.over for row in changed), default=None)},
         "worst_settings": [
-            {"over": row.over, "number": row.number, "setting": brief(row.setting)}
+            {"over": row.over, "number": row.number, "setting": brief(row.config)}
             for row in sorted(rows, key=lambda row: -row.over)[:3]
         ],
         "rows": [asdict(row) | {"over": row.over} for row in rows],
@@ -164,14 +161,14 @@ def virtual_lines(result: dict[str, Any]) -> Iterator[str]:
         if part["settings"]:
             yield f"  {name.replace('_', ' ')}: {part['settings']} settings, worst {part['worst']:+.1%}"
     for row in result["worst_settings"]:
-        yield f"  {row['over']:+.1%} in setting {row['number']}: {row['setting']}"
+        yield f"  {row['over']:+.1%} in setting {row['number']}: {row['config']}"
 
 
-def brief(setting: SimulationConfig) -> str:
+def brief(config: SimulationConfig) -> str:
     return (
-        f"drafter {setting.latency.drafter_ms / setting.latency.target_ms:.2f} of the target, acceptance "
-        f"{' then '.join(f'{rate:.2f}' for rate in rates(setting))}, SP {setting.sp}, contention "
-        f"{setting.latency.contention:.2f}, jitter {setting.latency.jitter:.2f}"
+        f"drafter {config.latency.drafter_ms / config.latency.target_ms:.2f} of the target, acceptance "
+        f"{' then '.join(f'{rate:.2f}' for rate in rates(config))}, SP {config.sp}, contention "
+        f"{config.latency.contention:.2f}, jitter {config.latency.jitter:.2f}"
     )
 
 
@@ -241,7 +238,7 @@ def runner_ups() -> dict[str, Any]:
     """Compare eight targets with runner-ups and without, the drafter at a tenth of their latency; simulated."""
     result: dict[str, Any] = {"label": "simulated"}
     for rate in (0.4, 0.63, 0.8):
-        setting = SimulationConfig(
+        config = SimulationConfig(
             LatencyModel(20.0, 2.0, cancel_points=8),
             rate,
             8,
@@ -250,10 +247,10 @@ def runner_ups() -> dict[str, Any]:
             no_runner_up_rate=0.5,
             thread_pool=False,
         )
-        with_spares, without = latency_table(setting), latency_table(setting)
+        with_spares, without = latency_table(config), latency_table(config)
         without.best_with_spares.clear()
         times = [
-            fmean(setting.run(adaptive(table, setting), seed).ms for seed in SEEDS) for table in (with_spares, without)
+            fmean(config.run(adaptive(table, config), seed).ms for seed in SEEDS) for table in (with_spares, without)
         ]
         result[str(rate)] = times[0] / times[1]
     return result
@@ -278,9 +275,9 @@ def main() -> None:
     parser.add_argument("--settings", type=harness.count, default=300, help="in virtual time; 0: none")
     parser.add_argument("--waited", type=harness.count, default=30, help="on real threads; 0: none")
     parser.add_argument("--repeats", type=harness.count, default=5, help="of the built-in pair's prompts; 0: none")
-    parser.add_argument("--seconds", action="store_true", help="only what runner-ups give")
+    parser.add_argument("--runner-ups", action="store_true", help="only what runner-ups give")
     options = parser.parse_args()
-    if options.seconds:
+    if options.runner_ups:
         options.settings = options.waited = options.repeats = 0
     results = {name: run(options) or None for name, (run, _) in PARTS.items()}
     lines = [line for name, (_, show) in PARTS.items() if results[name] for line in show(results[name])]

@@ -1,8 +1,8 @@
 """What runner-up draft tokens are worth: DSI's time with them over one chain's, and over Proposition 1's bound.
 
 Simulated: target 37.7 ms, drafter 2.5 ms, as many targets as Eq. (1) asks for and one more, and some to
-spare; the drafter names no second guess at a share `--sure` of the places where its first one is right. With
-`--measure`: how often the built-in drafter's runner-up is right where its first guess is wrong (measured).
+spare; the drafter names no runner-up at a share `--no-runner-up-rate` of the positions where its first choice is right.
+With `--measure`: how often the built-in drafter's runner-up is right where its first guess is wrong (measured).
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class Cell:
 
 
 def mean_ms(acceptance: float, hit: float, spare: int, options: argparse.Namespace) -> float:
-    setting = SimulationConfig(
+    config = SimulationConfig(
         LatencyModel(TARGET_MS, DRAFTER_MS),
         acceptance,
         servers_needed(TARGET_MS, DRAFTER_MS, options.lookahead) + 1 + spare,
         TOKENS,
         runner_up_acceptance=hit,
-        no_runner_up_rate=options.sure,
+        no_runner_up_rate=options.no_runner_up_rate,
         spec=SpecConfig(lookahead=options.lookahead, branches=2, spare_targets=spare),
     )
-    return fmean(setting.run("dsi", seed).ms for seed in range(options.repeats))
+    return fmean(config.run("dsi", seed).ms for seed in range(options.repeats))
 
 
 def cells(options: argparse.Namespace) -> Iterator[Cell]:
@@ -86,17 +86,18 @@ def measure(prompts: int, tokens: int) -> Iterator[dict[str, float]]:
         ]
         hits = [[hit for first, hit, _ in text if not first] for text in texts]
         runner_up = Estimate.of_rate(hits)
-        places = [place for text in texts for place in text]
-        first, close = fmean(f for f, _, _ in places), [place for place in places if place[2]]
+        positions = [position for text in texts for position in text]
+        first, close = fmean(f for f, _, _ in positions), [ranks for ranks in positions if ranks[2]]
         yield {
             "temperature": temperature,
-            "places": len(places),
+            "positions": len(positions),
             "acceptance": first,
-            "second": runner_up.mean,
+            "runner_up_acceptance": runner_up.mean,
             "low": runner_up.low,
             "high": runner_up.high,
-            "close_second": sum(hit for f, hit, _ in close if not f) / sum(not f for f, _, _ in places),
-            "sure": 1 - sum(f for f, _, _ in close) / (first * len(places)),
+            "close_runner_up_acceptance": sum(hit for f, hit, _ in close if not f)
+            / sum(not f for f, _, _ in positions),
+            "no_runner_up": 1 - sum(f for f, _, _ in close) / (first * len(positions)),
         }
 
 
@@ -118,16 +119,19 @@ def draft_ranks(pair: ModelPair, prompt: Tokens, tokens: int, sampling: Sampling
 
 def measured_line(row: dict[str, float]) -> str:
     return (
-        f"temperature {row['temperature']:g}: first choice right {row['acceptance']:.3f} of {row['places']} "
-        f"places; where it is wrong, the runner-up is right {row['second']:.3f} "
-        f"(95%: {row['low']:.3f} to {row['high']:.3f}), {row['close_second']:.3f} if only those that came "
-        f"to {MIN_RATIO:g} of the winner count; then {row['sure']:.3f} of the right guesses stay alone (measured)"
+        f"temperature {row['temperature']:g}: first choice right {row['acceptance']:.3f} of {row['positions']} "
+        f"positions; where it is wrong, the runner-up is right {row['runner_up_acceptance']:.3f} "
+        f"(95%: {row['low']:.3f} to {row['high']:.3f}), {row['close_runner_up_acceptance']:.3f} if only those that "
+        f"came to {MIN_RATIO:g} of the winner count; then {row['no_runner_up']:.3f} of the right choices have no "
+        "runner-up (measured)"
     )
 
 
 def main() -> None:
     parser = harness.arguments(__doc__, "--repeats 5", repeats=40, lookahead=1, prompts=50, tokens=96)
-    parser.add_argument("--sure", type=harness.share, default=0.6, help="about what the built-in drafter has")
+    parser.add_argument(
+        "--no-runner-up-rate", type=harness.share, default=0.6, help="about what the built-in drafter has"
+    )
     parser.add_argument("--measure", action="store_true", help="also measure the built-in pair: two minutes")
     options = parser.parse_args()
     results = list(cells(options))

@@ -2,7 +2,7 @@
 
 The latencies are those of a whole H200 (`benchmarks/results`). Under DSI, n GPUs are one for the drafter and
 n - 1 for targets; under SI and non-SI all of them share each target forward, of which a share scales with
-their number and the rest does not (`--scales`). Nothing crowds anything: these are separate GPUs. On the
+their number and the rest does not (`--parallel-fractions`). Nothing crowds anything: these are separate GPUs. On the
 cores, the built-in pair writes for each class of prompts under each algorithm in each of its arrangements,
 as in `dsi compare --budget`.
 """
@@ -38,11 +38,11 @@ def measured() -> dict[str, tuple[float, float]]:
     return forwards
 
 
-def row(target: float, drafter: float, acceptance: float, gpus: int, scales: list[float]) -> dict[str, Any]:
+def row(target: float, drafter: float, acceptance: float, gpus: int, parallel_fractions: list[float]) -> dict[str, Any]:
     latencies = LatencyModel(round(target, 3), round(drafter, 3))
     dsi = min(float(theory.dsi(TOKENS, latencies, acceptance, k, gpus - 1)) for k in range(1, 41))
     ms = {"dsi": dsi / TOKENS}
-    for share in scales:
+    for share in parallel_fractions:
         faster = LatencyModel(round(target * amdahl(share, gpus), 3), round(drafter, 3))
         si = min(float(theory.si(TOKENS, faster, acceptance, k)) for k in range(1, 41))
         ms |= {f"si {share:g}": si / TOKENS, f"nonsi {share:g}": theory.nonsi(TOKENS, faster) / TOKENS}
@@ -71,11 +71,13 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=here, choices=range(1, here + 1), help="of this machine")
     parser.add_argument("--repeats", type=harness.count, default=3, help="of each prompt on the cores; 0: only GPUs")
     parser.add_argument("--svg", type=harness.writable, metavar="FILE", help="also draw what the cores did")
-    parser.add_argument("--scales", type=scales, default="0.5,0.8", help="shares of a forward that scale with the GPUs")
+    parser.add_argument(
+        "--parallel-fractions", type=fractions, default="0.5,0.8", help="shares of a forward that scale with the GPUs"
+    )
     parser.add_argument("--acceptance", type=harness.share, default=0.8)
     options = parser.parse_args()
     exact = {
-        shape: [row(target, drafter, options.acceptance, gpus, options.scales) for gpus in range(2, 9)]
+        shape: [row(target, drafter, options.acceptance, gpus, options.parallel_fractions) for gpus in range(2, 9)]
         for shape, (target, drafter) in measured().items()
     }
     tables = on_cores(options.cores, options.repeats, options.tokens) if options.repeats else []
@@ -94,7 +96,7 @@ def main() -> None:
         show.budget(tables, about, False, [])
 
 
-def scales(text: str) -> list[float]:
+def fractions(text: str) -> list[float]:
     return [harness.share(part) for part in text.split(",")]
 
 

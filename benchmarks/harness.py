@@ -92,15 +92,17 @@ def interleave(
     repeats: int = 1,
     warm_up: int = 0,
     agree: Callable[[Result], object] | None = None,
+    quiet: bool = False,
 ) -> dict[Name, list[Result]]:
     """Run every contender on an input before the next input, so that a noisy moment affects all of them.
 
-    The first `warm_up` rounds are not counted. Contenders that disagree about an input end the benchmark.
+    The order is reversed from one input to the next, so that none always runs first. The
+    first `warm_up` rounds are not counted. Contenders that disagree about an input end the benchmark.
     """
     results: dict[Name, list[Result]] = {name: [] for name in contenders}
     rounds = [(repeat >= 0, item) for repeat in range(-warm_up, repeats) for item in inputs]
-    for counts, item in tracked(rounds, len(rounds), "rounds"):
-        row = {name: run(item) for name, run in contenders.items()}
+    for i, (counts, item) in enumerate(rounds if quiet else tracked(rounds, len(rounds), "rounds")):
+        row = {name: contenders[name](item) for name in list(contenders)[:: -1 if i % 2 else 1]}
         if agree and len({agree(result) for result in row.values()}) > 1:
             fail(f"input {item!r}: different results { ({name: agree(row[name]) for name in row}) }")
         for name, result in row.items() if counts else ():

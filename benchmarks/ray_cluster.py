@@ -53,13 +53,8 @@ def latency(jobs: int) -> dict[str, Any]:
     servers = make_servers([ToyTarget(3)], {})
     actors, processes = RayFleet(servers, resources=RESOURCES), ProcessFleet(servers)
     actors.wait_until_ready()
-    times: dict[str, list[float]] = {"actor": [], "process": []}
-    for id in range(jobs):
-        for name, fleet in (("actor", actors), ("process", processes)):
-            began = time.perf_counter()
-            fleet.start(Verify(id, TEXT, 1))
-            fleet.next_event()
-            times[name].append(1000 * (time.perf_counter() - began))
+    contenders = {"actor": partial(job_ms, actors), "process": partial(job_ms, processes)}
+    times = harness.interleave(contenders, range(jobs), quiet=True)
     actors.close()
     processes.close()
     ms = {name: (median(runs), sorted(runs)[int(0.99 * len(runs))]) for name, runs in times.items()}
@@ -69,6 +64,13 @@ def latency(jobs: int) -> dict[str, Any]:
         f"process {ms['process'][0]:.2f} ({ms['process'][1]:.2f}): adds {added[0]:.2f} ({added[1]:.2f})"
     )
     return {"median_and_p99_ms": ms, "added_ms": added}
+
+
+def job_ms(fleet: RayFleet | ProcessFleet, id: int) -> float:
+    began = time.perf_counter()
+    fleet.start(Verify(id, TEXT, 1))
+    fleet.next_event()
+    return 1000 * (time.perf_counter() - began)
 
 
 def speed(repeats: int) -> dict[str, Any]:

@@ -106,16 +106,16 @@ def acceptance(count: int, tokens: int) -> Trials:
 
 
 def differences(results: Trials) -> dict[str, Estimate]:
-    """Subtract place by place and block by block, so that easy and hard texts cancel out."""
+    """Subtract position by position and block by block, so that easy and hard texts cancel out."""
     match, reject, block_rule = (results[TEMPERATURE, rule] for rule in ("match", "reject", "block"))
-    by_place, by_block = list(zip(reject, match)), list(zip(block_rule, reject))
-    place, block = (
-        "reject over match, accepted per place",
+    by_position, by_block = list(zip(reject, match)), list(zip(block_rule, reject))
+    position, block = (
+        "reject over match, accepted per position",
         f"block over reject, accepted per block of {LOOKAHEAD}",
     )
     return {
-        place: beyond([(a.hits, b.hits) for a, b in by_place]),
-        f"{place}, promised": beyond([(a.promises, b.promises) for a, b in by_place]),
+        position: beyond([(a.hits, b.hits) for a, b in by_position]),
+        f"{position}, promised": beyond([(a.promises, b.promises) for a, b in by_position]),
         block: beyond([(a.blocks, b.blocks) for a, b in by_block]),
         f"{block}, promised": beyond([(a.block_promises, b.block_promises) for a, b in by_block]),
     }
@@ -126,10 +126,10 @@ def beyond(texts: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Estimate
 
 
 def acceptance_lines(results: list[Accepted], gaps: dict[str, Estimate]) -> Iterator[str]:
-    yield f"{'':10} per place (promised)    per block of {LOOKAHEAD} (promised)"
+    yield f"{'':10} per position (promised) per block of {LOOKAHEAD} (promised)"
     for result in results:
-        places = f"{result.places.mean:.3f} ({result.promised:.3f})" if result.places else "-"
-        yield f"{result.rule:10} {places:23} {result.blocks.mean:.3f} ({result.block_promised:.3f})"
+        positions = f"{result.places.mean:.3f} ({result.promised:.3f})" if result.places else "-"
+        yield f"{result.rule:10} {positions:23} {result.blocks.mean:.3f} ({result.block_promised:.3f})"
     for name, gap in gaps.items():
         verdict = "does NOT hold" if gap.high < 0 else "holds" if gap.low > 0 else "holds within the noise"
         yield f"{name}: {gap.mean:+.3f} (95%: {gap.low:+.3f} to {gap.high:+.3f}), {verdict}"
@@ -137,7 +137,7 @@ def acceptance_lines(results: list[Accepted], gaps: dict[str, Estimate]) -> Iter
 
 
 def costs(repeats: int) -> dict[str, float]:
-    """Milliseconds per place, the best of many: what else the machine does only adds."""
+    """Milliseconds per position, the best of many: what else the machine does only adds."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 3, VOCABULARY).astype(np.float32)
     p, q = (probabilities(row, Sampling(TEMPERATURE)) for row in (logits, rng.normal(0, 3, VOCABULARY)))
@@ -169,7 +169,7 @@ def best(call: Callable[[], object], repeats: int) -> float:
 
 
 def cost_lines(ms_by_rule: dict[str, float]) -> Iterator[str]:
-    yield f"ms per place, {VOCABULARY:,} tokens, one core, numpy float64, every draft token is rejected"
+    yield f"ms per position, {VOCABULARY:,} tokens, one core, numpy float64, every draft token is rejected"
     for name, ms in ms_by_rule.items():
         verdict = "" if name not in RULES else "  under 1 ms" if ms < ALLOWED_MS else "  NOT under 1 ms"
         yield f"{name:26} {ms:6.3f}{verdict}"

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -102,18 +103,12 @@ def served(client: httpx.Client, prompt: str) -> float:
 
 def overhead(engine: Engine, url: str, rounds: int) -> dict[str, Any]:
     """One stream: tokens per second of the server over the engine's, round by round."""
-    ratios, speeds = [], []
+    prompts = [f"Story {i}. {PROMPTS[i % len(PROMPTS)]}" for i in range(rounds + 1)]  # which neither has read
     with httpx.Client(base_url=url, timeout=60) as client:
-        for i in range(rounds + 1):
-            prompt = f"Story {i}. {PROMPTS[i % len(PROMPTS)]}"  # which neither has read
-            if i % 2:  # who goes first changes
-                ours, theirs = alone(engine, prompt), served(client, prompt)
-            else:
-                theirs, ours = served(client, prompt), alone(engine, prompt)
-            if i:  # the first warms up
-                speeds.append((ours, theirs))
-                ratios.append(theirs / ours)
-    engine_speed, server_speed = (median(column) for column in zip(*speeds))
+        contenders = {"engine": partial(alone, engine), "server": partial(served, client)}
+        speeds = {name: runs[1:] for name, runs in harness.interleave(contenders, prompts).items()}  # 1: warm-up
+    ratios = harness.ratios(speeds["server"], speeds["engine"])
+    engine_speed, server_speed = median(speeds["engine"]), median(speeds["server"])
     result = {"engine": engine_speed, "server": server_speed, "ratio": median(ratios), "ratios": ratios}
     harness.log(
         f"one stream: {server_speed:.0f} tokens/s served, {engine_speed:.0f} by the engine alone, ratio "

@@ -74,9 +74,9 @@ def test_loop_runs_more_requests_than_are_tracked() -> None:
 def test_loop_starts_no_deeper_job_before_a_waiting_root() -> None:
     """Many requests, one target: every root is verified in turn, and hardly any speculation is."""
     log: list[Span] = []
-    setting = SimulationConfig(LatencyModel(20.0, 1.0), 0.9, sp=1, tokens=10)
+    config = SimulationConfig(LatencyModel(20.0, 1.0), 0.9, sp=1, tokens=10)
     requests = [Request((i,), 10, distributed(2)) for i in range(8)]
-    done = EngineLoop(setting.simulated(4, log)).run(*requests)
+    done = EngineLoop(config.simulated(4, log)).run(*requests)
     begun = [span for span in log if span.kind == "verify"]
     assert len({span.context.origin for span in begun[:8]}) == 8
     slowest, fastest = max(d.elapsed for d in done), min(d.elapsed for d in done)

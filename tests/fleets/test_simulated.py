@@ -105,10 +105,10 @@ def test_simulated_draft_goes_on_until_the_cancel_arrives() -> None:
 
 def test_simulated_root_goes_to_a_server_that_has_prefilled_it() -> None:
     """Every guess is wrong and reading costs: the root's watch must go to a server that has read it."""
-    setting = SimulationConfig(
+    config = SimulationConfig(
         LatencyModel(20.0, 2.0, per_token_ms=1.0), 0.0, sp=5, tokens=20, thread_pool=False, spec=SpecConfig(lookahead=2)
     )
-    assert setting.run("dsi", seed=0).ms <= setting.run("nonsi", seed=0).ms
+    assert config.run("dsi", seed=0).ms <= config.run("nonsi", seed=0).ms
 
 
 def test_simulated_contention_slows_busy_targets() -> None:

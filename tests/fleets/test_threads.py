@@ -14,9 +14,9 @@ from dsi.planning.simulation import SimulationConfig
 
 
 def test_thread_fleet_close_leaves_no_thread() -> None:
-    setting = SimulationConfig(LatencyModel(5.0, 1.0), 0.8, sp=3, tokens=10)
+    config = SimulationConfig(LatencyModel(5.0, 1.0), 0.8, sp=3, tokens=10)
     before = set(threading.enumerate())
-    fleet = setting.real_time(seed=0)
+    fleet = config.real_time(seed=0)
     assert len(set(threading.enumerate()) - before) == 4
     EngineLoop(fleet).run(Request((1,), 10, distributed(2)))
     fleet.close()
@@ -49,9 +49,9 @@ def test_on_time_subtracts_the_timer_lateness() -> None:
 
 
 def test_thread_fleet_takes_at_least_the_virtual_time() -> None:
-    setting = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=20)
-    virtual = setting.run("dsi", seed=1)
-    waited = setting.run("dsi", seed=1, real_time=True)
+    config = SimulationConfig(LatencyModel(20.0, 2.0), 0.8, sp=4, tokens=20)
+    virtual = config.run("dsi", seed=1)
+    waited = config.run("dsi", seed=1, real_time=True)
     assert waited.completion.tokens == virtual.completion.tokens
     assert waited.ms > 0.97 * virtual.ms
 

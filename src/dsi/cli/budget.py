@@ -131,11 +131,11 @@ class BudgetComparison:
         prompts = sum(map(len, classes.values()))
         with self._load("dsi", sp=1) as engine, show.progress("texts", prompts) as advance:
             rates = budget.counted(engine, classes, self._arguments, advance)
-            setting = engine.deployment.simulation(1, self.max_new_tokens)
-        settings = {name: replace(setting, acceptance=rate) for name, rate in rates.items()}
+            simulation = engine.deployment.simulation(1, self.max_new_tokens)
+        simulations = {name: replace(simulation, acceptance=rate) for name, rate in rates.items()}
         count = max(map(len, classes.values())) * self.repeats
         origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"
-        self._simulate(settings, cores, "core", configs, fraction, count, f"as measured on one {origin}")
+        self._simulate(simulations, cores, "core", configs, fraction, count, f"as measured on one {origin}")
 
     def _on_gpus(self, path: Path) -> None:
         """Simulate GPUs by the latencies of one in a profile."""
@@ -146,15 +146,15 @@ class BudgetComparison:
         profile = Profile.load(path)
         latency = profile.latency(path, cancel_points=CANCEL_POINTS, drafter_cancel_points=1)
         acceptance = profile.number("acceptance", path)
-        setting = SimulationConfig(latency, acceptance, sp=1, tokens=self.max_new_tokens, thread_pool=False)
+        simulation = SimulationConfig(latency, acceptance, sp=1, tokens=self.max_new_tokens, thread_pool=False)
         gpus = budget.check_processors("gpus", self.options.gpus or 0, 2)
         count = RUNS_PER_REPEAT * self.repeats
-        settings, configs = {profile.dataset: setting}, self._configurations(gpus)
-        self._simulate(settings, gpus, "GPU", configs, self._parallel_fraction(), count, f"from {path}")
+        simulations, configs = {profile.dataset: simulation}, self._configurations(gpus)
+        self._simulate(simulations, gpus, "GPU", configs, self._parallel_fraction(), count, f"from {path}")
 
     def _simulate(
         self,
-        settings: Mapping[str, SimulationConfig],
+        simulations: Mapping[str, SimulationConfig],
         total: int,
         unit: str,
         configs: Sequence[Configuration],
@@ -165,9 +165,9 @@ class BudgetComparison:
         from dsi.experiments import budget
 
         seeds = range(self.sampling.seed, self.sampling.seed + count)
-        with show.progress("configurations", len(settings) * len(configs)) as advance:
-            tables = budget.simulated(settings, configs, fraction, seeds, unit, advance)
-        latency = next(iter(settings.values())).latency
+        with show.progress("configurations", len(simulations) * len(configs)) as advance:
+            tables = budget.simulated(simulations, configs, fraction, seeds, unit, advance)
+        latency = next(iter(simulations.values())).latency
         about = (
             f"{_runs(tables)} on {budget.plural(total, unit)}; a target forward {latency.target_ms:.2f} ms and a "
             f"drafter's {latency.drafter_ms:.2f} ms on one {unit}, {origin}; {fraction:.0%} of a target forward is "

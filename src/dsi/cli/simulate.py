@@ -13,7 +13,7 @@ from dsi.planning.latency import check_ranges
 from dsi.planning.simulation import SimulationConfig
 
 EXAMPLE = "Example: dsi simulate --algorithm nonsi,si,dsi --lookahead 1,2,5,10 --json"
-SETTING = Fields(
+SIMULATION = Fields(
     without=("algorithm", "lookahead", "min_draft"),
     defaults={"target_ms": 20.0, "drafter_ms": 2.0, "acceptance": 0.8, "sp": 7, "tokens": 100, "spare_targets": 0},
 )
@@ -54,7 +54,7 @@ def simulate(
     repeats: Annotated[int, typer.Option(help="Runs, each with a seed of its own.")] = 30,
     seed: Seed = 0,
     *,
-    setting: Annotated[SimulationConfig, SETTING],
+    simulation: Annotated[SimulationConfig, SIMULATION],
     real_time: RealTime = False,
     profile: Annotated[  # noqa: ARG001 - its callback reads it
         Path | None,
@@ -68,11 +68,11 @@ def simulate(
     """Run toy models under one or more algorithms, in virtual time or on real threads."""
     from dsi.experiments.simulate import best, variants
 
-    check_ranges(("spare targets", setting.spec.spare_targets, 0, setting.sp - 1))  # even without runner-ups
+    check_ranges(("spare targets", simulation.spec.spare_targets, 0, simulation.sp - 1))  # even without runner-ups
     names = algorithms(algorithm)
     lookaheads = [None] if lookahead == "auto" else whole_numbers("lookahead", lookahead, 1)
     min_drafts = whole_numbers("min draft", min_draft, 0)
-    runs = sum(len(variants(setting, name, lookaheads, min_drafts)) * repeats for name in names)
+    runs = sum(len(variants(simulation, name, lookaheads, min_drafts)) * repeats for name in names)
     with show.progress("runs", runs) as advance:
-        results = [best(setting, name, lookaheads, min_drafts, repeats, seed, real_time, advance) for name in names]
+        results = [best(simulation, name, lookaheads, min_drafts, repeats, seed, real_time, advance) for name in names]
     show.simulations(results, json)

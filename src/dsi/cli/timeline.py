@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsi.experiments.records import Record
 
 EXAMPLE = "Example: dsi timeline --algorithm si,dsi --acceptance 0.9 --out figure.svg --out trace.json"
-SETTING = Fields(
+SIMULATION = Fields(
     without=(
         "algorithm",
         "lookahead",
@@ -42,7 +42,7 @@ def timeline(
     lookahead: Annotated[str, typer.Option(help="Draft tokens per verification, or auto (see simulate).")] = "auto",
     seed: Seed = 0,
     *,
-    setting: Annotated[SimulationConfig, SETTING],
+    simulation: Annotated[SimulationConfig, SIMULATION],
     real_time: RealTime = False,
     trace: Annotated[
         Path | None, typer.Option(help="Draw a trace instead: what `dsi serve` gives at /v1/traces/ID.")
@@ -56,8 +56,8 @@ def timeline(
     """Draw who computed what, when: Figure 1 of the paper for any setting."""
     paths = [show.writable(path) for path in out or []]
     if trace is None:
-        setting = setting.with_spec(lookahead=_one_lookahead(lookahead))
-        records = _simulated(setting, algorithms(algorithm), seed, real_time)
+        simulation = simulation.with_spec(lookahead=_one_lookahead(lookahead))
+        records = _simulated(simulation, algorithms(algorithm), seed, real_time)
     else:
         records = _traced(trace)
     for path in paths:
@@ -65,13 +65,13 @@ def timeline(
     show.timelines(records, paths, json)
 
 
-def _simulated(setting: SimulationConfig, names: list[str], seed: int, real_time: bool) -> list[Record]:
+def _simulated(simulation: SimulationConfig, names: list[str], seed: int, real_time: bool) -> list[Record]:
     from dsi.experiments.records import record
 
     records = []
     with show.progress("algorithms", len(names)) as advance:
         for name in names:
-            records.append(record(setting, name, seed, real_time))
+            records.append(record(simulation, name, seed, real_time))
             advance()
     return records
 

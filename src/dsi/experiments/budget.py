@@ -347,7 +347,7 @@ def acceptance(origins: Sequence[str]) -> float:
 
 
 def simulated(
-    settings: Mapping[str, SimulationConfig],
+    simulations: Mapping[str, SimulationConfig],
     configs: Sequence[Configuration],
     share: float,
     seeds: Sequence[int],
@@ -356,29 +356,29 @@ def simulated(
 ) -> list[Table]:
     """Run a setting per class in virtual time, with the latencies of one processor and the same seeds for all."""
     tables = []
-    for name, setting in settings.items():
+    for name, simulation in simulations.items():
         texts: dict[Configuration, list[Completion]] = {}
         for config in configs:
-            placed = with_layout(setting, config, share)
+            placed = with_layout(simulation, config, share)
             policy = best_policy(placed, config.algorithm)
             texts[config] = [placed.run(policy, seed).completion for seed in seeds]
             progress()
-        tables.append(Table(name, entries(texts, SIMULATED, 1, unit), setting.acceptance))
+        tables.append(Table(name, entries(texts, SIMULATED, 1, unit), simulation.acceptance))
     return tables
 
 
-def with_layout(setting: SimulationConfig, config: Configuration, share: float) -> SimulationConfig:
+def with_layout(simulation: SimulationConfig, config: Configuration, share: float) -> SimulationConfig:
     """Divide a share of a target forward among its processors; the drafter has one."""
-    latency = setting.latency.scaled(target=amdahl(share, config.layout.per_target))
-    placed = replace(setting, latency=latency, sp=config.layout.targets or 1)
+    latency = simulation.latency.scaled(target=amdahl(share, config.layout.per_target))
+    placed = replace(simulation, latency=latency, sp=config.layout.targets or 1)
     return placed.with_spec(lookahead=config.spec.lookahead)
 
 
-def best_policy(setting: SimulationConfig, algorithm: str) -> str | SpecConfig | PolicyFactory:
+def best_policy(simulation: SimulationConfig, algorithm: str) -> str | SpecConfig | PolicyFactory:
     """Give DSI its best configuration at the acceptance rate; `auto` has to learn the rate."""
     if algorithm not in ("dsi", AUTO):
         return algorithm
-    table = cached_latency_table(setting)
+    table = cached_latency_table(simulation)
     if algorithm == "dsi":
-        return best_config(table, setting.acceptance, speculating=True)[0]
-    return adaptive(table, setting)
+        return best_config(table, simulation.acceptance, speculating=True)[0]
+    return adaptive(table, simulation)

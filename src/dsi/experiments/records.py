@@ -66,9 +66,9 @@ class Record:
         return self.times_ms[-1]
 
 
-def record(setting: SimulationConfig, algorithm: str, seed: int = 0, real_time: bool = False) -> Record:
+def record(simulation: SimulationConfig, algorithm: str, seed: int = 0, real_time: bool = False) -> Record:
     """Run one request and record what each server did."""
-    run = setting.run(algorithm, seed, real_time)
+    run = simulation.run(algorithm, seed, real_time)
     label = "waited" if real_time else "simulated"
     return recorded(algorithm, label, tuple(run.busy), run.log, run.completion, run.unit)
 

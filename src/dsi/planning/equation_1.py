@@ -57,7 +57,7 @@ def suitable_lookahead(algorithm: str, target: Number, drafter: Number, acceptan
 
 
 @dataclass(frozen=True)
-class Plan:
+class Allocation:
     """An allocation of processors, and the smallest lookahead with which no verification waits."""
 
     target_ms: Number
@@ -82,7 +82,7 @@ class Plan:
         return f"ceil({self.target_ms:g} / ({self.lookahead} * {self.drafter_ms:g})) = {self.busy} <= {self.sp}"
 
 
-def plan(target_ms: Number, drafter_ms: Number, gpus: int, target_gpus: int = 1, drafter_gpus: int = 1) -> Plan:
+def plan(target_ms: Number, drafter_ms: Number, gpus: int, target_gpus: int = 1, drafter_gpus: int = 1) -> Allocation:
     """Give the drafter its processors, and the rest to as many targets as can be busy at once."""
     check_latencies(target_ms, drafter_ms)
     if target_gpus < 1 or drafter_gpus < 1:
@@ -95,7 +95,7 @@ def plan(target_ms: Number, drafter_ms: Number, gpus: int, target_gpus: int = 1,
     possible = (gpus - drafter_gpus) // target_gpus
     sp = min(possible, servers_needed(target_ms, drafter_ms, 1))
     lookahead = minimal_lookahead(target_ms, drafter_ms, sp)
-    return Plan(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus, sp, lookahead)
+    return Allocation(target_ms, drafter_ms, gpus, target_gpus, drafter_gpus, sp, lookahead)
 
 
 def amdahl(parallel_fraction: float, processors: float) -> float:
