@@ -39,8 +39,14 @@ class Rows:
 
     def __init__(self, number: int) -> None:
         self._number = number
+        self._probs: dict[Tokens, np.ndarray] = {}
 
     def probs(self, text: Tokens) -> np.ndarray:
+        if text not in self._probs:
+            self._probs[text] = self._make_probs(text)
+        return self._probs[text]
+
+    def _make_probs(self, text: Tokens) -> np.ndarray:
         rng = np.random.default_rng([self._number, len(text), *text])
         weights = rng.dirichlet([0.7] * WORDS) * (np.arange(WORDS) != rng.integers(5))
         return np.asarray(weights / weights.sum())

@@ -89,9 +89,9 @@ def test_simulate_stale_forwards_cost_what_min_draft_gives_back() -> None:
 
     def speed(sp: int, pieces: int, patiences: tuple[int, ...] = (0,)) -> float:
         config = SimulationConfig(LatencyModel(27.0, 1.0, cancel_points=pieces), 0.63, sp, tokens=100)
-        return si / best(config, "dsi", (4, 9, 14), patiences, repeats=30).mean_ms
+        return si / best(config, "dsi", (4, 9, 14), patiences, repeats=12).mean_ms
 
-    si = best(SimulationConfig(LatencyModel(27.0, 1.0), 0.63, 1, tokens=100), "si", (5,), (0,), repeats=30).mean_ms
+    si = best(SimulationConfig(LatencyModel(27.0, 1.0), 0.63, 1, tokens=100), "si", (5,), (0,), repeats=12).mean_ms
     assert speed(1, pieces=1) == pytest.approx(0.49, rel=0.06)
     assert speed(1, pieces=0) == pytest.approx(0.76, rel=0.06)
     assert speed(4, pieces=1) == pytest.approx(1.04, rel=0.06)
