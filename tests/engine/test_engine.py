@@ -114,6 +114,10 @@ def test_engine_ends_before_a_stop_string(one: Engine) -> None:
     whole = one.generate(PROMPTS[0], max_new_tokens=60).text
     done = one.generate(PROMPTS[0], max_new_tokens=60, stop=["play outside", "nowhere to be found"])
     assert (done.finish_reason, done.text) == ("stop", whole[: whole.index("play outside")])
+    assert "play outside" in one.tokenizer.decode(done.tokens)
+    for algorithm in ALGORITHMS:
+        other = one.generate(PROMPTS[0], max_new_tokens=60, stop="play outside", algorithm=algorithm)
+        assert (other.tokens, len(other.times)) == (done.tokens, len(done.tokens))
 
 
 def test_engine_ends_at_the_end_token(one: Engine) -> None:

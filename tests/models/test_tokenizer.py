@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer as RawTokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dsi.models.names import model_path
-from dsi.models.tokenizer import Detokenizer, StopStrings, Tokenizer
+from dsi.models.tokenizer import Detokenizer, StopStrings, TextOutput, Tokenizer
+from sample_tokenizers import MAKERS, sample_tokenizer
 
 
 def byte_tokenizer() -> Any:
@@ -33,6 +34,69 @@ def test_detokenizer_shows_whole_characters(words: str, tokenizer: Tokenizer, si
     parts = [detokenizer.push(tokens[i : i + size]) for i in range(0, len(tokens), size)]
     assert all("\ufffd" not in part for part in parts)
     assert "".join(parts) + detokenizer.finish() == words
+
+
+@st.composite
+def cut_tokens(draw: st.DrawFn) -> tuple[Any, list[list[int]]]:
+    """A tokenizer, and tokens in parts: of texts in any script, special ones, and any others."""
+    tokenizer = sample_tokenizer(draw(st.sampled_from(list(MAKERS))))
+    encoded = WORDS.map(lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]))
+    special = st.sampled_from(tokenizer.all_special_ids or [0]).map(lambda token: [token])
+    anything = st.lists(st.integers(0, len(tokenizer) - 1), max_size=3)
+    tokens = [token for part in draw(st.lists(encoded | special | anything, max_size=6)) for token in part]
+    cuts = sorted(draw(st.sets(st.integers(0, len(tokens)))))
+    return tokenizer, [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)])]
+
+
+@settings(max_examples=400)
+@given(cut_tokens())
+def test_detokenizer_parts_join_to_what_transformers_decodes(case: tuple[Any, list[list[int]]]) -> None:
+    tokenizer, parts = case
+    detokenizer = Detokenizer(Tokenizer(tokenizer))
+    joined = "".join(detokenizer.push(part) for part in parts) + detokenizer.finish()
+    assert joined == tokenizer.decode([id for part in parts for id in part], skip_special_tokens=True)
+
+
+@settings(max_examples=400)
+@given(cut_tokens())
+def test_detokenizer_continues_a_prompt(case: tuple[Any, list[list[int]]]) -> None:
+    tokenizer, (prompt, *parts) = case
+    detokenizer = Detokenizer(Tokenizer(tokenizer), prompt)
+    joined = "".join(detokenizer.push(part) for part in parts) + detokenizer.finish()
+    whole = tokenizer.decode([*prompt, *(id for part in parts for id in part)], skip_special_tokens=True)
+    assert whole.endswith(joined)
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    if whole.startswith(before):  # it does not end within a character
+        assert before + joined == whole
+
+
+def test_detokenizer_keeps_a_space_after_a_special_token() -> None:
+    tokenizer = sample_tokenizer("byte_fallback")
+    sentence = tokenizer("the sea.", add_special_tokens=False)["input_ids"]
+    detokenizer = Detokenizer(Tokenizer(tokenizer))
+    parts = [detokenizer.push([token]) for token in [*sentence, tokenizer.bos_token_id, *sentence]]
+    assert "".join(parts) + detokenizer.finish() == "the sea. the sea."
+
+
+def test_detokenizer_reads_whole_characters_of_a_prompt() -> None:
+    """A context cut inside a run of byte tokens would make all of them invalid."""
+    tokenizer = sample_tokenizer("byte_fallback")
+    prompt = tokenizer("一" * 8, add_special_tokens=False)["input_ids"]
+    detokenizer = Detokenizer(Tokenizer(tokenizer), prompt)
+    more = tokenizer("二二", add_special_tokens=False)["input_ids"][1:]  # without the space before a text
+    assert "".join(detokenizer.push([token]) for token in more) + detokenizer.finish() == "二二"
+
+
+@given(st.integers(1, 6))
+def test_text_output_counts_the_tokens_up_to_a_stop_string(size: int) -> None:
+    """However many tokens arrive at once."""
+    tokens = PAIR.encode("Once upon a time there was a little girl")
+    output, shown = TextOutput(PAIR, (), ["time"]), ""
+    for i in range(0, len(tokens), size):
+        shown += output.push(tokens[i : i + size])[1]
+    assert (shown, output.stopped) == ("Once upon a ", True)
+    assert "time" in PAIR.decode(tokens[: output.num_tokens])
+    assert "time" not in PAIR.decode(tokens[: output.num_tokens - 1])
 
 
 def test_detokenizer_finish_shows_an_incomplete_character() -> None:

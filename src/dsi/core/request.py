@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dsi.core.generation import Policy, Tally
 from dsi.core.messages import GREEDY, Sampling, Time, TopLogprobs
@@ -57,6 +57,11 @@ class Completion:
     def notes(self) -> tuple[TopLogprobs, ...]:
         """The old name of `top_logprobs`, kept for one release."""
         return self.top_logprobs
+
+    def first(self, count: int) -> Completion:
+        """The same text, ended after so many tokens."""
+        names = ("tokens", "times", "origins", "top_logprobs")
+        return replace(self, **{name: getattr(self, name)[:count] for name in names})
 
     @property
     def elapsed(self) -> Time:

@@ -57,8 +57,9 @@ class TextStream:
     @property
     def completion(self) -> Completion:
         completion = self._run.completion()
-        reason = "stop" if self._output.stopped else completion.finish_reason
-        return replace(completion, finish_reason=reason, text="".join(self._text), prompt=self._request.prompt)
+        if self._output.stopped:
+            completion = replace(completion.first(self._output.num_tokens), finish_reason="stop")
+        return replace(completion, text="".join(self._text), prompt=self._request.prompt)
 
 
 OLD_NAMES = {"text": "tokenizer", "loaded": "deployment", "plan": "plans"}  # kept for one release

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from dsi.core.sequence import Tokens
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for an incomplete character
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of tokenizers that fall back to bytes
 
 
 class Tokenizer:
@@ -35,6 +38,19 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that decoding skips."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        marked = {id for id, token in added.items() if token.special}
+        return frozenset(marked if self.tokenizer.is_fast else {*marked, *self.tokenizer.all_special_ids})
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """The tokens that are one byte each."""
+        vocab = self.tokenizer.get_vocab()
+        return frozenset(id for token, id in vocab.items() if BYTE_TOKEN.fullmatch(token))
+
     @property
     def has_chat_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
@@ -51,31 +67,50 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Convert tokens to text as they arrive, in whole characters.
+    """Convert tokens to text as they arrive: joined, the parts are what decoding all tokens at once adds to the prompt.
 
-    A token's text can depend on the one before it, so new tokens are decoded together with the last ones.
+    Only text that no further token can change is shown. A byte-level decoder ends with a replacement character
+    while a character is incomplete. A decoder with byte fallback replaces every byte of a run of byte tokens if
+    one of them is invalid, so that a run is shown at its end.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens = list(prompt[-4:])
-        self._prefix_start, self._shown = 0, len(self._tokens)
+        self._tokens = self._without_special(prompt)
+        # The tokens that are decoded again, because the text of a token can depend on the one before, and those shown.
+        self._start, self._shown = 0, len(self._tokens)
 
     def push(self, tokens: Iterable[int]) -> str:
-        self._tokens += tokens
-        return self._new_text(final=False)
+        new_tokens = self._without_special(tokens)
+        self._tokens += new_tokens
+        return self._new_text(final=False) if new_tokens else ""
 
     def finish(self) -> str:
         """Return the rest, complete or not."""
         return self._new_text(final=True)
 
+    def _without_special(self, tokens: Iterable[int]) -> list[int]:
+        return [token for token in tokens if token not in self._tokenizer.special_ids]
+
     def _new_text(self, final: bool) -> str:
-        prefix = self._tokenizer.decode(self._tokens[self._prefix_start : self._shown])
-        text = self._tokenizer.decode(self._tokens[self._prefix_start :])
+        if self._shown == len(self._tokens) or (not final and self._tokens[-1] in self._tokenizer.byte_ids):
+            return ""
+        text = self._tokenizer.decode(self._tokens[self._start :])
         if not final and text.endswith(REPLACEMENT):
             return ""
-        self._prefix_start, self._shown = self._shown, len(self._tokens)
-        return text[len(prefix) :]
+        before = self._tokenizer.decode(self._tokens[self._start : self._shown])
+        added = text[_common_length(before, text) :]
+        if added:
+            self._start = self._shown
+        self._shown = len(self._tokens)
+        return added
+
+
+def _common_length(before: str, text: str) -> int:
+    """Return how much of the text was there before; less than all if a prompt ended within a character."""
+    if text.startswith(before):
+        return len(before)
+    return next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), len(text))
 
 
 class StopStrings:
@@ -116,15 +151,25 @@ class TextOutput:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Iterable[str] = ()) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(stops)
+        self.num_tokens = 0  # up to the one that completed a stop string
 
     @property
     def stopped(self) -> bool:
         return self._stops.stopped
 
     def push(self, tokens: Iterable[int]) -> tuple[str, str]:
-        """Return what these tokens add to the text, and what of it cannot belong to a stop string any more."""
-        added = self._detokenizer.push(tokens)
-        return added, self._stops.push(added)
+        """Return what these tokens add to the text, and what of it cannot belong to a stop string any more.
+
+        Tokens after a stop string are dropped, however many arrive at once.
+        """
+        added, shown = "", ""
+        for token in tokens:
+            if self.stopped:
+                break
+            characters = self._detokenizer.push([token])
+            added, shown = added + characters, shown + self._stops.push(characters)
+            self.num_tokens += 1
+        return added, shown
 
     def finish(self) -> str:
         """Return the rest of a text that no stop string has ended."""
