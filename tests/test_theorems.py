@@ -96,7 +96,7 @@ def test_theorem_2_dsi_is_not_slower_than_si_in_expectation(
     sp = ceil(1 / (lookahead * drafter)) + 1
     setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, sp, tokens=40)
     pairs = [
-        (took(setting, distributed(lookahead), seed), took(setting, speculative(lookahead), seed)) for seed in range(25)
+        (took(setting, distributed(lookahead), seed), took(setting, speculative(lookahead), seed)) for seed in range(15)
     ]
     assert fmean(dsi for dsi, _ in pairs) <= fmean(si for _, si in pairs)
 
@@ -113,7 +113,7 @@ def proposition_1(acceptance: float, drafter: float, tokens: int) -> float:
 )
 def test_proposition_1_bounds_the_expected_time_and_is_reached(acceptance: float, drafter: Fraction) -> None:
     setting = SimulationConfig(LatencyModel(Fraction(1), drafter), acceptance, ceil(1 / drafter) + 1, tokens=50)
-    times = [float(took(setting, distributed(1), seed)) for seed in range(200)]
+    times = [float(took(setting, distributed(1), seed)) for seed in range(100)]
     error = stdev(times) / sqrt(len(times))
     bound = proposition_1(acceptance, float(drafter), 50)
     assert fmean(times) <= bound + 3 * error
@@ -143,7 +143,7 @@ def test_distributed_is_faster_with_two_drafters() -> None:
     two = SimulationConfig(
         LatencyModel(Fraction(1), Fraction(1, 10)), 0.6, sp=12, tokens=50, drafters=2, spec=SpecConfig(lookahead=1)
     )
-    alone, together = (fmean(float(setting.run("dsi", seed).ms) for seed in range(60)) for setting in (one, two))
+    alone, together = (fmean(float(setting.run("dsi", seed).ms) for seed in range(30)) for setting in (one, two))
     assert together < 0.85 * alone
 
 

@@ -48,7 +48,7 @@ def cut_tokens(draw: st.DrawFn) -> tuple[Any, list[list[int]]]:
     return tokenizer, [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)])]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(cut_tokens())
 def test_detokenizer_parts_join_to_what_transformers_decodes(case: tuple[Any, list[list[int]]]) -> None:
     tokenizer, parts = case
@@ -57,7 +57,7 @@ def test_detokenizer_parts_join_to_what_transformers_decodes(case: tuple[Any, li
     assert joined == tokenizer.decode([id for part in parts for id in part], skip_special_tokens=True)
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(cut_tokens())
 def test_detokenizer_continues_a_prompt(case: tuple[Any, list[list[int]]]) -> None:
     tokenizer, (prompt, *parts) = case
