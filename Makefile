@@ -38,7 +38,7 @@ test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
 # All that need no GPU.
-BENCHMARKS := core threads grid pair_cpu parallel budget orchestration stale branches adaptive vocabularies rules \
+BENCHMARKS := core threads grid peers parallel budget orchestration stale branches adaptive vocabularies rules \
 	unbiased serve cluster ray_cluster
 
 bench: setup

@@ -1,11 +1,12 @@
 """What commands print about a completion with given decisions and times, and where they may write."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dsi.cli.output import figures, summary, writable
+from dsi.cli.output import figures, summary, working, writable
 from dsi.core.generation import Tally
 from dsi.core.request import Completion
 from dsi.core.spec import Decision, SpecConfig
@@ -55,15 +56,36 @@ def test_figures_report_each_rejection_and_each_decision() -> None:
     assert "decisions" not in figures(done())
 
 
-def test_summary_reports_tokens_without_speculation() -> None:
-    ahead, plain = Decision(0, AHEAD, "start", 0.7), Decision(1, PLAIN, "acceptance", 0.1)
-    again = Decision(2, AHEAD, "acceptance", 0.5)
-    assert "0 target forwards, 2 tokens without speculation (acceptance) (measured)" in summary(
-        "auto", done(ahead, plain)
+def test_figures_have_the_token_ids_and_their_numbers() -> None:
+    said = figures(replace(done(), prompt=(7, 8)))
+    assert (said["token_ids"], said["tokens"]) == ([1, 2, 3], 3)
+    assert (said["prompt_token_ids"], said["prompt_tokens"]) == ([7, 8], 2)
+
+
+def test_summary_is_one_line() -> None:
+    assert summary("dsi", done()) == (
+        "dsi: 3 tokens in 1.50 s, 2.0 tokens/s, 0 of them guessed, 0 target forwards (measured)"
     )
-    assert ", 1 tokens without speculation" in summary("auto", done(ahead, plain, again))
-    assert "without speculation" not in summary("auto", done(ahead))
-    assert "without speculation" not in summary("dsi", done())
+
+
+def test_working_prints_stages_after_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter([0.0, 1.5, 2.5, 3.0, 4.6, 4.7])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    with working("loading", quiet=False) as status:
+        for stage in ("loading a", "loading a: 1 of 9", "loading a: 2 of 9", "loading a: 3 of 9", "loading a: 4 of 9"):
+            status(stage)
+        status("measuring")
+    lines = ["dsi: loading a: 2 of 9", "dsi: loading a: 4 of 9", "dsi: measuring"]
+    assert capsys.readouterr() == ("", "".join(f"{line}\n" for line in lines))
+
+
+def test_working_prints_nothing_where_loading_is_fast(capsys: pytest.CaptureFixture[str]) -> None:
+    with working("loading", quiet=False) as status:
+        status("loading a")
+        status("measuring")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_writable_refuses_what_cannot_be_written(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Models in this process, and the cores of servers."""
 
+import re
+
 import pytest
 import torch
 
@@ -10,7 +12,11 @@ from dsi.models.protocol import ForwardRequest
 
 def test_local_model_has_its_threads_and_an_empty_cache() -> None:
     threads = torch.get_num_threads()
-    pair = load_model_pair(EngineConfig(threads=1))
+    stages: list[str] = []
+    pair = load_model_pair(EngineConfig(threads=1), stages.append)
+    names = list(dict.fromkeys(stage.partition(":")[0] for stage in stages))
+    assert [name.split(", ")[0] for name in names] == ["loading target builtin", "loading drafter builtin"]
+    assert re.fullmatch(r"loading target builtin, 0\.\d GB, float32", names[0])
     first = pair.target.fresh().answer(ForwardRequest([1, 5, 9], 3))
     assert len(pair.target.backend._sequences) == 1
     assert pair.target.fresh().answer(ForwardRequest([1, 5, 9], 3)) == first

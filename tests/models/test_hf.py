@@ -221,7 +221,11 @@ def test_transformer_refuses_a_recurrent_model_by_name() -> None:
 
 def test_transformer_loads_a_saved_model(llama: Any, tmp_path: Path) -> None:
     llama.save_pretrained(tmp_path)
-    logits = Transformer(load_model(tmp_path)).forward(PROMPT, 1)
+    read: list[str] = []
+    logits = Transformer(load_model(tmp_path, status=read.append)).forward(PROMPT, 1)
+    assert read == [f"{i} of {len(read)} tensors" for i in range(1, len(read) + 1)]
+    assert len(read) > 3
+    assert hf.logging.set_tqdm_hook(None) is None  # it is as it was
     assert torch.equal(logits, Transformer(llama).forward(PROMPT, 1))
 
 

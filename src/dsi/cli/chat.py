@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from dsi.cli.engine import SpecOptions, load_engine, sampling_arguments
-from dsi.cli.options import MaxNewTokens, options
+from dsi.cli import output as show
+from dsi.cli.engine import SpecOptions, load_engine, sampling_arguments, text_document
+from dsi.cli.options import Json, MaxNewTokens, options
 from dsi.core.messages import Sampling
 from dsi.engine.config import EngineConfig
 
@@ -13,8 +14,18 @@ EXAMPLE = "Example: dsi chat --target path/to/model --drafter path/to/small-mode
 
 
 @options
-def chat(*, config: EngineConfig, spec: SpecOptions, max_new_tokens: MaxNewTokens = 256, sampling: Sampling) -> None:
-    """Talk with a model, line by line; an empty line or the end of the input ends it."""
+def chat(
+    *,
+    config: EngineConfig,
+    spec: SpecOptions,
+    max_new_tokens: MaxNewTokens = 256,
+    sampling: Sampling,
+    json: Json = False,
+) -> None:
+    """Talk with a model, line by line; an empty line or the end of the input ends it.
+
+    With --json there is one document for each answer, on a line of its own.
+    """
     messages: list[dict[str, str]] = []
     with load_engine(config, spec) as engine:
         while line := _line():
@@ -22,8 +33,12 @@ def chat(*, config: EngineConfig, spec: SpecOptions, max_new_tokens: MaxNewToken
             prompt = engine.tokenizer.apply_chat_template(messages)
             stream = engine.stream(prompt, max_new_tokens=max_new_tokens, **sampling_arguments(sampling))
             for part in stream:
-                print(part, end="", flush=True)
-            print(flush=True)
+                if not json:
+                    print(part, end="", flush=True)
+            if json:
+                show.document(**text_document(engine, spec, stream.completion))
+            else:
+                print(flush=True)
             messages.append({"role": "assistant", "content": stream.completion.text.strip()})
 
 

@@ -11,10 +11,14 @@ from dsi.cli.options import Fields
 from dsi.core.messages import Sampling
 from dsi.core.spec import SpecConfig
 from dsi.engine.config import EngineConfig
+from dsi.models.names import BUILTIN
 
 if TYPE_CHECKING:
+    from dsi.core.request import Completion
     from dsi.engine.engine import Engine
+    from dsi.fleets.memory import MemoryUse
 
+REPORTED_MIB = 1000  # memory from which a line reports it: half of it is torch and transformers
 SPEC = Fields(
     only=("algorithm", "lookahead", "min_draft"),
     auto=("lookahead", "min_draft"),
@@ -27,16 +31,41 @@ SpecOptions = Annotated[SpecConfig, SPEC]
 
 
 def load_engine(config: EngineConfig, spec: SpecConfig) -> Engine:
-    """Load an engine, with a status line on a terminal, and report how its models were prepared."""
-    with show.working(f"loading {config.target} and {', '.join(config.drafter)}"):
+    """Load an engine, show what is being done, and report how its models were prepared."""
+    loading = f"loading {config.target} and {', '.join(config.drafter)}"
+    with show.working(loading, quiet=config.target == BUILTIN) as status:
         from dsi.engine.engine import Engine
 
-        engine = Engine.load(config, spec=spec)
+        engine = Engine.load(config, spec=spec, status=status)
+    if (memory := engine_memory(engine)) and memory.total > REPORTED_MIB:
+        print(f"dsi: {memory}", file=sys.stderr)
     for warning in engine.deployment.warnings:
         print(f"dsi: {warning}", file=sys.stderr)
     if spec.algorithm == "auto" and engine.deployment.plans:  # on cores, auto decides during a request
         print(show.plans(engine.deployment.plans.values()), file=sys.stderr)
     return engine
+
+
+def engine_memory(engine: Engine) -> MemoryUse | None:
+    """What the servers and this process take; None for servers that are not its children."""
+    from dsi.fleets.memory import memory_use
+    from dsi.fleets.processes import ProcessFleet
+
+    return memory_use() if isinstance(engine.fleet, ProcessFleet) else None
+
+
+def text_document(engine: Engine, spec: SpecConfig, completion: Completion) -> dict[str, Any]:
+    """The JSON document of one generated text; the engine must still be running."""
+    from dsi.engine.explain import explain
+
+    memory = engine_memory(engine)
+    return {
+        "text": completion.text,
+        "algorithm": spec.algorithm,
+        **show.figures(completion),
+        "configuration": explain(engine.deployment, spec, completion),
+        "memory_mib": memory and memory.json(),
+    }
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dsi.cli import output as show
-from dsi.cli.engine import SpecOptions, load_engine, sampling_arguments
+from dsi.cli.engine import SpecOptions, load_engine, sampling_arguments, text_document
 from dsi.cli.options import Json, MaxNewTokens, options
 from dsi.core.messages import Sampling
 from dsi.engine.config import EngineConfig
@@ -29,19 +29,21 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this; repeatable.")] = None,
     json: Json = False,
 ) -> None:
-    """Continue a text: the text alone on stdout as it is written, a summary on stderr."""
+    """Continue a text: the text alone on stdout as it is written, a summary and the configuration on stderr."""
     text = _prompt(prompt, file)
     with load_engine(config, spec) as engine:
         stream = engine.stream(text, max_new_tokens=max_new_tokens, **sampling_arguments(sampling), stop=stop or [])
         for part in stream:
             if not json:
                 print(part, end="", flush=True)
-        completion = stream.completion
-    if json:
-        show.document(text=completion.text, algorithm=spec.algorithm, **show.figures(completion))
-    else:
+        if json:
+            show.document(**text_document(engine, spec, stream.completion))
+            return
+        from dsi.engine.explain import explain
+
         print()
-        print(show.summary(spec.algorithm, completion), file=sys.stderr)
+        print(show.summary(spec.algorithm, stream.completion), file=sys.stderr)
+        print(explain(engine.deployment, spec, stream.completion), file=sys.stderr)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

@@ -13,7 +13,7 @@ from dsi.cli import output as show
 from dsi.cli.options import Fields, Json, options
 from dsi.core.fields import option
 from dsi.engine.config import EngineConfig
-from dsi.models.names import full_name
+from dsi.models.names import BUILTIN, full_name
 
 if TYPE_CHECKING:
     from dsi.engine.build_processes import ModelPair
@@ -234,11 +234,12 @@ class Measurement:
         config.check_measurable()
         texts = read(prompts.dataset, prompts.field, prompts.template)
         profile = _profile(config, prompts.dataset, out)
-        with show.working(f"loading {config.target} and {config.drafter[0]}"):
+        loading = f"loading {config.target} and {config.drafter[0]}"
+        with show.working(loading, quiet=config.target == BUILTIN) as status:
             from dsi.engine.build_processes import load_model_pair
             from dsi.engine.prompts import sample_prompts
 
-            pair = load_model_pair(config)
+            pair = load_model_pair(config, status)
         sample = sample_prompts(texts, pair.tokenizer, prompts.count, prompts.seed, prompts.tokens, pair.context)
         _report_skipped(sample, prompts, pair.context)
         return cls(config, prompts, out, json, profile, pair, sample)

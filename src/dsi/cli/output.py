@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
-from dsi.core.progress import Progress
+from dsi.core.progress import Progress, Status, no_status
 
 if TYPE_CHECKING:
     from dsi.core.request import Completion
@@ -73,12 +73,17 @@ def writable(path: Path, endings: tuple[str, ...] = (*PICTURES, ".json")) -> Pat
 
 
 @contextmanager
-def working(on: str) -> Iterator[None]:
-    """Show a status line on a terminal during work that cannot be counted."""
+def working(on: str, quiet: bool = True) -> Iterator[Status]:
+    """Show a status line on a terminal; elsewhere, unless `quiet`, a line for each stage that comes late."""
     from rich.console import Console
+    from rich.markup import escape
 
-    with Console(stderr=True).status(on):
-        yield
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield no_status if quiet else _plain_status()
+        return
+    with console.status(escape(on)) as line:
+        yield lambda stage: line.update(escape(stage))
 
 
 def _plain_progress(what: str, total: int) -> Progress:
@@ -96,6 +101,26 @@ def _plain_progress(what: str, total: int) -> Progress:
     return advance
 
 
+def _plain_status() -> Status:
+    """Print a stage if it begins more than two seconds after the first, and how far it is every few seconds."""
+    from time import monotonic
+
+    started: float | None = None
+    printed, shown = 0.0, ""
+
+    def report(stage: str) -> None:
+        nonlocal started, printed, shown
+        now = monotonic()
+        if started is None:
+            started = printed = now
+        name = stage.partition(":")[0]
+        if now - printed > SILENCE_SECONDS or (name != shown and now - started > SILENCE_SECONDS):
+            printed, shown = now, name
+            print(f"dsi: {stage}", file=sys.stderr, flush=True)
+
+    return report
+
+
 def beside(ours: int, published: int) -> str:
     return f"{ours} ({published})" + ("" if ours == published else "  DIFFERS")
 
@@ -104,7 +129,9 @@ def figures(done: Completion) -> dict[str, Any]:
     return {
         "label": "measured",
         "tokens": len(done.tokens),
+        "token_ids": list(done.tokens),
         "prompt_tokens": len(done.prompt),
+        "prompt_token_ids": list(done.prompt),
         "finish_reason": done.finish_reason,
         "seconds": done.elapsed,
         "ttft_seconds": done.ttft,
@@ -144,16 +171,8 @@ def summary(algorithm: str, done: Completion) -> str:
     return (
         f"{algorithm}: {numbers['tokens']} tokens in {numbers['seconds']:.2f} s, "
         f"{numbers['tokens_per_second']:.1f} tokens/s, {numbers['accepted']} of them guessed, "
-        f"{numbers['target_forwards']} target forwards{fallback(done)} (measured)"
+        f"{numbers['target_forwards']} target forwards (measured)"
     )
-
-
-def fallback(done: Completion) -> str:
-    """What `auto` generated without speculation, and why."""
-    if not done.unspeculated:
-        return ""
-    cause = next(decision.cause for _, decision in done.decisions if not decision.spec.speculates)
-    return f", {done.unspeculated} tokens without speculation ({cause})"
 
 
 def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
@@ -350,4 +369,4 @@ def table(heads: list[str], rows: list[list[str]]) -> None:
 
 
 def document(**document: Any) -> None:
-    print(jsonlib.dumps(document, allow_nan=False))
+    print(jsonlib.dumps(document, allow_nan=False), flush=True)

@@ -11,10 +11,12 @@ import transformers
 from transformers import AutoTokenizer
 
 from dsi.core.messages import DRAFTER
+from dsi.core.progress import Status, no_status
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
-from dsi.models.hf import Transformer
+from dsi.models.hf import Transformer, load_model
 from dsi.models.llama_cpu import LlamaCpu
+from dsi.models.names import model_path, weights_gb
 from dsi.models.protocol import Model
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab import AUTO, SAME
@@ -23,20 +25,20 @@ from dsi.models.vocab.vocabulary import Vocabulary
 MAX_NUM_SEQS = 4  # sequences that a server keeps in its KV cache by default
 
 
-def build(config: EngineConfig) -> Deployment:
-    """Load the models and start the servers."""
+def build(config: EngineConfig, status: Status = no_status) -> Deployment:
+    """Load the models and start the servers; `status` is told what is being done."""
     silence_transformers()
     if config.fleet is not None:
         from dsi.engine.build_ray import build_on_ray
 
-        return build_on_ray(config)
+        return build_on_ray(config, status)
     if config.target_devices is not None:
         from dsi.engine.build_cuda import build_on_devices
 
-        return build_on_devices(config)
+        return build_on_devices(config, status)
     from dsi.engine.build_processes import build_on_processes
 
-    return build_on_processes(config)
+    return build_on_processes(config, status)
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,15 @@ class LoadedDrafter:
     model: Model
     ms: float | None = None  # per draft token; None: it computes no forward
     context: int = 0  # in the target's tokens; 0: unlimited
+
+
+def load_weights(name: str, role: str, dtype: str, status: Status = no_status) -> Any:
+    """Load a model by its name, and report how far it has come."""
+    path = model_path(name, role)
+    gb = weights_gb(path)
+    stage = f"loading {role} {name}{f', {gb:.1f} GB' if gb else ''}, {dtype}"
+    status(stage)
+    return load_model(path, dtype, status=lambda part: status(f"{stage}: {part}"))
 
 
 def cpu_model(model: Any, max_num_seqs: int = MAX_NUM_SEQS) -> Transformer:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.progress import Status, no_status
 from dsi.engine.build import ModelInfo, check_same_vocabulary, shortest_context, silence_transformers
 from dsi.engine.config import EngineConfig, check_dtype
 from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
@@ -30,11 +31,12 @@ MAX_CONTEXT = 4096  # tokens: a KV cache of this length is allocated from the st
 PROMPT = 32  # tokens of the prompts by which latencies are measured
 
 
-def build_on_devices(config: EngineConfig) -> Deployment:
+def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deployment:
     """Load the models, measure them, and use as many targets as are fastest in simulation, unless `sp` says."""
     placement = config.placement
     check_available(placement)
-    tokenizer, context, targets, drafter = load_models(config, placement)
+    tokenizer, context, targets, drafter = load_models(config, placement, status)
+    status("measuring the models")
     prompt = max(1, min(PROMPT, context // 4))
     shared_device = len(targets) > len({device.name for device in placement.targets})
     if shared_device and config.sp is None:  # otherwise all of them are used
@@ -57,14 +59,16 @@ def build_on_devices(config: EngineConfig) -> Deployment:
 
 
 def load_models(
-    config: EngineConfig, placement: Placement
+    config: EngineConfig, placement: Placement, status: Status = no_status
 ) -> tuple[Tokenizer, int, list[CudaGraphModel], CudaGraphModel]:
     """Return the tokenizer, the context, a model for each target device, and the drafter."""
     names = config.target, config.drafter[0]
     paths = model_path(names[0], TARGET), model_path(names[1], DRAFTER)
     devices = sorted({device.name for device in placement.targets})
     slices = slice_streams(placement)
+    status(f"loading target {names[0]}, {config.dtype}")
     weights = {device: load_on(paths[0], config.dtype, device) for device in devices}
+    status(f"loading drafter {names[1]}, {config.dtype}")
     drafter_weights = load_on(paths[1], config.dtype, placement.drafter.name)
     target, drafter = ModelInfo.of(paths[0], weights[devices[0]]), ModelInfo.of(paths[1], drafter_weights)
     check_same_vocabulary(target.tokenizer, drafter.tokenizer, names)

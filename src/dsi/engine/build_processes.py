@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.progress import Status, no_status
 from dsi.engine.build import (
     MAX_NUM_SEQS,
     LoadedDrafter,
@@ -16,6 +17,7 @@ from dsi.engine.build import (
     check_same_vocabulary,
     cpu_model,
     drafter_names,
+    load_weights,
     needs_translation,
     shortest_context,
     silence_transformers,
@@ -32,7 +34,7 @@ from dsi.engine.profile_cpu import (
 )
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import make_servers
-from dsi.models.hf import Transformer, load_model
+from dsi.models.hf import Transformer
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
 from dsi.models.protocol import Model, SamplingModel
@@ -41,23 +43,24 @@ from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.translate import SAMPLE_TEXT, translate_drafter
 
 
-def build_on_processes(config: EngineConfig) -> Deployment:
+def build_on_processes(config: EngineConfig, status: Status = no_status) -> Deployment:
     """Load the models here, measure them, and fork a process for each server."""
     torch.set_num_threads(1)  # before the first forward: a thread pool does not survive a fork
     sp, max_num_seqs = config.sp or 1, config.max_num_seqs or MAX_NUM_SEQS
-    path = model_path(config.target, TARGET)
-    weights = load_model(path, config.dtype)
-    info = ModelInfo.of(path, weights)
+    weights = load_weights(config.target, TARGET, config.dtype, status)
+    info = ModelInfo.of(model_path(config.target, TARGET), weights)
     target = (
         cpu_model(weights, max_num_seqs)
         if config.target_mp == 1
         else TensorParallel(weights, config.target_mp, max_num_seqs, config.threads)
     )
-    drafters = [load_drafter(name, info, config) for name in config.drafter]
+    drafters = [load_drafter(name, info, config, status) for name in config.drafter]
     names = drafter_names(len(drafters))
+    status("measuring the target")
     by_width = target_forwards_ms(target, assign_cores(sp, names)[f"{TARGET}-1"])
     drafter_ms = next((drafter.ms for drafter in drafters if drafter.ms is not None), by_width[1] * LOOKUP_SHARE)
     models = {name: drafter.model for name, drafter in zip(names, drafters)}
+    status(f"starting {sp + len(models)} servers")
     return Deployment(
         start_processes(target, models, sp, config.threads),
         info.tokenizer,
@@ -81,12 +84,14 @@ def start_processes(
     )
 
 
-def load_drafter(name: str, target: ModelInfo, config: EngineConfig) -> LoadedDrafter:
+def load_drafter(name: str, target: ModelInfo, config: EngineConfig, status: Status = no_status) -> LoadedDrafter:
     if name == NGRAM:
         return LoadedDrafter(NGram())  # drafts from the target's own tokens, in any vocabulary
-    path = model_path(name, DRAFTER)
-    weights = load_model(path, config.dtype)
-    info, model = ModelInfo.of(path, weights), cpu_model(weights, config.max_num_seqs or MAX_NUM_SEQS)
+    weights = load_weights(name, DRAFTER, config.dtype, status)
+    info, model = (
+        ModelInfo.of(model_path(name, DRAFTER), weights),
+        cpu_model(weights, config.max_num_seqs or MAX_NUM_SEQS),
+    )
     if not needs_translation(config.vocab, target.tokenizer, info.tokenizer, (config.target, name)):
         return LoadedDrafter(SamplingModel(model), forward_ms(model), model.context)
     translator = translate_drafter(config.vocab, model, info.vocabulary, target.vocabulary, model.context, name)
@@ -132,16 +137,15 @@ class ModelPair:
     context: int  # of the shorter one; 0: unlimited
 
 
-def load_model_pair(config: EngineConfig) -> ModelPair:
+def load_model_pair(config: EngineConfig, status: Status = no_status) -> ModelPair:
     """Load the target and the first drafter of an engine with one target, to measure each by itself."""
     config.check_measurable()
     silence_transformers()
     cores = assign_cores(1, [DRAFTER])
     infos, models = [], []
     for server, role, name in ((f"{TARGET}-1", TARGET, config.target), (DRAFTER, DRAFTER, config.drafter[0])):
-        path = model_path(name, role)
-        weights = load_model(path, config.dtype)
-        infos.append(ModelInfo.of(path, weights))
+        weights = load_weights(name, role, config.dtype, status)
+        infos.append(ModelInfo.of(model_path(name, role), weights))
         models.append(LocalModel(cpu_model(weights), config.threads or len(cores[server])))
     check_same_vocabulary(infos[0].tokenizer, infos[1].tokenizer, (config.target, config.drafter[0]))
     context = shortest_context(model.backend.context for model in models)

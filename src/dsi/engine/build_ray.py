@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dsi.core.messages import DRAFTER, TARGET, Draft, Drafted, Failed, Job, Verify
+from dsi.core.progress import Status, no_status
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.engine.build import (
     MAX_NUM_SEQS,
@@ -95,7 +96,7 @@ def load_translator(spec: ModelSpec, target: str, vocab: str) -> Model:
     return translate_drafter(vocab, model.backend, *vocabularies, info.context, spec.name)
 
 
-def build_on_ray(config: EngineConfig) -> Deployment:
+def build_on_ray(config: EngineConfig, status: Status = no_status) -> Deployment:
     """Start an actor for each server, on a new cluster or the one at the configured address."""
     resources = scale_resources(config.requested_resources, config.target_mp)
     target = model_info(config.target, TARGET)
@@ -114,6 +115,7 @@ def build_on_ray(config: EngineConfig) -> Deployment:
         remote_drafter(replace(template, name=name, role=DRAFTER, gpus=gpus_of(server, server)), config, target)
         for server, name in zip(names, config.drafter)
     ]
+    status(f"starting {sp + len(names)} servers on Ray")
     fleet = RayFleet(
         make_servers(targets, {name: drafter.model for name, drafter in zip(names, drafters)}),
         address=config.ray_address,
@@ -123,6 +125,7 @@ def build_on_ray(config: EngineConfig) -> Deployment:
     )
     try:
         fleet.wait_until_ready()
+        status("measuring the servers")
         latency = measure(fleet, names[0], config.drafter[0] == NGRAM)
     except BaseException:
         fleet.close()

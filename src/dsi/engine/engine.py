@@ -12,6 +12,7 @@ from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonit
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
 from dsi.core.policies import load_aware, policy_for
+from dsi.core.progress import Status, no_status
 from dsi.core.request import Completion, Request, ScoreRequest
 from dsi.core.sequence import Tokens
 from dsi.core.spec import AUTO, SpecConfig
@@ -87,6 +88,7 @@ class Engine(AbstractContextManager["Engine"]):
         drafter: str | Sequence[str] | None = None,
         *,
         spec: SpecConfig | None = None,
+        status: Status = no_status,
         **fields: Any,
     ) -> Self:
         """Load the models and start the servers.
@@ -94,6 +96,7 @@ class Engine(AbstractContextManager["Engine"]):
         Either of `config` and `spec` can be given as keyword arguments, the fields of `EngineConfig` and
         `SpecConfig`: `Engine.load(target="builtin", sp=2, lookahead=5)`; a string is the target's name. What is
         left open, or `auto`, the engine measures and chooses: by Eq. (1) on CPU cores, by simulation on devices.
+        `status` is told what is being done, as "measuring the target".
         """
         if isinstance(config, str):
             fields["target"], config = config, None
@@ -103,11 +106,12 @@ class Engine(AbstractContextManager["Engine"]):
         from dsi.engine.build import build
 
         if config.plan is None:
-            return cls(build(config), spec)
+            return cls(build(config, status), spec)
         from dsi.engine.profile_host import plan_engine
 
+        status("measuring the models")
         config, spec, acceptance, plans = plan_engine(config)
-        engine = cls(build(config), spec, acceptance)
+        engine = cls(build(config, status), spec, acceptance)
         engine.plans = plans
         return engine
 

@@ -6,16 +6,19 @@ its cancel flag before every layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
+from dsi.core.progress import Status, no_status
 from dsi.models.names import check_exists
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
@@ -196,15 +199,36 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return nn.ModuleList()
 
 
-def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu") -> Any:
-    """Load a model from a local folder or the Hugging Face hub."""
+def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", status: Status = no_status) -> Any:
+    """Load a model from a local folder or the Hugging Face hub, and report how many tensors have been read."""
     check_exists(folder)
     try:
         config = AutoConfig.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, dtype))
+        with _tensors_reported(status):
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, dtype))
     except Exception as error:
         raise ValueError(f"{folder}: cannot be loaded ({_first_line(error)})") from error
     return model.to(device)
+
+
+@contextmanager
+def _tensors_reported(status: Status) -> Iterator[None]:
+    """Count what passes through transformers' progress bar while weights are read."""
+    set_hook = getattr(transformers.logging, "set_tqdm_hook", None)  # newer than the oldest release we support
+    if set_hook is None:
+        yield
+        return
+    previous = set_hook(lambda bar, args, options: _counted(args[0], status) if args else bar(*args, **options))
+    try:
+        yield
+    finally:
+        set_hook(previous)
+
+
+def _counted(tensors: Collection[Any], status: Status) -> Iterator[Any]:
+    for done, tensor in enumerate(tensors, 1):
+        yield tensor
+        status(f"{done} of {len(tensors)} tensors")
 
 
 def _first_line(error: Exception) -> str:

@@ -29,6 +29,13 @@ def model_path(name: str, role: str) -> str:
     return str(files("dsi") / "assets" / "builtin_pair" / role) if name == BUILTIN else full_name(name)
 
 
+def weights_gb(path: str) -> float:
+    """The size of the weights in a folder; 0 where there is none, as of a name on the hub."""
+    folder = Path(path)
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))  # transformers prefers the former
+    return sum(file.stat().st_size for file in files) / 1e9
+
+
 def check_exists(name: str | Path) -> None:
     """Refuse what is neither a folder nor a possible name on the hub."""
     if not Path(name).is_dir() and not HUB_NAME.fullmatch(str(name)):

@@ -1,0 +1,35 @@
+"""The memory of forked processes."""
+
+import multiprocessing
+import os
+
+from dsi.fleets.memory import memory_use, process_tree
+
+MIB = 2**20
+
+
+def test_memory_use_counts_what_forked_processes_share_once() -> None:
+    weights = bytearray(os.urandom(1)) * (64 * MIB)
+    before = memory_use()
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    child = fork.Process(target=theirs.recv, daemon=True)
+    child.start()
+    try:
+        assert child.pid in process_tree(os.getpid())
+        after = memory_use()
+    finally:
+        ours.send(None)
+        child.join()
+    assert before
+    assert after
+    assert len(weights) == 64 * MIB
+    assert after.processes == before.processes + 1
+    assert after.shared > 60
+    assert after.total < before.total + 40
+    assert str(after).endswith(" MiB of it shared")
+    assert after.json()["processes"] == after.processes
+
+
+def test_memory_use_is_unknown_of_no_process() -> None:
+    assert memory_use(2**22 + 1) is None
