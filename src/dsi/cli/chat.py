@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
+import typer
+
 from dsi.cli import output as show
-from dsi.cli.engine import SpecOptions, load_engine, sampling_arguments, text_document
-from dsi.cli.options import Json, MaxNewTokens, options
+from dsi.cli.engine import SpecOptions, generation_arguments, load_engine, text_document
+from dsi.cli.options import Json, MaxNewTokens, given, options
 from dsi.core.messages import Sampling
 from dsi.engine.config import EngineConfig
 
@@ -15,6 +17,7 @@ EXAMPLE = "Example: dsi chat --target path/to/model --drafter path/to/small-mode
 
 @options
 def chat(
+    context: typer.Context,
     *,
     config: EngineConfig,
     spec: SpecOptions,
@@ -25,13 +28,15 @@ def chat(
     """Talk with a model, line by line; an empty line or the end of the input ends it.
 
     With --json there is one document for each answer, on a line of its own.
+    Options left out are as in the target's generation_config, if it has them.
     """
     messages: list[dict[str, str]] = []
     with load_engine(config, spec) as engine:
+        arguments = generation_arguments(config, sampling, max_new_tokens, given(context))
         while line := _line():
             messages.append({"role": "user", "content": line})
             prompt = engine.tokenizer.apply_chat_template(messages)
-            stream = engine.stream(prompt, max_new_tokens=max_new_tokens, **sampling_arguments(sampling))
+            stream = engine.stream(prompt, **arguments)
             for part in stream:
                 if not json:
                     print(part, end="", flush=True)

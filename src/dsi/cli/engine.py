@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,3 +72,17 @@ def text_document(engine: Engine, spec: SpecConfig, completion: Completion) -> d
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     """The arguments of `Engine.stream` and `Engine.generate` for these sampling parameters."""
     return {field.name: getattr(sampling, field.name) for field in fields(sampling) if field.name != "candidates"}
+
+
+def generation_arguments(
+    config: EngineConfig, sampling: Sampling, max_new_tokens: int, given: Collection[str]
+) -> dict[str, Any]:
+    """The arguments of `Engine.stream`: options that were given, then the target's generation configuration."""
+    from dsi.engine.generation_config import ignored_fields, load_generation_config, request_defaults
+
+    stored = load_generation_config(config.target)
+    defaults = {name: value for name, value in request_defaults(stored).items() if name not in given}
+    ignored = ignored_fields(stored, config, has_limit="max_new_tokens" in {*given, *defaults})
+    if ignored:
+        print(f"dsi: {config.target}: its generation_config is not honoured in {', '.join(ignored)}", file=sys.stderr)
+    return {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling), **defaults}

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from dsi.cli import output as show
-from dsi.cli.engine import SpecOptions, load_engine, sampling_arguments, text_document
-from dsi.cli.options import Json, MaxNewTokens, options
+from dsi.cli.engine import SpecOptions, generation_arguments, load_engine, text_document
+from dsi.cli.options import Json, MaxNewTokens, given, options
 from dsi.core.messages import Sampling
 from dsi.engine.config import EngineConfig
 
@@ -19,6 +19,7 @@ EXAMPLE = 'Example: dsi generate "Once upon a time" --max-new-tokens 200'
 
 @options
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The text to continue; without it, standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
     *,
@@ -29,10 +30,14 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this; repeatable.")] = None,
     json: Json = False,
 ) -> None:
-    """Continue a text: the text alone on stdout as it is written, a summary and the configuration on stderr."""
+    """Continue a text: the text alone on stdout as it is written, a summary and the configuration on stderr.
+
+    Options left out are as in the target's generation_config, if it has them.
+    """
     text = _prompt(prompt, file)
     with load_engine(config, spec) as engine:
-        stream = engine.stream(text, max_new_tokens=max_new_tokens, **sampling_arguments(sampling), stop=stop or [])
+        arguments = generation_arguments(config, sampling, max_new_tokens, given(context))
+        stream = engine.stream(text, **arguments, stop=stop or [])
         for part in stream:
             if not json:
                 print(part, end="", flush=True)

@@ -24,6 +24,7 @@ from dsi.engine.build import (
 )
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
+from dsi.engine.generation_config import process_logits
 from dsi.engine.profile_cpu import (
     LOOKUP_SHARE,
     draft_token_ms,
@@ -35,9 +36,10 @@ from dsi.engine.profile_cpu import (
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import make_servers
 from dsi.models.hf import Transformer
+from dsi.models.logits_processors import with_processing
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
-from dsi.models.protocol import Model, SamplingModel
+from dsi.models.protocol import Model, ProcessLogits, SamplingModel
 from dsi.models.tensor_parallel import TensorParallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.translate import SAMPLE_TEXT, translate_drafter
@@ -59,10 +61,11 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     status("measuring the target")
     by_width = target_forwards_ms(target, assign_cores(sp, names)[f"{TARGET}-1"])
     drafter_ms = next((drafter.ms for drafter in drafters if drafter.ms is not None), by_width[1] * LOOKUP_SHARE)
-    models = {name: drafter.model for name, drafter in zip(names, drafters)}
+    process = process_logits(weights)
+    models = {name: with_processing(drafter.model, process) for name, drafter in zip(names, drafters)}
     status(f"starting {sp + len(models)} servers")
     return Deployment(
-        start_processes(target, models, sp, config.threads),
+        start_processes(target, models, sp, config.threads, process),
         info.tokenizer,
         shortest_context([target.context, *(drafter.context for drafter in drafters)]),
         sp,
@@ -72,13 +75,17 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
 
 
 def start_processes(
-    target: Transformer | TensorParallel, drafters: Mapping[str, Model], sp: int, threads: int | None
+    target: Transformer | TensorParallel,
+    drafters: Mapping[str, Model],
+    sp: int,
+    threads: int | None,
+    process: ProcessLogits | None = None,
 ) -> ProcessFleet:
     """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core."""
     cores = assign_cores(sp, list(drafters))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
     return ProcessFleet(
-        make_servers([SamplingModel(target)] * sp, drafters),
+        make_servers([SamplingModel(target, process)] * sp, drafters),
         cores={} if threads else cores,
         prepare=lambda server: torch.set_num_threads(counts[server.name]),
     )

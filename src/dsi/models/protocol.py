@@ -128,18 +128,25 @@ class Backend(Protocol):
         ...
 
 
+class ProcessLogits(Protocol):
+    def __call__(self, logits: Array, tokens: Sequence[int], start: int) -> Array:
+        """Return the logits to sample from, given those after tokens[:i] for each i from `start` to len(tokens)."""
+        ...
+
+
 @dataclass(frozen=True)
 class SamplingModel:
     """A model that computes logits with a backend and applies the request's sampling and acceptance rule."""
 
     backend: Backend
+    process: ProcessLogits | None = None  # before sampling; log-probabilities are the backend's own
 
     def answer(self, request: ForwardRequest) -> Tokens:
         return self._verify(request, self._logits(request))
 
     def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-        logits = self._logits(request)
-        tokens = self._verify(request, logits)
+        logits = self._forward(request)
+        tokens = self._verify(request, self._processed(request, logits))
         guesses = request.guesses or ((),) * len(tokens)
         required = [(token, *(guess for guess, _ in position)) for token, position in zip(tokens, guesses)]
         return tokens, top_logprobs(logits, request.sampling.logprobs or 0, required)
@@ -153,7 +160,15 @@ class SamplingModel:
         return draw_guesses(row, request.sampling, request.start, start)
 
     def _logits(self, request: ForwardRequest) -> Array:
+        return self._processed(request, self._forward(request))
+
+    def _forward(self, request: ForwardRequest) -> Array:
         return self.backend.forward(request.tokens, request.start, request.cancelled)
+
+    def _processed(self, request: ForwardRequest, logits: Array) -> Array:
+        if self.process is None or not request.num_positions:
+            return logits
+        return self.process(logits, request.tokens, request.start)
 
     def _verify(self, request: ForwardRequest, logits: Array) -> Tokens:
         return verify_block(logits, request.sampling, request.start, request.guesses)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import dsi
+from dsi.engine.hf_generate import generate_with_assistant
 
 
-def generate(model: Any, assistant_model: Any = None, **arguments: Any) -> Any:
+def generate(model: Any, **arguments: Any) -> Any:
     """transformers prepares the text and the configuration as ever, and DSI writes."""
-    return model.generate(custom_generate=dsi.custom_generate, drafter=assistant_model, **arguments)
+    return generate_with_assistant(model, **arguments)
