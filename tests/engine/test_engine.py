@@ -179,7 +179,10 @@ def test_build_refuses_another_vocabulary(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("drafter", ["ngram", ["builtin", "ngram"]])
 def test_engine_drafts_with_ngram(drafter: str | list[str], expected: dict[str, str]) -> None:
-    with Engine.load(drafter=drafter) as engine:
+    stages: list[str] = []
+    with Engine.load(drafter=drafter, status=stages.append) as engine:
+        assert stages[0].startswith("loading target builtin, ")
+        assert stages[-2:] == ["measuring the target", f"starting {3 if 'builtin' in drafter else 2} servers"]
         for algorithm in ("si", "dsi"):
             assert engine.generate(PROMPTS[0], max_new_tokens=60, algorithm=algorithm).text == expected[PROMPTS[0]]
 

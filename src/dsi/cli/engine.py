@@ -39,7 +39,7 @@ def load_engine(config: EngineConfig, spec: SpecConfig) -> Engine:
 
         engine = Engine.load(config, spec=spec, status=status)
     if (memory := engine_memory(engine)) and memory.total > REPORTED_MIB:
-        print(f"dsi: {memory}", file=sys.stderr)
+        print(f"dsi: memory: {memory}", file=sys.stderr)
     for warning in engine.deployment.warnings:
         print(f"dsi: {warning}", file=sys.stderr)
     if spec.algorithm == "auto" and engine.deployment.plans:  # on cores, auto decides during a request
