@@ -19,6 +19,7 @@ from dsi.engine.engine import Engine
 from dsi.experiments import budget
 from dsi.experiments.budget import Table
 from dsi.experiments.compare import CLASSES
+from dsi.experiments.divergence import check_equal
 from dsi.planning import theory
 from dsi.planning.equation_1 import amdahl
 from dsi.planning.latency import LatencyModel
@@ -54,7 +55,10 @@ def on_cores(cores: int, repeats: int, tokens: int) -> list[Table]:
     configs = budget.configurations(budget.ALGORITHMS, cores, BLOCKS)
     count = len(configs) * sum(map(len, CLASSES.values())) * repeats
     with budget.engines(Engine.load, configs) as running, show.progress("texts", count) as advance:
-        return budget.measured(running, CLASSES, repeats, {"max_new_tokens": tokens}, advance)
+        tables = budget.measured(running, CLASSES, repeats, {"max_new_tokens": tokens}, advance)
+    for table in tables:
+        check_equal(table.divergences)
+    return tables
 
 
 def exact_lines(tables: dict[str, list[dict[str, Any]]], acceptance: float) -> Iterator[str]:

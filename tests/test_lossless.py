@@ -1,13 +1,14 @@
 """Same seed, same tokens, whatever the algorithm, the servers, their timing or their failures."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsi.core.generation import Policy
-from dsi.core.messages import DRAFTER, TARGET, Event, Failed, Job, Prefilled, Sampling
+from dsi.core.messages import DRAFTER, TARGET, Draft, Event, Failed, Job, Prefilled, Sampling
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
@@ -53,6 +54,9 @@ requests = st.builds(
     sampling=samplings,
     stop=st.sampled_from([frozenset[int](), frozenset({0, 2, 4, 6, 8, 10})]),
 )
+contexts: st.SearchStrategy[dict[str, int]] = st.one_of(
+    st.just({}), st.dictionaries(st.sampled_from(NAMES), st.integers(0, 25))
+)
 
 
 def alone(target: ToyTarget, request: Request) -> Tokens:
@@ -65,17 +69,26 @@ def alone(target: ToyTarget, request: Request) -> Tokens:
     return tuple(tokens[len(request.prompt) :])
 
 
+def check_fits(job: Job, contexts: dict[str, int]) -> None:
+    """No drafter is asked to read a text longer than its context."""
+    if isinstance(job, Draft) and contexts.get(job.model):
+        assert job.context.length + job.count - 1 <= contexts[job.model]
+
+
 class ShuffledFleet:
     """Answers in any order, fails at random, and goes on answering jobs that were cancelled."""
 
-    def __init__(self, models: dict[str, ToyTarget | ToyDrafter], dice: Random, failures: float) -> None:
+    def __init__(
+        self, models: dict[str, ToyTarget | ToyDrafter], dice: Random, failures: float, contexts: dict[str, int]
+    ) -> None:
         self.servers = {role: Server(role, role, model) for role, model in models.items()}
-        self.dice, self.failures = dice, failures
+        self.dice, self.failures, self.contexts = dice, failures, contexts
         self.streams: dict[int, list[Iterator[Event]]] = {}
         self.said: list[Event] = []
 
     def start(self, job: Job) -> None:
         role = getattr(job, "model", TARGET)
+        check_fits(job, self.contexts)
         # A memory of its own for each job: this fleet has as many servers as it has jobs.
         server = Server(role, role, self.servers[role].model)
         self.streams.setdefault(job.id, []).append(work(job, server))
@@ -118,18 +131,20 @@ class ShuffledFleet:
     st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=3, max_size=3),
     st.integers(0, 10**6),
     st.sampled_from([0.0, 0.02, 0.2]),
+    contexts,
 )
 @settings(max_examples=500)
-def test_lossless_under_any_order_and_failures(
-    asked: list[Request], rates: list[float], seed: int, failures: float
+def test_lossless_under_any_order_failures_and_contexts(
+    asked: list[Request], rates: list[float], seed: int, failures: float, contexts: dict[str, int]
 ) -> None:
+    asked = [replace(request, drafter_contexts=contexts) for request in asked]
     target = ToyTarget(seed)
     models: dict[str, ToyTarget | ToyDrafter] = {TARGET: target}
     models |= {
         name: ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
         for i, (name, rate) in enumerate(zip(NAMES, rates))
     }
-    fleet = ShuffledFleet(models, Random(seed), failures)
+    fleet = ShuffledFleet(models, Random(seed), failures, contexts)
     done = EngineLoop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
 
@@ -148,9 +163,10 @@ latencies = st.floats(0.01, 3)
     st.sampled_from([0.0, 0.5]),
     st.booleans(),
     st.integers(0, 10**6),
+    contexts,
 )
 @settings(max_examples=500)
-def test_lossless_under_any_latencies_and_servers(
+def test_lossless_under_any_latencies_servers_and_contexts(
     asked: list[Request],
     targets: int,
     crew: list[tuple[float, float]],
@@ -160,7 +176,9 @@ def test_lossless_under_any_latencies_and_servers(
     network: float,
     eager: bool,
     seed: int,
+    contexts: dict[str, int],
 ) -> None:
+    asked = [replace(request, drafter_contexts=contexts) for request in asked]
     target = ToyTarget(seed)
     dice = Random(seed)
     aim = Latency(slow, slow * 3, slow / 10, jitter)
@@ -168,13 +186,13 @@ def test_lossless_under_any_latencies_and_servers(
     for i, (name, (latency, rate)) in enumerate(zip(NAMES, crew)):
         drafter = ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
         servers.append(Server(name, name, Wait(drafter, Latency(latency, jitter=jitter), ~i)))
+
+    def fails(job: Job) -> bool:
+        check_fits(job, contexts)
+        return dice.random() < 0.05
+
     fleet = SimulatedFleet(
-        servers,
-        cancel_points=pieces,
-        network=network,
-        contention=0.1,
-        thread_pool=eager,
-        fails=lambda job: dice.random() < 0.05,  # noqa: ARG005
+        servers, cancel_points=pieces, network=network, contention=0.1, thread_pool=eager, fails=fails
     )
     done = EngineLoop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
@@ -201,6 +219,21 @@ def test_lossless_one_seed_one_text_for_every_algorithm(targets: int, temperatur
         [done] = EngineLoop(SimulatedFleet(servers)).run(Request((1, 2), 40, policy, sampling))
         texts.add(done.tokens)
     assert texts == {alone(target, Request((1, 2), 40, autoregressive(), sampling))}
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 20, 41])
+def test_lossless_whatever_the_drafters_context(context: int) -> None:
+    """A drafter is used up to its context, also where the prompt alone is longer, and the text goes on without it."""
+    target = ToyTarget(5)
+    prompt, tokens = (1, 2), 40
+    for policy in (speculative(4), pearl(4), distributed(2), distributed(3, min_draft=3, max_lead=8)):
+        servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(3)]
+        servers.append(Server("d", DRAFTER, Wait(ToyDrafter(target, 1.0), Latency(1.0))))
+        request = Request(prompt, tokens, policy, drafter_contexts={DRAFTER: context})
+        [done] = EngineLoop(SimulatedFleet(servers)).run(request)
+        assert done.tokens == alone(target, request)
+        room = min(tokens - 1, max(0, context + 1 - len(prompt)))
+        assert min(room, 1) <= done.tally.drafted <= room
 
 
 def test_lossless_check_catches_a_wrong_target_token() -> None:

@@ -113,7 +113,9 @@ class Noise(Coin):
         return self.keyed.token(self.key, self.weights)
 
 
-def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, choices: ScriptedChoices) -> Tokens:
+def written(
+    policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, context: int, choices: ScriptedChoices
+) -> Tokens:
     keyed = Keyed(choices)
     monkeypatch.setattr(verify, "noise_key", lambda *numbers: numbers)
     monkeypatch.setattr(verify, "uniform", partial(Coin, keyed))
@@ -121,13 +123,14 @@ def written(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, choices:
     monkeypatch.setattr(verify, "sample", lambda row, s, at: keyed.token(at, probabilities(row, s)))
     servers = [Server(f"{TARGET}-{i}", TARGET, Moody(P)) for i in range(3)]
     fleet = SimulatedFleet([*servers, Server(DRAFTER, DRAFTER, Moody(Q))])
-    [done] = EngineLoop(fleet).run(Request((), LENGTH, policy, Sampling(1.0, rule=rule)))
+    request = Request((), LENGTH, policy, Sampling(1.0, rule=rule), drafter_contexts={DRAFTER: context})
+    [done] = EngineLoop(fleet).run(request)
     return done.tokens
 
 
-def distance(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch) -> float:
+def distance(policy: Policy, rule: str, monkeypatch: pytest.MonkeyPatch, context: int = 0) -> float:
     """In total variation from the target's own texts."""
-    texts = exact_distribution(partial(written, policy, rule, monkeypatch))
+    texts = exact_distribution(partial(written, policy, rule, monkeypatch, context))
     likely = {
         text: prod(float(P.probs(text[:i])[token]) for i, token in enumerate(text))
         for text in product(range(WORDS), repeat=LENGTH)
@@ -153,6 +156,14 @@ def test_rules_sample_exactly_the_targets_distribution(
     rule: str, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert distance(policy, rule, monkeypatch) < 1e-12
+
+
+@pytest.mark.parametrize(("rule", "policy"), EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("context", [1, 2])
+def test_rules_are_exact_beyond_the_drafters_context(
+    rule: str, policy: Policy, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert distance(policy, rule, monkeypatch, context) < 1e-12
 
 
 def best_first(p: Any, guesses: Any, coins: Any, noise: Any) -> int:
@@ -188,10 +199,11 @@ def test_rules_check_catches_a_fault_in_the_core(
     lookahead=st.integers(1, 4),
     seed=st.integers(0, 2**40),
     worlds=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, 9)), min_size=2, max_size=3),
+    context=st.sampled_from([0, 0, 1, 5, 9]),
 )
 @settings(max_examples=60, deadline=None)
 def test_rules_one_seed_one_text_under_any_timing(
-    rule: str, lookahead: int, seed: int, worlds: list[tuple[int, int, int]]
+    rule: str, lookahead: int, seed: int, worlds: list[tuple[int, int, int]], context: int
 ) -> None:
     """`worlds` are numbers of targets, the patience, and how often a target's forward fails."""
     texts = set()
@@ -207,7 +219,8 @@ def test_rules_one_seed_one_text_under_any_timing(
             return isinstance(job, Verify) and dice.random() < rate / 20
 
         fleet = SimulatedFleet(servers, fails=fails)
-        [done] = EngineLoop(fleet).run(Request((1, 2), 12, policy, sampling))
+        request = Request((1, 2), 12, policy, sampling, drafter_contexts={DRAFTER: context})
+        [done] = EngineLoop(fleet).run(request)
         texts.add(done.tokens)
     assert len(texts) == 1
 

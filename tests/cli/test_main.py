@@ -1,5 +1,6 @@
 """What all commands share: errors, help, and doing without Ray."""
 
+from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
@@ -162,3 +163,14 @@ def test_help_has_an_example(command: str) -> None:
 
 def test_main_prints_the_version() -> None:
     assert dsi_here("--version").stdout == "dsi 0.1.0\n"
+
+
+def test_generate_refuses_invalid_utf8(tmp_path: Path) -> None:
+    invalid = b"caf\xe9".decode(errors="surrogateescape")
+    assert refused("generate", invalid) == "a prompt with the byte 0xe9 at position 3: is not valid UTF-8"
+    sentence = "a stop string with the byte 0xe9 at position 3: is not valid UTF-8"
+    assert refused("generate", "x", "--stop", invalid) == sentence
+    (tmp_path / "text").write_bytes(b"caf\xe9")
+    sentence = f"{tmp_path / 'text'}: is not UTF-8 text (byte 0xe9 at position 3)"
+    assert refused("generate", "--file", tmp_path / "text") == sentence
+    assert refused("compare", "--prompts", tmp_path / "text") == sentence

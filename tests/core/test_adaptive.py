@@ -145,3 +145,30 @@ def test_latency_table_has_the_best_config_for_each_rate() -> None:
     assert [known.rate_index(rate) for rate in (0.0, 0.2, 0.3, 1.0)] == [0, 0, 1, 2]
     assert str(known.configs[0]) == "no speculation"
     assert str(known.configs[1]) == "SP 1, lookahead 4, min draft 2"
+
+
+@pytest.mark.parametrize("context", [2, 40])
+def test_adaptive_goes_on_with_a_drafter_that_has_room(context: int) -> None:
+    """The first one is as good, and its context ends within the prompt or the text."""
+    setting = replace(SETTING, drafters=2, acceptance=0.9, tokens=100)
+    controller = AdaptiveController(TABLE, setting.drafter_names, 0.7)
+    log: list[Span] = []
+    contexts = {"drafter": context}
+    request = Request((1, 2, 3), 100, controller, drafter_contexts=contexts)
+    [done] = EngineLoop(setting.simulated(0, log)).run(request)
+    [plain] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), 100, autoregressive()))
+    assert done.tokens == plain.tokens
+    assert done.decisions[-1][1].spec.drafters == ("drafter-2",)
+    assert all(len(span.context) <= context for span in log if span.server == "drafter")
+    causes = [decision.cause for _, decision in done.decisions]
+    assert causes[0] == "start"
+    assert ("context" in causes) == (context == 40)
+
+
+def test_adaptive_goes_on_without_its_only_drafter() -> None:
+    setting = replace(SETTING, acceptance=1.0, tokens=60)
+    controller = AdaptiveController(TABLE, setting.drafter_names, 0.7)
+    request = Request((1, 2, 3), 60, controller, drafter_contexts={"drafter": 22})
+    [done] = EngineLoop(setting.simulated(0)).run(request)
+    [plain] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), 60, autoregressive()))
+    assert (done.tokens, done.tally.drafted) == (plain.tokens, 20)

@@ -294,3 +294,12 @@ def test_generation_aligns_logprobs_where_the_root_has_passed() -> None:
     g.handle(Verified(max(g.jobs.open), (1,), (((1, -0.1),),)))
     assert g.handle(Verified(wide, (1, 5), (((1, -0.1),), ((5, -0.5),)))).emit == (5,)
     assert g.top_logprobs == [((1, -0.1),), ((5, -0.5),)]
+
+
+def test_generation_room_ends_with_a_drafters_context() -> None:
+    """The last token follows a text as long as the context."""
+    g = Generation((7, 8, 9), 20, autoregressive(), drafter_contexts={"short": 5, "full": 2, "unlimited": 0})
+    assert [g.room(g.root, name) for name in ("short", "full", "unlimited", "other")] == [3, 0, 19, 19]
+    assert [g.in_context(name) for name in ("short", "full", "unlimited", "other")] == [True, False, True, True]
+    assert g.usable(("full", "short")) == ["short"]
+    assert g.usable(("full",)) == ("full",)

@@ -160,3 +160,34 @@ def test_load_aware_keeps_the_blocks_of_the_rule_block() -> None:
     policy = load_aware(distributed(5, max_lead=20), SpecConfig(lookahead=3), load)
     g = Generation((7,), 50, policy, sampling=Sampling(temperature=1.0, rule="reject"))
     assert drafts(g.start().start) == [(DRAFTER, (7,), 20)]
+
+
+def test_distributed_goes_on_without_a_drafter_at_its_context() -> None:
+    """The other one keeps its blocks; the first, whose context is full, neither drafts nor hurries verifications."""
+    g = Generation((7,), 50, distributed(3, ("fast", "wise")), drafter_contexts={"fast": 2})
+    assert drafts(g.start().start) == [("fast", (7,), 2), ("wise", (7,), 49)]
+    for token in (1, 2):
+        g.handle(Drafted(open_draft(g, "wise"), token))
+        g.handle(Drafted(open_draft(g, "fast"), token))
+    step = g.handle(Verified(open_watch(g, 7), (1,)))
+    assert (verifications(step.start), drafts(step.start)) == ([((7, 1, 2), 2)], [])
+    for token, verified in ((3, []), (4, []), (5, [((7, 1, 2, 3, 4, 5), 3)])):
+        step = g.handle(Drafted(open_draft(g, "wise"), token))
+        assert (verifications(step.start), drafts(step.start)) == (verified, [])
+
+
+def test_distributed_without_a_drafter_in_context_verifies_one_token_at_a_time() -> None:
+    g = Generation(
+        (7, 8, 9), 50, distributed(3, ("fast", "wise"), min_draft=2), drafter_contexts={"fast": 2, "wise": 1}
+    )
+    step = g.start()
+    assert (verifications(step.start), drafts(step.start)) == ([((7, 8, 9), 1)], [])
+    step = g.handle(Verified(open_watch(g, 7, 8, 9), (1,)))
+    assert (verifications(step.start), drafts(step.start)) == ([((7, 8, 9, 1), 1)], [])
+
+
+def test_load_aware_drafts_with_a_drafter_that_has_room() -> None:
+    spec = SpecConfig("dsi", 2, drafters=("fast", "wise"))
+    policy = load_aware(distributed(2), spec, Load(targets=1, requests=2, verifying=1))
+    g = Generation((7, 8), 50, policy, drafter_contexts={"fast": 1})
+    assert drafts(g.start().start) == [("wise", (7, 8), 2)]

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from command import dsi
 from dsi.engine.build_cuda import random_cuda_model
 from dsi.engine.engine import Engine
+from dsi.models.names import model_path
 from dsi.models.protocol import ForwardRequest
 
 pytestmark = pytest.mark.slow
@@ -51,15 +52,20 @@ def test_auto_starts_from_simulated_plans_and_adapts(texts: list[tuple[int, ...]
 
 def test_devices_take_a_short_context(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    with Engine.load() as engine:
-        engine.tokenizer.tokenizer.save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model_path("builtin", "target"))
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(**shape, vocab_size=4096, max_position_embeddings=64)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    folders = [tmp_path / "target", tmp_path / "drafter"]
+    for folder, context in zip(folders, (64, 48)):  # the drafter's does not end the text
+        config = LlamaConfig(**shape, vocab_size=4096, max_position_embeddings=context)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     texts = []
     for devices in ("cpu,cpu", None):
-        with Engine.load(str(tmp_path), str(tmp_path), target_devices=devices) as engine:
-            texts.append(engine.generate(PROMPT, max_new_tokens=100).tokens)
+        with Engine.load(*map(str, folders), target_devices=devices) as engine:
+            done = engine.generate(PROMPT, max_new_tokens=100)
+            assert len(done.prompt) + len(done.tokens) == 64
+            assert done.tally.failed == 0
+            texts.append(done.tokens)
     assert texts[0] == texts[1]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from dsi.core.spec import SpecConfig
-from dsi.engine.config import EngineConfig, fill_spec, make_configs, parse_fleet
+from dsi.engine.config import EngineConfig, fill_spec, make_configs, make_spec, parse_fleet
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,22 @@ def test_make_configs_refuses_bad_numbers(arguments: dict[str, Any], sentence: s
         make_configs(None, None, arguments)
 
 
-def test_make_configs_refuses_unknown_arguments() -> None:
-    with pytest.raises(TypeError, match="colour"):
-        make_configs(None, None, {"colour": "red"})
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"colour": "red"}, "unexpected keyword argument 'colour': must be one of algorithm, branches, drafter"),
+        ({"lookahed": 3}, "unexpected keyword argument 'lookahed': did you mean lookahead?"),
+        ({"target_device": None}, "unexpected keyword argument 'target_device': did you mean target_devices?"),
+    ],
+)
+def test_make_configs_refuses_unknown_arguments(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(sentence)}"):
+        make_configs(None, None, arguments)
+
+
+def test_make_spec_refuses_unknown_arguments() -> None:
+    with pytest.raises(TypeError, match=r"^unexpected keyword argument 'max_tokens': did you mean max_targets\?"):
+        make_spec(SpecConfig(), {"max_tokens": 3})
 
 
 def test_fill_spec_keeps_what_a_request_says() -> None:

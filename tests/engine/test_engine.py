@@ -19,7 +19,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from dsi.core.spec import ALGORITHMS
+from dsi.core.spec import ALGORITHMS, SpecConfig
 from dsi.engine.build import build
 from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
@@ -128,8 +128,56 @@ def test_engine_ends_at_the_end_token(one: Engine) -> None:
 
 def test_engine_stays_within_the_context(one: Engine) -> None:
     assert len(one.generate((5,) * 500, max_new_tokens=100).tokens) <= 12
-    with pytest.raises(ValueError, match=r"a prompt of 600 tokens: the models' context is 512"):
+    with pytest.raises(ValueError, match=r"a prompt of 600 tokens: the target's context is 512"):
         one.generate((5,) * 600)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ((5, 10**9), "token 1000000000: the target's tokens are 0 to 4095"),
+        ((5, 4096), "token 4096: the target's tokens are 0 to 4095"),
+        ((-1, 5), "token -1: the target's tokens are 0 to 4095"),
+        ((), "an empty prompt: must have at least one token"),
+    ],
+)
+def test_engine_refuses_tokens_that_the_target_does_not_have(
+    one: Engine, prompt: tuple[int, ...], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        one.generate(prompt)
+    with pytest.raises(ValueError, match=f"^{sentence}$"):
+        one.score_request(prompt, 1)
+
+
+def save_llama(folder: Path, context: int, seed: int = 0) -> str:
+    """Save a tiny model with the built-in pair's tokenizer."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**shape, vocab_size=4096, max_position_embeddings=context, eos_token_id=None)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_path("builtin", "target")).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def short_drafters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A target with a context of 96, and two drafters, of which one has 32 and the other 48."""
+    folder = tmp_path_factory.mktemp("models")
+    target, *drafters = [save_llama(folder / str(context), context) for context in (96, 32, 48)]
+    with Engine.load(target, drafters, threads=1) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("prompt", [4, 40, 90])
+def test_engine_goes_on_without_a_drafter_at_its_context(short_drafters: Engine, prompt: int) -> None:
+    specs = [*map(SpecConfig, (*ALGORITHMS, "auto")), SpecConfig("dsi", 3, min_draft=2)]
+    texts = [short_drafters.generate((7,) * prompt, max_new_tokens=100, spec=spec) for spec in specs]
+    assert {text.tokens for text in texts} == {texts[0].tokens}
+    assert {(len(text.tokens), text.finish_reason) for text in texts} == {(96 - prompt, "length")}
+    assert {text.tally.failed for text in texts} == {0}
+    assert (texts[1].tally.drafted > 0) == (prompt < 32)
+    assert (texts[-1].tally.drafted > 0) == (prompt < 48)  # which waits for draft tokens before it verifies
 
 
 def test_engine_keeps_the_names_of_the_last_release(one: Any) -> None:
@@ -218,6 +266,22 @@ def test_custom_generate_writes_what_transformers_writes(role: str) -> None:
         dsi.custom_generate(target, ids.repeat(2, 1), drafter=drafter)
     with pytest.raises(ValueError, match="needs a drafter"):
         dsi.custom_generate(target, ids)
+
+
+def test_custom_generate_ends_at_the_targets_context() -> None:
+    import dsi
+
+    torch.manual_seed(0)
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 97, "eos_token_id": None, "bos_token_id": None}
+    target, drafter = (GPT2LMHeadModel(GPT2Config(**shape, n_positions=n)).eval() for n in (64, 32))
+    ids = torch.arange(40)[None]  # more than the drafter's context
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
+    plain = target.generate(ids, max_new_tokens=24, **options)
+    with pytest.warns(UserWarning, match="the text ends at the target's context of 64 tokens"):
+        text = target.generate(ids, max_new_tokens=100, custom_generate=dsi.custom_generate, drafter=drafter, **options)
+    assert torch.equal(text, plain)
+    with pytest.raises(ValueError, match="a prompt of 64 tokens, and the target's context is 64"):
+        target.generate(torch.arange(64)[None], max_new_tokens=4, custom_generate=dsi.custom_generate, drafter=drafter)
 
 
 def test_stream_is_read_once(engine: Engine) -> None:

@@ -35,6 +35,7 @@ from dsi.experiments.budget import (
     simulated,
     with_layout,
 )
+from dsi.experiments.divergence import check_equal
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
@@ -168,7 +169,7 @@ class FakeEngine:
     """Logs which algorithm ran which prompt, and takes one second per token."""
 
     def __init__(self, log: list[tuple[str, str]], token: int = 7) -> None:
-        self.log, self.token, self.deployment = log, token, SimpleNamespace(sp=1)
+        self.log, self.token, self.deployment = log, token, SimpleNamespace(sp=1, plans={"dsi": None})
 
     def generate(self, prompt: str, *, algorithm: str, max_new_tokens: int, **_: Any) -> Completion:
         self.log.append((algorithm, prompt))
@@ -205,11 +206,19 @@ def test_measured_evicts_a_prompt_between_configurations_of_one_engine() -> None
     assert prompts == ["a", OTHER, "a", "b", OTHER, "b", "c", OTHER, "c"]
 
 
-def test_measured_refuses_different_texts() -> None:
-    with pytest.raises(ValueError, match="prompt 'a': different texts"):
-        run(
-            {configuration("nonsi", ALL): FakeEngine([]), configuration("dsi", OWN): FakeEngine([], token=8)}, repeats=1
-        )
+def test_measured_reports_different_texts_beside_the_figures() -> None:
+    one, two = run(
+        {configuration("nonsi", ALL): FakeEngine([]), configuration("dsi", OWN): FakeEngine([], token=8)}, repeats=1
+    )
+    assert [(found.prompt, found.position) for found in (*one.divergences, *two.divergences)] == [
+        ("a", 0),
+        ("b", 0),
+        ("c", 0),
+    ]
+    assert one.divergences[0].names == (one.entries[1].name,)
+    assert (len(one.entries), len(one.json()["divergences"])) == (2, 2)
+    with pytest.raises(ValueError, match="prompt 'a': different texts were written"):
+        check_equal(one.divergences)
 
 
 def test_engines_are_one_per_layout_on_the_same_cores() -> None:

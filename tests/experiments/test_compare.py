@@ -9,7 +9,7 @@ from dsi.core.generation import Policy
 from dsi.core.policies import autoregressive, distributed
 from dsi.core.request import Completion, Request
 from dsi.core.spec import SpecConfig
-from dsi.experiments.compare import row, specs
+from dsi.experiments.compare import Comparison, row, specs
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
@@ -34,13 +34,13 @@ def test_row_has_the_means_of_the_overlap() -> None:
 
 def test_comparison_prints_the_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [row(SpecConfig("nonsi"), texts(autoregressive())), row(SpecConfig("dsi"), texts(distributed(1)))]
-    comparison(rows, json=False)
+    comparison(Comparison(rows, []), json=False)
     table = {line[:28].strip(): line[28:].split() for line in capsys.readouterr().out.splitlines()}
     assert table["target forwards hidden"] == ["0%", "90%"]
     assert table["ms lost to each"] == ["-", "18000.0"]
     assert table["time over the ideal"] == ["1.00", "1.00"]
     assert table["idle: drafters (mean of 1)"][0] == "100%"  # thirteen servers are too many to list
-    comparison(rows, json=True)
+    comparison(Comparison(rows, []), json=True)
     plain, dsi = json.loads(capsys.readouterr().out)["results"]
     assert plain["overlap"]["idle_share"]["target-1"] == 0
     assert dsi["overlap"]["rejections"] == 1

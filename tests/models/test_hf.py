@@ -18,7 +18,7 @@ from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.models.hf import Transformer, common_prefix_length, load_model
+from dsi.models.hf import Transformer, check_supported, common_prefix_length, context_length, load_model
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait
 
@@ -213,10 +213,44 @@ def test_transformer_refuses_in_one_sentence(llama: Any, tmp_path: Path) -> None
         load_model(tmp_path)
 
 
-def test_transformer_refuses_a_recurrent_model_by_name() -> None:
-    config = hf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
-    with pytest.raises(ValueError, match="mamba"):
-        Transformer(hf.MambaForCausalLM(config)).forward(PROMPT, 5)
+KV_HEADS = {**BIG, "num_key_value_heads": 2}
+UNSUPPORTED: dict[str, Callable[[], Any]] = {
+    "mamba": lambda: hf.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "jamba": lambda: hf.JambaConfig(
+        **KV_HEADS, num_experts=2, attn_layer_period=2, attn_layer_offset=1, mamba_d_state=4
+    ),
+    "lfm2": lambda: hf.Lfm2Config(**KV_HEADS, layer_types=["conv", "full_attention", "conv"]),
+    "qwen3_next": lambda: hf.Qwen3NextConfig(
+        **KV_HEADS, layer_types=["linear_attention", "full_attention", "linear_attention"]
+    ),
+    "xlnet": lambda: hf.XLNetConfig(vocab_size=97, d_model=32, n_layer=2, n_head=4, d_inner=64),
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED)
+def test_load_model_refuses_a_state_beside_the_kv_cache_by_its_config(kind: str, tmp_path: Path) -> None:
+    """The folder has no weights: nothing is loaded before the refusal."""
+    UNSUPPORTED[kind]().save_pretrained(tmp_path)
+    what = "have no KV cache" if kind == "xlnet" else "keep a state"
+    with pytest.raises(ValueError, match=f": {kind} models {what} that can(not)? be cut back to an earlier token$"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "lfm2"])
+def test_transformer_refuses_a_loaded_model_with_a_state(kind: str) -> None:
+    model = hf.AutoModelForCausalLM.from_config(UNSUPPORTED[kind]())
+    with pytest.raises(ValueError, match=f"{kind} models keep a state"):
+        Transformer(model)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_check_supported_takes_models_with_a_kv_cache(kind: str) -> None:
+    check_supported(make(kind).config, kind)
+
+
+def test_context_length_is_never_negative() -> None:
+    assert context_length(hf.XLNetConfig()) == 0
+    assert context_length(hf.GPT2Config(n_positions=128)) == 128
 
 
 def test_transformer_loads_a_saved_model(llama: Any, tmp_path: Path) -> None:

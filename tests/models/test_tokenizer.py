@@ -1,5 +1,6 @@
 """The tokenizer, incremental detokenization and stop strings."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,15 @@ def test_builtin_pair_is_small() -> None:
     sizes = [file.stat().st_size for file in Path(model_path("builtin", "target")).parent.rglob("*") if file.is_file()]
     assert sum(sizes) < 40e6
     assert max(sizes) < 16e6
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"ab\xff".decode(errors="surrogateescape"), "a text with the byte 0xff at position 2: is not valid UTF-8"),
+        ("\ud800", "a text with the lone surrogate U+D800 at position 0: is not valid UTF-8"),
+    ],
+)
+def test_tokenizer_refuses_invalid_utf8(text: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
+        PAIR.encode(text)

@@ -99,6 +99,7 @@ class BudgetComparison:
     def _on_cores(self, classes: Classes) -> None:
         """Measure, or simulate where this machine has too few cores."""
         from dsi.experiments import budget
+        from dsi.experiments.divergence import check_equal
 
         here, asked = budget.cores_here(), self.options.cores
         cores = here if asked is None else budget.check_processors("cores", asked, 1)
@@ -120,8 +121,11 @@ class BudgetComparison:
             show.progress("texts", len(configs) * texts) as advance,
         ):
             tables = budget.measured(running, classes, self.repeats, self._arguments, advance)
-        about = f"{_runs(tables)} on {budget.plural(cores, 'core')}, all equal"
-        self._report(tables, about, cores=cores, equal=True)
+        divergences = [found for table in tables for found in table.divergences]
+        about = f"{_runs(tables)} on {budget.plural(cores, 'core')}, {show.equality(divergences)}"
+        self._report(tables, about, cores=cores, equal=not divergences)
+        if self.config.dtype == "float32":
+            check_equal(divergences)
 
     def _simulate_cores(self, cores: int, configs: Sequence[Configuration], classes: Classes) -> None:
         """Measure latencies and acceptance rates here, and simulate more cores than there are."""

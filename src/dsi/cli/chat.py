@@ -7,10 +7,11 @@ import sys
 import typer
 
 from dsi.cli import output as show
-from dsi.cli.engine import SpecOptions, generation_arguments, load_engine, text_document
+from dsi.cli.engine import SpecOptions, generation_arguments, load_engine, report_contexts, text_document
 from dsi.cli.options import Json, MaxNewTokens, given, options
 from dsi.core.messages import Sampling
 from dsi.engine.config import EngineConfig
+from dsi.models.tokenizer import check_unicode
 
 EXAMPLE = "Example: dsi chat --target path/to/model --drafter path/to/small-model"
 
@@ -44,12 +45,13 @@ def chat(
                 show.document(**text_document(engine, spec, stream.completion))
             else:
                 print(flush=True)
+            report_contexts(engine, spec, stream.completion, arguments["max_new_tokens"])
             messages.append({"role": "assistant", "content": stream.completion.text.strip()})
 
 
 def _line() -> str:
     """The user's next message, empty at the end of the input."""
     try:
-        return input("> " if sys.stdin.isatty() else "").strip()
+        return check_unicode("message", input("> " if sys.stdin.isatty() else "").strip())
     except EOFError:
         return ""

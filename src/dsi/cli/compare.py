@@ -10,7 +10,7 @@ import typer
 from dsi.cli import output as show
 from dsi.cli.budget import BudgetComparison, BudgetOptions, check_given
 from dsi.cli.engine import SPEC, load_engine, sampling_arguments
-from dsi.cli.options import Algorithms, Fields, Json, MaxNewTokens, algorithms, given, options, whole_numbers
+from dsi.cli.options import Algorithms, Fields, Json, MaxNewTokens, algorithms, given, options, read_text, whole_numbers
 from dsi.core.messages import Sampling
 from dsi.core.spec import SpecConfig
 from dsi.engine.config import EngineConfig
@@ -47,10 +47,12 @@ def compare(
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.
 
+    In float32 different texts are an error; in bfloat16 the result says where they part, and by what margin.
     Above temperature 0, rules other than match give each algorithm a text of its own, the same every time.
     With --budget, each algorithm has the same processors, in arrangements of its own.
     """
     from dsi.experiments.compare import compare as measured, specs
+    from dsi.experiments.divergence import check_equal
 
     options_given = given(context)
     check_given(options_given)
@@ -69,14 +71,16 @@ def compare(
         show.progress("texts", len(configs) * len(texts) * repeats) as advance,
     ):
         arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling)}
-        rows = measured(engine, configs, texts, repeats, arguments, advance)
-    show.comparison(rows, json, sampling.rule == "match" or sampling.temperature == 0)
+        comparison = measured(engine, configs, texts, repeats, arguments, advance)
+    show.comparison(comparison, json, sampling.rule == "match" or sampling.temperature == 0)
+    if config.dtype == "float32":
+        check_equal(comparison.divergences)
 
 
 def _prompts(file: Path | None) -> list[str]:
     from dsi.experiments.compare import PROMPTS
 
-    lines = PROMPTS if file is None else [line for line in file.read_text().splitlines() if line.strip()]
+    lines = PROMPTS if file is None else [line for line in read_text(file).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{file}: has no prompt in it")
     return list(lines)

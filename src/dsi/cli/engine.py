@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from dsi.models.names import BUILTIN
 
 if TYPE_CHECKING:
     from dsi.core.request import Completion
+    from dsi.engine.deployment import Deployment
     from dsi.engine.engine import Engine
     from dsi.fleets.memory import MemoryUse
 
@@ -86,3 +87,21 @@ def generation_arguments(
     if ignored:
         print(f"dsi: {config.target}: its generation_config is not honoured in {', '.join(ignored)}", file=sys.stderr)
     return {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling), **defaults}
+
+
+def report_contexts(engine: Engine, spec: SpecConfig, completion: Completion, max_new_tokens: int) -> None:
+    """Say on stderr where a text came to the end of a model's context."""
+    for line in context_notes(engine.deployment, spec, completion, max_new_tokens):
+        print(f"dsi: {line}", file=sys.stderr)
+
+
+def context_notes(
+    deployment: Deployment, spec: SpecConfig, completion: Completion, max_new_tokens: int
+) -> Iterator[str]:
+    if spec.speculates:
+        for name, context in deployment.drafter_contexts.items():
+            after = max(0, context + 1 - len(completion.prompt))  # tokens that it could draft
+            if context and after < len(completion.tokens):
+                yield f"the text goes on without the {name} after {after} tokens, at its context of {context}"
+    if completion.finish_reason == "length" and len(completion.tokens) < max_new_tokens:
+        yield f"the text ends at the target's context of {deployment.context} tokens"

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
+from pathlib import Path
 from types import NoneType, SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -161,6 +162,15 @@ def whole_numbers(name: str, text: str, least: int) -> list[int]:
     if min(numbers) < least:
         raise ValueError(f"{name} {min(numbers)}: must be at least {least}")
     return numbers
+
+
+def read_text(file: Path) -> str:
+    """Read a file of UTF-8 text."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ValueError(f"{file}: is not UTF-8 text (byte 0x{byte:02x} at position {error.start})") from None
 
 
 def algorithms(text: str) -> list[str]:

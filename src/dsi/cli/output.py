@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,7 +15,8 @@ from dsi.core.progress import Progress, Status, no_status
 if TYPE_CHECKING:
     from dsi.core.request import Completion
     from dsi.experiments.budget import Entry, Table, Verdict
-    from dsi.experiments.compare import Row
+    from dsi.experiments.compare import Comparison
+    from dsi.experiments.divergence import Divergence
     from dsi.experiments.records import Record
     from dsi.experiments.simulate import Result
     from dsi.planning.search import DeploymentPlan
@@ -175,9 +176,11 @@ def summary(algorithm: str, done: Completion) -> str:
     )
 
 
-def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
+def comparison(comparison: Comparison, json: bool, one_text: bool = True) -> None:
+    rows, divergences = comparison.rows, comparison.divergences
     if json:
-        document(label="measured", results=[row.json() for row in rows], equal=True)
+        parted = [found.json() for found in divergences]
+        document(label="measured", results=[row.json() for row in rows], equal=not parted, divergences=parted)
         return
     columns = [
         {
@@ -191,8 +194,21 @@ def comparison(rows: list[Row], json: bool, one_text: bool = True) -> None:
         for row in rows
     ]
     _print_columns([row.name for row in rows], columns)
-    equal = "all equal" if one_text else "those of one algorithm and prompt equal"
+    equal = equality(divergences, one_text)
     print(f"measured: {rows[0].runs} texts each, {equal}; ratios are medians within a prompt and repeat")
+    _print_divergences(divergences)
+
+
+def equality(divergences: Sequence[Divergence], one_text: bool = True) -> str:
+    """Whether the texts that should be equal are."""
+    if divergences:
+        return f"those of {len(divergences)} {'prompt' if len(divergences) == 1 else 'prompts'} not equal"
+    return "all equal" if one_text else "those of one algorithm and prompt equal"
+
+
+def _print_divergences(divergences: Iterable[Divergence]) -> None:
+    for found in divergences:
+        print(found)
 
 
 def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], **figures: Any) -> None:
@@ -209,6 +225,7 @@ def budget(tables: list[Table], about: str, json: bool, files: Iterable[Path], *
         print(verdict(prompt_class.verdict) if prompt_class.verdict else "nobody to compare with", end="\n\n")
     print("over non-SI: median of ratios within a prompt and repeat; forwards, given up, wasted: per token")
     print(f"{label}: {about}")
+    _print_divergences(found for prompt_class in tables for found in prompt_class.divergences)
     for path in files:
         print(f"wrote {path}", file=sys.stderr)
 

@@ -156,7 +156,7 @@ class RequestController:
         self._runner_up = AcceptanceEMA(engine.runner_up.rate)
         self._num_learned = 0  # verified positions
         self._latency_changed = False  # a drafter's speed, since the last decision
-        self._choose(g, engine.best(self._acceptance, self._runner_up.rate), "start")
+        self._choose(g, self._best(g), "start")
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
         drafters, config, spare_targets = self._candidate = candidate
@@ -177,10 +177,17 @@ class RequestController:
             self._learn(position)
         self._num_learned = len(g.verified)
         self._latency_changed |= self._engine.update_scales()
-        candidate = self._engine.best(self._acceptance, self._runner_up.rate)
-        if candidate != self._candidate and self._ms(candidate) < (1 - MIN_GAIN) * self._ms(self._candidate):
+        candidate = self._best(g)
+        if _fits(g, candidate[0]) and not _fits(g, self._candidate[0]):
+            self._choose(g, candidate, "context")
+        elif candidate != self._candidate and self._ms(candidate) < (1 - MIN_GAIN) * self._ms(self._candidate):
             self._choose(g, candidate, "latency" if self._latency_changed else "acceptance")
             self._latency_changed = False
+
+    def _best(self, g: Generation) -> Candidate:
+        """The best candidate among the drafters in whose context the text still fits, if there are any."""
+        fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
+        return self._engine.best(fitting or self._acceptance, self._runner_up.rate)
 
     def _ms(self, candidate: Candidate) -> float:
         return self._engine.predicted_ms(candidate, self._acceptance[candidate[0]].rate, self._runner_up.rate)
@@ -202,3 +209,8 @@ class RequestController:
             unused = not self.spec.speculates or name not in self.spec.drafters
             if unused and name not in g.root.drafted_by and not g.jobs.drafting(name) and g.room(g.root, name) > 0:
                 g.draft(g.root, 1, name, self.spec)
+
+
+def _fits(g: Generation, drafters: DrafterSet) -> bool:
+    """Whether the verified text fits the context of each of these drafters."""
+    return all(map(g.in_context, drafters))

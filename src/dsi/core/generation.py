@@ -8,9 +8,10 @@ costs the same at any length of text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from math import inf
 from typing import Any
 
 from dsi.core.draft_tree import DraftTree, Node
@@ -71,6 +72,7 @@ class Generation:
         *,
         stop: Collection[int] = (),
         sampling: Sampling = GREEDY,
+        drafter_contexts: Mapping[str, int] | None = None,
         ids: Iterator[int] | None = None,
     ) -> None:
         if max_new_tokens < 1:
@@ -85,6 +87,7 @@ class Generation:
         self.verified: list[VerifiedPosition] = []
         self.top_logprobs: list[TopLogprobs] = []  # of each token, where the request asks for them
         self.decisions: list[Decision] = []  # of an adaptive policy
+        self._drafter_contexts = {name: context for name, context in (drafter_contexts or {}).items() if context}
         self._stop_tokens = frozenset(stop)
         self._stopped = False
         self._block_size = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
@@ -288,7 +291,23 @@ class Generation:
         if self.jobs.failing(model) or (tip is not self.tree.root and tip.token in self._stop_tokens):
             return 0
         last = self.max_new_tokens if self.needs_draft else self.max_new_tokens - 1
-        return last - tip.depth
+        return int(max(0, min(last - tip.depth, self._context_room(tip, model))))
+
+    def usable(self, drafters: Sequence[str]) -> Sequence[str]:
+        """The drafters that neither keep failing nor have come to the end of their context; if none, the first."""
+        available = self.jobs.available(drafters)
+        if not self._drafter_contexts:
+            return available
+        return [model for model in available if self.in_context(model, self.tip(model, drafters))] or drafters[:1]
+
+    def in_context(self, model: str, node: Node | None = None) -> bool:
+        """Whether the text up to this node, by default the root, fits a drafter's context."""
+        return self._context_room(node or self.tree.root, model) > 0
+
+    def _context_room(self, node: Node, model: str) -> float:
+        """How many tokens a drafter can add: the last one follows a text as long as its context."""
+        context = self._drafter_contexts.get(model)
+        return inf if context is None else context + 1 - node.context.length
 
     def verifiable(self, tip: Node) -> Node | None:
         """The last position up to `tip` that can be verified now: a rule may need its draft token."""

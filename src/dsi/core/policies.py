@@ -163,7 +163,7 @@ def speculate(g: Generation, spec: SpecConfig) -> None:
     whole_blocks = g.needs_draft and g.sampling.rule == "block"  # blocks must not depend on timing
     if whole_blocks:
         max_lead = max(max_lead, lookahead)
-    for model in g.jobs.available(spec.drafters):
+    for model in g.usable(spec.drafters):
         tip = g.tip(model, spec.drafters)
         lead = tip.depth - g.root.depth
         room = g.room(tip, model)
@@ -184,7 +184,7 @@ def speculate(g: Generation, spec: SpecConfig) -> None:
 
 def speculate_one_block(g: Generation, spec: SpecConfig) -> None:
     """Draft one block after the root, and verify nothing before the root's verification has ended."""
-    model = g.jobs.available(spec.drafters)[0]
+    model = g.usable(spec.drafters)[0]
     tip = g.tip(model, spec.drafters)
     lead = tip.depth - g.root.depth
     count = min(g.room(tip, model), (spec.lookahead or 1) - lead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from dsi.core.generation import Policy, Tally
@@ -22,6 +23,7 @@ class Request:
     policy: Policy
     sampling: Sampling = GREEDY
     stop: frozenset[int] = frozenset()
+    drafter_contexts: Mapping[str, int] = field(default_factory=dict, hash=False)  # in tokens; 0 or none: unlimited
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Decision:
 
     tokens: int
     spec: SpecConfig
-    cause: str  # start, acceptance (of draft tokens or runner-ups) or latency
+    cause: str  # start, acceptance (of draft tokens or runner-ups), latency, or a drafter's context
     acceptance: float  # the estimate it was chosen by
 
     def json(self) -> dict[str, object]:

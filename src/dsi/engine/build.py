@@ -10,13 +10,13 @@ from typing import Any
 import transformers
 from transformers import AutoTokenizer
 
-from dsi.core.messages import DRAFTER
+from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.progress import Status, no_status
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
-from dsi.models.hf import Transformer, load_model
+from dsi.models.hf import Transformer, check_supported, context_length, load_config, load_model
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.names import model_path, weights_gb
+from dsi.models.names import NGRAM, model_path, weights_gb
 from dsi.models.protocol import Model
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab import AUTO, SAME
@@ -32,6 +32,7 @@ def build(config: EngineConfig, status: Status = no_status) -> Deployment:
         from dsi.engine.build_ray import build_on_ray
 
         return build_on_ray(config, status)
+    check_models(config)
     if config.target_devices is not None:
         from dsi.engine.build_cuda import build_on_devices
 
@@ -39,6 +40,13 @@ def build(config: EngineConfig, status: Status = no_status) -> Deployment:
     from dsi.engine.build_processes import build_on_processes
 
     return build_on_processes(config, status)
+
+
+def check_models(config: EngineConfig) -> None:
+    """Refuse models of an unsupported kind before the weights of any are loaded."""
+    drafters = [(DRAFTER, name) for name in config.drafter if name != NGRAM]
+    for role, name in ((TARGET, config.target), *drafters):
+        check_supported(load_config(model_path(name, role)), name)
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ class ModelInfo:
     @classmethod
     def of(cls, path: str, model: Any) -> ModelInfo:
         """Describe a loaded model."""
-        context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
-        return cls(load_tokenizer(path, model), context, int(model.get_input_embeddings().weight.shape[0]))
+        vocab_size = int(model.get_input_embeddings().weight.shape[0])
+        return cls(load_tokenizer(path, model), context_length(model.config), vocab_size)
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -23,7 +23,6 @@ from dsi.models.device_map import split_layers
 from dsi.models.hf import load_model
 from dsi.models.names import model_path
 from dsi.models.shapes import random_model
-from dsi.models.tokenizer import Tokenizer
 from dsi.planning.latency import monotone
 from dsi.planning.search import DEVICE_SP, search_devices
 
@@ -35,7 +34,8 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
     """Load the models, measure them, and use as many targets as are fastest in simulation, unless `sp` says."""
     placement = config.placement
     check_available(placement)
-    tokenizer, context, targets, drafter = load_models(config, placement, status)
+    info, targets, drafter = load_models(config, placement, status)
+    context = shortest_context([targets[0].context, drafter.context])
     status("measuring the models")
     prompt = max(1, min(PROMPT, context // 4))
     shared_device = len(targets) > len({device.name for device in placement.targets})
@@ -49,19 +49,21 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
     return Deployment(
         CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv)),
-        tokenizer,
-        context,
+        info.tokenizer,
+        targets[0].context,
         sp,
         replace(latency.with_targets(sp), by_width=monotone(dict(latency.by_width))),
         plans=plans,
         warnings=eager_warnings([*targets, drafter]),
+        drafter_contexts={DRAFTER: drafter.context},
+        vocab_size=info.vocab_size,
     )
 
 
 def load_models(
     config: EngineConfig, placement: Placement, status: Status = no_status
-) -> tuple[Tokenizer, int, list[CudaGraphModel], CudaGraphModel]:
-    """Return the tokenizer, the context, a model for each target device, and the drafter."""
+) -> tuple[ModelInfo, list[CudaGraphModel], CudaGraphModel]:
+    """Return the target's description, a model for each target device, and the drafter."""
     names = config.target, config.drafter[0]
     paths = model_path(names[0], TARGET), model_path(names[1], DRAFTER)
     devices = sorted({device.name for device in placement.targets})
@@ -72,10 +74,11 @@ def load_models(
     drafter_weights = load_on(paths[1], config.dtype, placement.drafter.name)
     target, drafter = ModelInfo.of(paths[0], weights[devices[0]]), ModelInfo.of(paths[1], drafter_weights)
     check_same_vocabulary(target.tokenizer, drafter.tokenizer, names)
-    context = shortest_context([target.context, drafter.context, MAX_CONTEXT])
+    context = shortest_context([target.context, MAX_CONTEXT])
     targets = target_models(placement, weights, context, slices)
-    draft_model = cuda_model(drafter_weights, context, placement.drafter, slices, drafts=True)
-    return target.tokenizer, context, targets, draft_model
+    draft_context = shortest_context([drafter.context, context])  # no text is longer than the target's context
+    draft_model = cuda_model(drafter_weights, draft_context, placement.drafter, slices, drafts=True)
+    return target, targets, draft_model
 
 
 def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:

@@ -67,10 +67,12 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     return Deployment(
         start_processes(target, models, sp, config.threads, process),
         info.tokenizer,
-        shortest_context([target.context, *(drafter.context for drafter in drafters)]),
+        target.context,
         sp,
         measured_latency(by_width, drafter_ms, expected_contention(sp, len(available_cores()))),
         names,
+        drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
+        vocab_size=info.vocab_size,
     )
 
 

@@ -24,7 +24,6 @@ from dsi.engine.build import (
     drafter_names,
     end_tokens,
     needs_translation,
-    shortest_context,
     silence_transformers,
 )
 from dsi.engine.config import EngineConfig
@@ -33,7 +32,7 @@ from dsi.engine.profile_cpu import DRAFT_TOKENS, LOOKUP_SHARE, WIDTHS, measured_
 from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, resources_of
 from dsi.fleets.servers import make_servers
 from dsi.models.device_map import split_layers
-from dsi.models.hf import load_model
+from dsi.models.hf import check_supported, context_length, load_model
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
@@ -130,8 +129,16 @@ def build_on_ray(config: EngineConfig, status: Status = no_status) -> Deployment
     except BaseException:
         fleet.close()
         raise
-    context = shortest_context([target.context, *(drafter.context for drafter in drafters)])
-    return Deployment(fleet, target.tokenizer, context, sp, latency, names)
+    return Deployment(
+        fleet,
+        target.tokenizer,
+        target.context,
+        sp,
+        latency,
+        names,
+        drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
+        vocab_size=target.vocab_size,
+    )
 
 
 def scale_resources(resources: Mapping[str, ResourceRequest], mp: int) -> dict[str, ResourceRequest]:
@@ -173,11 +180,12 @@ def model_info(name: str, role: str) -> ModelInfo:
         config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except Exception as error:
         raise ValueError(f"{name}: there is no such model, or no tokenizer with it") from error
+    check_supported(config, name)
     eos_token_ids = config.eos_token_id if hasattr(config, "eos_token_id") else None
     with suppress(OSError):  # it may have none of its own
         eos_token_ids = GenerationConfig.from_pretrained(path).eos_token_id
-    context = int(getattr(config, "max_position_embeddings", 0) or 0)
-    return ModelInfo(Tokenizer(tokenizer, end_tokens(eos_token_ids)), context, config.get_text_config().vocab_size)
+    vocab_size = config.get_text_config().vocab_size
+    return ModelInfo(Tokenizer(tokenizer, end_tokens(eos_token_ids)), context_length(config), vocab_size)
 
 
 def measure(fleet: RayFleet, drafter: str, is_ngram: bool) -> LatencyModel:

@@ -5,8 +5,9 @@ Importing torch and transformers takes seconds; a mistake in a name or a number 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.fields import option
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 RAY = "ray"
 DTYPES = ("float32", "bfloat16")
+SPEC_FIELDS = tuple(field.name for field in fields(SpecConfig))
 OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_draft"}  # kept for one release
 
 
@@ -165,6 +167,7 @@ def make_configs(
     """Split keyword arguments into the fields of the two configurations, and replace those of the ones given."""
     names = {field.name for field in fields(EngineConfig)}
     named = {OLD_NAMES.get(name, name): value for name, value in arguments.items()}
+    check_known(named, {*names, *SPEC_FIELDS})
     own = {name: value for name, value in named.items() if name in names and value is not None}
     rest = {name: value for name, value in named.items() if name not in names}
     spec = make_spec(spec or SpecConfig(), rest)
@@ -174,10 +177,20 @@ def make_configs(
 def make_spec(spec: SpecConfig, arguments: Mapping[str, Any]) -> SpecConfig:
     """Replace fields of a SpecConfig; None leaves one as it is, and `auto` leaves a number to the engine."""
     changes = {OLD_NAMES.get(name, name): value for name, value in arguments.items() if value is not None}
+    check_known(changes, SPEC_FIELDS)
     for name in ("lookahead", "min_draft"):
         if name in changes:
             changes[name] = parse_number(name, changes[name])
     return check_auto(replace(spec, **changes))
+
+
+def check_known(arguments: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a keyword argument that is no field, with the one that was probably meant."""
+    for name in arguments:
+        if name not in known:
+            close = get_close_matches(name, known, n=1)
+            advice = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(sorted(known))}"
+            raise TypeError(f"unexpected keyword argument {name!r}: {advice}")
 
 
 def fill_spec(spec: SpecConfig, default: SpecConfig) -> SpecConfig:

@@ -31,12 +31,14 @@ class Deployment:
 
     fleet: ProcessFleet | CudaFleet | RayFleet
     tokenizer: Tokenizer
-    context: int  # 0: unlimited
+    context: int  # the target's; 0: unlimited
     sp: int
     latency: LatencyModel
     drafters: tuple[str, ...] = (DRAFTER,)  # names of their servers, the first one first
     plans: Mapping[str, DeploymentPlan] = field(default_factory=dict)  # the fastest of each algorithm, on devices
     warnings: tuple[str, ...] = ()
+    drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
+    vocab_size: int | None = None  # of the target's embedding; None: unknown
     _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
 
     def simulation(self, sp: int, tokens: int, **fields: Any) -> SimulationConfig:
@@ -86,15 +88,20 @@ class Deployment:
         return latency_table(self.simulation(self.sp, SIMULATED_TOKENS))
 
     def check_request(self, prompt: Tokens, sampling: Sampling) -> None:
-        """Refuse a prompt that is too long, and sampling that these models do not support."""
+        """Refuse a prompt that the target cannot read, and sampling that these models do not support."""
         if self.plans and (sampling.rule != "match" or sampling.logprobs is not None):
             name = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
             raise ValueError(f"{name}: on devices there are only match and no logprobs; leave them out")
+        if not prompt:
+            raise ValueError("an empty prompt: must have at least one token")
+        if self.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
+            invalid = next(token for token in prompt if not 0 <= token < self.vocab_size)
+            raise ValueError(f"token {invalid}: the target's tokens are 0 to {self.vocab_size - 1}")
         if self.context and len(prompt) >= self.context:
-            raise ValueError(f"a prompt of {len(prompt)} tokens: the models' context is {self.context}")
+            raise ValueError(f"a prompt of {len(prompt)} tokens: the target's context is {self.context}")
 
     def limit_new_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
-        """At most as many tokens as the context has room for."""
+        """At most as many tokens as the target's context has room for."""
         return min(max_new_tokens, self.context - len(prompt)) if self.context else max_new_tokens
 
     def _plan_with(self, lookahead: int) -> DeploymentPlan | None:

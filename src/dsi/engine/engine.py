@@ -186,13 +186,14 @@ class Engine(AbstractContextManager["Engine"]):
         return TextStream(self.loop, self.tokenizer, request, [stop] if isinstance(stop, str) else stop)
 
     def make_request(self, prompt: Tokens, max_new_tokens: int, spec: SpecConfig, sampling: Sampling) -> Request:
-        """Prepare a request for `loop.submit`, with no more new tokens than the context has room for.
+        """Prepare a request for `loop.submit`, with no more new tokens than the target's context has room for.
 
         What `spec` leaves open is as in the engine's own, or else chosen by the deployment.
         """
         self.deployment.check_request(prompt, sampling)
         limit = self.deployment.limit_new_tokens(prompt, max_new_tokens)
-        return Request(prompt, limit, self.policy(spec), sampling, self.tokenizer.eos_token_ids)
+        ends, contexts = self.tokenizer.eos_token_ids, self.deployment.drafter_contexts
+        return Request(prompt, limit, self.policy(spec), sampling, ends, contexts)
 
     def score_request(self, prompt: Tokens, logprobs: int) -> ScoreRequest:
         """Prepare a request for the top log probabilities of each token of a prompt."""

@@ -8,6 +8,7 @@ or refused by name.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import chain, takewhile
@@ -35,7 +36,7 @@ from dsi.engine.build_processes import start_processes
 from dsi.engine.generation_config import OTHER_SEARCHES, set_fields
 from dsi.engine.profile_cpu import forward_ms
 from dsi.fleets.loop import EngineLoop
-from dsi.models.hf import Transformer
+from dsi.models.hf import Transformer, context_length
 from dsi.models.logits_processors import LogitsProcessors, check_stateless
 from dsi.models.protocol import SamplingModel
 from dsi.planning.equation_1 import minimal_lookahead
@@ -77,20 +78,24 @@ def custom_generate(
     processors, sampling = split_sampling(logits_processor or [], generation_config.do_sample, seed)
     check_stateless(processors, input_ids, model.config.get_text_config().vocab_size)
     process = LogitsProcessors(processors, padding) if processors else None
+    limit = stopping_criteria.max_length or generation_config.max_length
+    wanted = max(1, limit - len(text))  # transformers checks after the first one
+    num_tokens = limit_new_tokens(wanted, len(prompt), context_length(model.config))
+    ends = end_tokens(stopping_criteria)
     target, draft_model = cpu_model(model), cpu_model(drafter)
     policy = choose_policy(target, draft_model, sp)
     # One thread each: a thread pool that the caller has started does not survive the fork.
     draft = SamplingModel(draft_model, process if same_size(model, drafter) else None)
     fleet = start_processes(target, {DRAFTER: draft}, sp, 1, process)
     try:
-        limit = stopping_criteria.max_length or generation_config.max_length
-        num_tokens = max(1, limit - len(text))  # transformers checks after the first one
-        request = Request(prompt, num_tokens, policy, sampling, end_tokens(stopping_criteria))
+        request = Request(prompt, num_tokens, policy, sampling, ends, {DRAFTER: draft_model.context})
         ids = decode(EngineLoop(fleet), request, input_ids, stopping_criteria, streamer)
     finally:
         fleet.close()
         target.release()
         draft_model.release()
+    if num_tokens < wanted and ids.shape[1] == len(text) + num_tokens and int(ids[0, -1]) not in ends:
+        warnings.warn(f"the text ends at the target's context of {target.context} tokens", stacklevel=2)
     return GenerateDecoderOnlyOutput(sequences=ids) if generation_config.return_dict_in_generate else ids
 
 
@@ -112,6 +117,13 @@ def generate_with_assistant(
     return model.generate(
         custom_generate=custom_generate, drafter=assistant_model, stopping_criteria=criteria, **arguments
     )
+
+
+def limit_new_tokens(wanted: int, prompt: int, context: int) -> int:
+    """At most as many new tokens as the target's context has room for; a context of 0 is unlimited."""
+    if context and prompt >= context:
+        raise ValueError(f"custom_generate: a prompt of {prompt} tokens, and the target's context is {context}")
+    return min(wanted, context - prompt) if context else wanted
 
 
 def choose_policy(target: Transformer, drafter: Transformer, sp: int) -> Policy:

@@ -18,7 +18,8 @@ from dsi.core.generation import ACCEPTED, CORRECTED
 from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
 from dsi.core.spec import ALGORITHMS as NAMED, AUTO, SpecConfig, check_algorithm
-from dsi.experiments.compare import Row, check_equal, quartiles, row, specs, title
+from dsi.experiments.compare import Row, quartiles, row, specs, title
+from dsi.experiments.divergence import Divergence, divergence
 from dsi.planning.auto import adaptive, best_config, cached_latency_table
 from dsi.planning.equation_1 import amdahl
 from dsi.planning.simulation import MOST_SERVERS, SECOND, PolicyFactory, SimulationConfig
@@ -153,6 +154,7 @@ class Table:
     name: str
     entries: list[Entry]
     acceptance: float | None = None  # where it was an assumption of the simulation
+    divergences: tuple[Divergence, ...] = ()  # prompts whose texts are not all equal
 
     @property
     def verdict(self) -> Verdict | None:
@@ -169,7 +171,8 @@ class Table:
         acceptance = {} if self.acceptance is None else {"acceptance": self.acceptance}
         rows = [entry.json() | {"speed_over_nonsi": entry.over(first)} for entry in self.entries]
         verdict = self.verdict and self.verdict.json()
-        return {"class": self.name, **acceptance, "results": rows, "verdict": verdict}
+        parted = [found.json() for found in self.divergences]
+        return {"class": self.name, **acceptance, "results": rows, "verdict": verdict, "divergences": parted}
 
 
 def check_algorithms(text: str) -> list[str]:
@@ -259,7 +262,10 @@ def measured(
     options: Mapping[str, Any],
     progress: Progress = no_progress,
 ) -> list[Table]:
-    """Run each prompt under all configurations before the next; another one is first each time."""
+    """Run each prompt under all configurations before the next; another one is first each time.
+
+    Texts that are not equal are reported in the tables.
+    """
     done: dict[str, dict[Configuration, list[Completion]]] = {name: {c: [] for c in running} for name in classes}
     warm_up(running, classes, options)
     turns, last = deque(running.items()), dict[int, str]()
@@ -272,9 +278,25 @@ def measured(
                     last[id(engine)] = prompt
                     done[name][config].append(generate(engine, config, prompt, options))
                     progress()
-                check_equal(prompt, [texts[-1] for texts in done[name].values()])
                 turns.rotate(-1)
-    return [Table(name, entries(texts, MEASURED, SECOND)) for name, texts in done.items()]
+    return [
+        Table(name, entries(texts, MEASURED, SECOND), divergences=divergences(running, classes[name], texts))
+        for name, texts in done.items()
+    ]
+
+
+def divergences(
+    running: Mapping[Configuration, Engine],
+    prompts: Sequence[str],
+    texts: Mapping[Configuration, Sequence[Completion]],
+) -> tuple[Divergence, ...]:
+    """Find the prompts of a class whose texts are not all equal."""
+    engine = next(iter(running.values()))
+    by_prompt = [
+        {config.name(): done[i :: len(prompts)] for config, done in texts.items()} for i in range(len(prompts))
+    ]
+    parted = (divergence(engine, prompt, own) for prompt, own in zip(prompts, by_prompt))
+    return tuple(found for found in parted if found is not None)
 
 
 def generate(engine: Engine, config: Configuration, prompt: str, options: Mapping[str, Any]) -> Completion:

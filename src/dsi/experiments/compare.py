@@ -1,8 +1,8 @@
-"""Run the same prompts under every algorithm, interleaved and repeated, and check that the texts are equal."""
+"""Run the same prompts under every algorithm, interleaved and repeated, and report texts that are not equal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median, quantiles
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from dsi.core.progress import Progress, no_progress
 from dsi.core.request import Completion
 from dsi.core.spec import SpecConfig
 from dsi.core.stats import mean
+from dsi.experiments.divergence import Divergence, divergence
 from dsi.planning.simulation import SECOND, TITLES
 
 if TYPE_CHECKING:
@@ -87,6 +88,14 @@ class Row:
         return asdict(self) | {"tokens_per_second": self.tokens_per_second, "low": self.low, "high": self.high}
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """A row per algorithm, and the prompts whose texts are not all equal."""
+
+    rows: list[Row]
+    divergences: list[Divergence]
+
+
 def title(spec: SpecConfig) -> str:
     """Return the algorithm's title, with the lookahead where it is given."""
     return TITLES[spec.algorithm] + (f" ({spec.lookahead})" if spec.lookahead else "")
@@ -110,8 +119,8 @@ def compare(
     repeats: int,
     options: dict[str, Any],
     progress: Progress = no_progress,
-) -> list[Row]:
-    """Return a row per algorithm, with the fastest of its lookaheads; different texts are an error.
+) -> Comparison:
+    """Return a row per algorithm, with the fastest of its lookaheads, and where texts were not equal.
 
     Under rules that depend on the draft tokens each algorithm generates its own text, the same in every repeat.
     """
@@ -122,18 +131,24 @@ def compare(
             for spec, texts in done.items():
                 texts.append(engine.generate(prompt, algorithm=spec.algorithm, lookahead=spec.lookahead, **options))
                 progress()
-            check_equal(prompt, [texts[-1] for texts in done.values()] if one_text else ())
-    for texts in done.values():
-        for i, prompt in enumerate(prompts):
-            check_equal(prompt, texts[i :: len(prompts)])
     rows = [row(spec, texts) for spec, texts in done.items()]
     fastest = {row.algorithm: row for row in sorted(rows, key=lambda row: row.tokens_per_second)}
-    return [fastest[name] for name in dict.fromkeys(spec.algorithm for spec in configs)]
+    by_name = {title(spec): texts for spec, texts in done.items()}
+    groups = [by_name] if one_text else [{name: texts} for name, texts in by_name.items()]
+    return Comparison(
+        [fastest[name] for name in dict.fromkeys(spec.algorithm for spec in configs)],
+        [found for group in groups for found in _divergences(engine, prompts, group)],
+    )
 
 
-def check_equal(prompt: str, texts: Iterable[Completion]) -> None:
-    if len({text.tokens for text in texts}) > 1:
-        raise ValueError(f"prompt {prompt!r}: different texts were written")
+def _divergences(
+    engine: Engine, prompts: Sequence[str], texts: Mapping[str, Sequence[Completion]]
+) -> Iterator[Divergence]:
+    """Compare texts that should be equal: of each name, those of all prompts, repeated."""
+    for i, prompt in enumerate(prompts):
+        own = {name: completions[i :: len(prompts)] for name, completions in texts.items()}
+        if parted := divergence(engine, prompt, own):
+            yield parted
 
 
 def row(spec: SpecConfig, texts: Sequence[Completion], unit_ms: int = SECOND) -> Row:

@@ -95,7 +95,13 @@ def _state_machine(request: Request | ScoreRequest, ids: Iterator[int]) -> Gener
     if isinstance(request, ScoreRequest):
         return Scoring(request, ids)
     return Generation(
-        request.prompt, request.max_new_tokens, request.policy, stop=request.stop, sampling=request.sampling, ids=ids
+        request.prompt,
+        request.max_new_tokens,
+        request.policy,
+        stop=request.stop,
+        sampling=request.sampling,
+        drafter_contexts=request.drafter_contexts,
+        ids=ids,
     )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer
 
 from dsi.core.progress import Status, no_status
@@ -25,6 +26,8 @@ from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
 GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely grow
 NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
+# Types of layers in transformers' configurations that keep a state besides keys and values, or instead of them.
+STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 
 
 class KVLayer(DynamicLayer):  # type: ignore[misc]
@@ -89,8 +92,9 @@ class Transformer:
     """A transformers model on one device, with KV caches for up to `max_sequences` texts."""
 
     def __init__(self, model: Any, max_sequences: int = 4) -> None:
+        check_supported(model.config, f"a model of class {type(model).__name__}")
         self.model = model.eval()
-        self.context = int(getattr(model.config, "max_position_embeddings", 0) or 0)
+        self.context = context_length(model.config)
         self._sequences: list[KVSequence] = []  # the most recently used last
         self._max_sequences = max_sequences
         self.max_overwrite = MAX_OVERWRITE
@@ -201,9 +205,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", status: Status = no_status) -> Any:
     """Load a model from a local folder or the Hugging Face hub, and report how many tensors have been read."""
-    check_exists(folder)
+    config = load_config(folder)
+    check_supported(config, str(folder))
     try:
-        config = AutoConfig.from_pretrained(folder)
         with _tensors_reported(status):
             model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, dtype))
     except Exception as error:
@@ -229,6 +233,32 @@ def _counted(tensors: Collection[Any], status: Status) -> Iterator[Any]:
     for done, tensor in enumerate(tensors, 1):
         yield tensor
         status(f"{done} of {len(tensors)} tensors")
+
+
+def load_config(folder: str | Path) -> Any:
+    """Load the configuration of a model, without its weights."""
+    check_exists(folder)
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        raise ValueError(f"{folder}: cannot be loaded ({_first_line(error)})") from error
+
+
+def context_length(config: Any) -> int:
+    """Return the context of a model in tokens; 0 is unlimited."""
+    return max(0, int(getattr(config, "max_position_embeddings", 0) or 0))
+
+
+def check_supported(config: Any, name: str) -> None:
+    """Refuse, by its configuration, a model that cannot return to an earlier token after a rejection."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return  # which transformers refuses when it is loaded
+    model_class, kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config.model_type
+    layer_types = getattr(config, "layer_types", None) or ()
+    if getattr(model_class, "_is_stateful", False) or STATE_LAYERS.intersection(layer_types):
+        raise ValueError(f"{name}: {kind} models keep a state that cannot be cut back to an earlier token")
+    if "past_key_values" not in signature(model_class.forward).parameters:
+        raise ValueError(f"{name}: {kind} models have no KV cache that can be cut back to an earlier token")
 
 
 def _first_line(error: Exception) -> str:

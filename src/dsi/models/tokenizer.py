@@ -27,7 +27,7 @@ class Tokenizer:
         return len(self.tokenizer)
 
     def encode(self, text: str) -> Tokens:
-        tokens = tuple(self.tokenizer(text)["input_ids"])
+        tokens = tuple(self.tokenizer(check_unicode("text", text))["input_ids"])
         if tokens:
             return tokens
         start = self.tokenizer.bos_token_id
@@ -64,6 +64,17 @@ class Tokenizer:
 
     def same_vocabulary(self, other: Tokenizer) -> bool:
         return bool(self.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+
+
+def check_unicode(name: str, text: str) -> str:
+    """Refuse lone surrogates, which stand for invalid UTF-8 in an argument of a command, and are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"lone surrogate U+{code:04X}"
+        raise ValueError(f"a {name} with the {what} at position {error.start}: is not valid UTF-8") from None
+    return text
 
 
 class Detokenizer:

@@ -195,7 +195,7 @@ class Service:
     def _check_length(self, characters: int) -> None:
         context = self.info.context
         if context and characters > context * MAX_TOKEN_LENGTH:
-            message = f"a prompt of {characters} characters: the models' context is {context} tokens"
+            message = f"a prompt of {characters} characters: the target's context is {context} tokens"
             raise ApiError(400, message, param="prompt", code="context_length_exceeded")
 
     def _add_choices(self, request: ApiRequest, body: CompletionBody | ChatBody, prompts: Sequence[Tokens]) -> None:
