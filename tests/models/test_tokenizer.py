@@ -147,6 +147,7 @@ def test_tokenizer_encodes_an_empty_prompt_as_bos() -> None:
 
 def test_tokenizer_hides_special_tokens() -> None:
     assert PAIR.eos_token_ids == {0}
+    assert Tokenizer(PAIR.tokenizer, [5, 6]).eos_token_ids == {5, 6}  # as in transformers, not its own as well
     assert PAIR.decode([*PAIR.encode("Hello"), 0]) == "Hello"
 
 

@@ -19,7 +19,8 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, eos_token_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
         own = tokenizer.eos_token_id
-        self.eos_token_ids = frozenset(eos_token_ids) | (frozenset() if own is None else {own})
+        # Those of the generation configuration, as in transformers; without any, the tokenizer's own.
+        self.eos_token_ids = frozenset(eos_token_ids) or frozenset(() if own is None else (own,))
 
     @property
     def size(self) -> int:
