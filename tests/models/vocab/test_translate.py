@@ -191,6 +191,6 @@ def test_generate_command_takes_vocab(folders: dict[str, str]) -> None:
     names = ("--target", folders["byte_level"], "--drafter", folders["characters"], "--vocab", "slem")
     done = dsi("generate", "Once", *names, "--max-new-tokens", 8)
     assert done.returncode == 0, done.stderr
-    assert len(done.stderr.splitlines()) == 1  # the summary, and no warning about forks
+    assert len(done.stderr.splitlines()) == 2  # the summary and the configuration, and no warning about forks
     expected = greedy_text("byte_level", prompt_of("byte_level", "Once"))[:8]
     assert done.stdout == sample_tokenizer("byte_level").decode(expected, skip_special_tokens=True) + "\n"
