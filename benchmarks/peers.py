@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import harness
 from dsi.core.sequence import Tokens
@@ -101,19 +101,13 @@ class Transformers:
         return {"assistant_model": self._load(path), **tokenizers}
 
     def row(self, assisted: bool) -> Write:
-        ends = self.target.generation_config
-        greedy = GenerationConfig(  # without the sampling and penalties that some models come with
-            max_new_tokens=self.tokens, do_sample=False, eos_token_id=ends.eos_token_id, pad_token_id=ends.pad_token_id
-        )
-        assistance = self.assistance if assisted else {}
+        options = {"do_sample": False, "max_new_tokens": self.tokens, **(self.assistance if assisted else {})}
 
         def write(item: Round) -> Text:
             torch.set_num_threads(self.threads)
             ids, streamer = torch.tensor([item[1]]), FirstToken()
             mask, began = torch.ones_like(ids), perf_counter()
-            output = self.target.generate(
-                ids, attention_mask=mask, generation_config=greedy, streamer=streamer, **assistance
-            )
+            output = self.target.generate(ids, attention_mask=mask, streamer=streamer, **options)
             seconds = perf_counter() - began
             return Text(tuple(output[0, ids.shape[1] :].tolist()), seconds, streamer.times[1] - began)
 
