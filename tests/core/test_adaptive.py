@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from dsi.core.adaptive import AcceptanceEMA, AdaptiveController, LatencyMonitor
 from dsi.core.latency_table import LatencyTable
@@ -172,3 +173,24 @@ def test_adaptive_goes_on_without_its_only_drafter() -> None:
     [done] = EngineLoop(setting.simulated(0)).run(request)
     [plain] = EngineLoop(setting.simulated(0)).run(Request((1, 2, 3), 60, autoregressive()))
     assert (done.tokens, done.tally.drafted) == (plain.tokens, 20)
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=2, max_size=2),
+    st.sampled_from([0.0, 0.6, 1.0]),
+    st.integers(1, 12),
+    st.integers(0, 99),
+)
+@settings(max_examples=40)
+def test_adaptive_gives_the_targets_text_in_any_contexts(
+    contexts: list[int], acceptance: float, prompt: int, seed: int
+) -> None:
+    setting = replace(SETTING, drafters=2, acceptance=acceptance, tokens=30)
+    by_name = dict(zip(setting.drafter_names, contexts))
+    controller = AdaptiveController(TABLE, setting.drafter_names, 0.7)
+    log: list[Span] = []
+    request = Request((5,) * prompt, 30, controller, drafter_contexts=by_name)
+    [done] = EngineLoop(setting.simulated(seed, log)).run(request)
+    [plain] = EngineLoop(setting.simulated(seed)).run(replace(request, policy=autoregressive()))
+    assert done.tokens == plain.tokens
+    assert all(len(span.context) <= (by_name.get(span.server) or len(span.context)) for span in log)
