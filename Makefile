@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup browser demo check test lint bench clean
+.PHONY: setup browser demo check test pytest lint bench clean
 
 setup: .venv/installed
 
@@ -21,9 +21,9 @@ browser:
 
 demo: setup
 	$(BIN)/dsi generate "Once upon a time" --max-new-tokens 160
-	$(BIN)/dsi compare --repeats 2 --max-new-tokens 64
 	$(BIN)/dsi simulate --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 50 --repeats 100
 	$(BIN)/dsi timeline --algorithm nonsi,si,pearl,dsi --target-ms 20 --drafter-ms 2 --acceptance 0.8 --sp 4 --tokens 20 --seed 3
+	$(BIN)/dsi compare --repeats 2 --max-new-tokens 64
 
 lint: setup
 	$(BIN)/ruff check .
@@ -31,11 +31,12 @@ lint: setup
 	$(BIN)/mypy
 
 # The fast two thirds, for all day.
-check: lint
-	$(BIN)/pytest -n 2 --dist worksteal -m "not slow"
+check: SELECT := -m "not slow"
+check test: setup
+	$(MAKE) --no-print-directory --jobs 2 lint pytest SELECT='$(SELECT)'
 
-test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+pytest: setup
+	$(BIN)/pytest -n 2 --dist worksteal $(SELECT)
 
 # All that need no GPU.
 BENCHMARKS := core threads grid peers parallel budget orchestration stale branches adaptive vocabularies rules \

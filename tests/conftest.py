@@ -1,5 +1,6 @@
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,8 @@ from live_server import Live, Serving, start
 # more threads says so; this is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
+# What is measured beside other tests must not be kept for this machine's user.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dsi-tests-")
 settings.register_profile("dsi", deadline=None, print_blob=True)
 settings.load_profile("dsi")
 STARTS_SLOWLY = {"live", "serving", "locked", "api", "browser", "cluster", "hosts"}  # fixtures
@@ -28,6 +31,10 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from traversing all imported modules again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

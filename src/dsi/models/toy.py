@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,6 +27,11 @@ def position_hash(purpose: int, seed: int, tokens: Sequence[int], i: int) -> int
     """Return 64 bits for the position after tokens[:i]. Python's hash of integers is equal on every machine."""
     last = tokens[i - 1] if i > 0 else VOCAB_SIZE
     before = tokens[i - 2] if i > 1 else VOCAB_SIZE
+    return _hash(purpose, seed, i, last, before)
+
+
+@lru_cache(1 << 16)  # the same texts are simulated under many algorithms
+def _hash(purpose: int, seed: int, i: int, last: int, before: int) -> int:
     return splitmix64(hash((purpose, seed < 0, abs(seed), i, last, before)) & UINT64_MAX)
 
 
