@@ -23,7 +23,7 @@ def test_load_engine_reports_the_memory_of_large_models(
 ) -> None:
     def load(config: EngineConfig, *, status: Any, **_: object) -> Any:
         status(f"loading {config.target}")
-        return SimpleNamespace(deployment=SimpleNamespace(warnings=(), plans={}))
+        return SimpleNamespace(deployment=SimpleNamespace(warnings=(), plans={}), algorithm="auto")
 
     monkeypatch.setattr(Engine, "load", load)
     monkeypatch.setattr("dsi.cli.engine.engine_memory", lambda _: MemoryUse(total, 1500.0, 3))

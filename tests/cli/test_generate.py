@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # loads models
 
 
 def test_generate_writes_text_alone_on_stdout() -> None:
-    done = dsi("generate", "Once upon a time", "--max-new-tokens", "12")
+    done = dsi("generate", "Once upon a time", "--max-new-tokens", "12", "--algorithm", "dsi")
     assert done.returncode == 0
     assert done.stdout.startswith(", there was a little")
     assert done.stderr.startswith("dsi: 12 tokens in ")

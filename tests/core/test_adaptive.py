@@ -194,3 +194,33 @@ def test_adaptive_gives_the_targets_text_in_any_contexts(
     [plain] = EngineLoop(setting.simulated(seed)).run(replace(request, policy=autoregressive()))
     assert done.tokens == plain.tokens
     assert all(len(span.context) <= (by_name.get(span.server) or len(span.context)) for span in log)
+
+
+IN_TURN = LatencyModel(10.0, 2.0, cancel_points=8, by_width=((1, 10.0), (64, 15.0)))
+ON_SHARED_CORES = replace(SETTING, sp=1, latency=replace(SETTING.latency, alone=IN_TURN))
+
+
+def test_latency_table_takes_turns_where_that_is_faster() -> None:
+    table = latency_table(ON_SHARED_CORES)
+    best = [table.configs[i].algorithm for i in table.best[table.scale_index(1.0)]]
+    assert (best[0], best[-10]) == ("nonsi", "si")
+    ms = table.ms[table.scale_index(1.0)]
+    assert ms[0][0] == pytest.approx(10.0)
+    assert (table.forward_ms(1), table.forward_ms(1, alone=True)) == (20.0, 10.0)
+
+
+def drafted(config: SimulationConfig, table: LatencyTable) -> int:
+    controller = AdaptiveController(table, config.drafter_names, 0.7)
+    [done] = EngineLoop(config.simulated(0)).run(Request((1, 2, 3), config.tokens, controller, config.sampling))
+    return done.tally.drafted
+
+
+def test_adaptive_probes_ever_more_rarely_where_drafts_cost_time() -> None:
+    often = drafted(replace(SETTING, acceptance=0.0), TABLE)
+    rarely = drafted(replace(ON_SHARED_CORES, acceptance=0.0), latency_table(ON_SHARED_CORES))
+    assert rarely < often / 2
+
+
+def test_adaptive_never_drafts_with_a_drafter_that_cannot_pay() -> None:
+    slow = replace(SETTING, sp=1, latency=replace(SETTING.latency, drafter_ms=90.0))
+    assert drafted(slow, latency_table(slow)) == 0

@@ -46,8 +46,10 @@ def test_auto_starts_from_simulated_plans_and_adapts(texts: list[tuple[int, ...]
         done = engine.generate(PROMPT, max_new_tokens=24)
         assert done.tokens == texts[0]
         assert done.decisions[0][1].cause == "start"
+        done = engine.generate(PROMPT, lookahead=3, max_new_tokens=8)  # which is for DSI
+        assert (done.tokens, done.decisions) == (texts[0][:8], ())
         with pytest.raises(ValueError, match="lookahead 3 with the algorithm auto"):
-            engine.generate(PROMPT, lookahead=3)
+            engine.generate(PROMPT, lookahead=3, algorithm="auto")
 
 
 def test_devices_take_a_short_context(tmp_path: Path) -> None:

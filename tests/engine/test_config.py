@@ -113,3 +113,13 @@ def test_fill_spec_keeps_what_a_request_says() -> None:
     assert (filled.lookahead, filled.min_draft) == (4, 2)
     with pytest.raises(ValueError, match="lookahead 8 with the algorithm auto"):
         fill_spec(SpecConfig("auto"), SpecConfig("dsi", 8))
+
+
+def test_make_configs_chooses_auto_unless_numbers_of_dsi_are_given() -> None:
+    assert make_configs(None, None, {})[1].algorithm == "auto"
+    for numbers in ({"lookahead": 3}, {"min_draft": 0}, {"branches": 2}):
+        assert make_configs(None, None, numbers)[1].algorithm == "dsi"
+    assert make_configs(None, None, {"lookahead": 3, "algorithm": "si"})[1].algorithm == "si"
+    assert make_configs(None, None, {"lookahead": "auto"})[1].algorithm == "auto"
+    with pytest.raises(ValueError, match="lookahead 3 with the algorithm auto: it finds its own"):
+        make_configs(None, None, {"lookahead": 3, "algorithm": "auto"})

@@ -30,7 +30,7 @@ from transformers import (
 
 import dsi
 from dsi.core.messages import Sampling
-from dsi.core.policies import policy_for
+from dsi.core.policies import policy_for, speculative
 from dsi.core.spec import SpecConfig
 from dsi.engine import hf_generate
 from dsi.engine.hf_generate import split_sampling
@@ -176,6 +176,7 @@ def test_custom_generate_processes_the_drafter_alike(monkeypatch: pytest.MonkeyP
             return requests[-1]
 
     monkeypatch.setattr(hf_generate, "EngineLoop", Loop)
+    monkeypatch.setattr(hf_generate, "choose_policy", lambda *_: speculative(2))
     by_dsi(drafter=tiny_llama(0), repetition_penalty=1.5, logits_processor=[Shift()])
     assert "corrected" not in requests[0].completion().origins  # its twin drafts what the target writes
     assert "accepted" in requests[0].completion().origins

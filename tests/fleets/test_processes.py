@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsi.core.messages import Failed, Verified, Verify
+from dsi.core.messages import Draft, Failed, Verified, Verify
 from dsi.core.policies import autoregressive, distributed
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
@@ -21,6 +21,7 @@ from dsi.fleets.servers import Server
 from dsi.fleets.worker_restarts import MAX_RESTARTS
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
+from dsi.models.wait import Latency, Wait
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
@@ -158,3 +159,31 @@ def test_worker_process_is_pinned_to_its_cores() -> None:
     fleet.start(Verify(1, TokenSequence.of((1,)), 1))
     assert fleet.next_event() == Verified(1, (core * 100 + 1,))
     fleet.close()
+
+
+class CoresUsed:
+    """Answers whether it may use every core."""
+
+    every = False
+
+    def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
+        return (int(self.every),)
+
+
+def test_process_fleet_lets_a_job_use_every_core_if_nothing_else_computes() -> None:
+    def use_cores(server: Server, is_alone: bool) -> None:
+        server.model.every = is_alone  # type: ignore[attr-defined]
+
+    slow = ProcessFleet(
+        [Server("target-1", "target", CoresUsed()), Server("drafter", "drafter", Wait(ToyTarget(3), Latency(0.5)))],
+        use_cores=use_cores,
+    )
+    text, used = TokenSequence.of((1,)), []
+    for id, alone in enumerate((True, False, True)):
+        slow.start(Verify(id, text, 1, alone=alone))
+        used.append(slow.next_event())
+    slow.start(Draft(3, text, 1, alone=True))
+    slow.start(Verify(4, text, 1, alone=True))
+    used.append(slow.next_event())
+    assert [event.tokens for event in used if isinstance(event, Verified)] == [(1,), (0,), (1,), (0,)]
+    slow.close()

@@ -1,5 +1,6 @@
 """The latency model: derived from curves, and scaled."""
 
+import json
 from fractions import Fraction
 
 import pytest
@@ -32,3 +33,13 @@ def test_latency_model_scales_exactly() -> None:
 
 def test_monotone_curve_never_falls() -> None:
     assert monotone({4: 9.0, 1: 8.0, 2: 9.5}) == ((1, 8.0), (2, 9.5), (4, 9.5))
+
+
+def test_latency_model_under_turn_taking_algorithms_uses_every_core() -> None:
+    alone = LatencyModel(10.0, 2.0, by_width=((1, 10.0), (8, 12.0)))
+    latency = LatencyModel(20.0, 2.5, by_width=((1, 20.0), (8, 30.0)), alone=alone)
+    assert latency.under("si") == latency.under("nonsi") == alone
+    assert latency.under("dsi") is latency.under("pearl") is latency
+    assert alone.under("si") is alone
+    assert latency.scaled(2, 3).under("si") == alone.scaled(2, 3)
+    assert LatencyModel.from_json(json.loads(json.dumps(latency.json()))) == latency

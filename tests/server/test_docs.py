@@ -42,7 +42,7 @@ def test_docs_trace_example(live: Live, tmp_path: Path) -> None:
     adapted = re.sub(r"cmpl-\w+", answer["id"], command.replace("http://127.0.0.1:8000", live.url))
     adapted = adapted.replace("dsi timeline", f"{sys.executable} -m dsi timeline")
     done = subprocess.run(["bash", "-c", adapted], capture_output=True, text=True, check=True, cwd=tmp_path)
-    assert "DSI: 20 tokens" in done.stdout
+    assert "auto: 20 tokens" in done.stdout
     assert (tmp_path / "figure.svg").stat().st_size > 1000
 
 

@@ -26,7 +26,7 @@ OWN_SPEC = Fields(
 @options
 def compare(
     context: typer.Context,
-    algorithm: Algorithms = "nonsi,si,pearl,dsi",
+    algorithm: Algorithms = "nonsi,si,pearl,dsi,auto",
     prompts: Annotated[Path | None, typer.Option(help="A file with one prompt on each line.")] = None,
     si_lookaheads: Annotated[str, typer.Option(help="Lookaheads that si tries; its best is shown.")] = "3,5,8,12",
     max_new_tokens: MaxNewTokens = 96,
@@ -60,8 +60,7 @@ def compare(
         raise ValueError(f"repeats {repeats}: must be at least 1")
     lookaheads = whole_numbers("si lookaheads", si_lookaheads, 1)
     if budget:
-        names = algorithm if "algorithm" in options_given else f"{algorithm},auto"
-        run = BudgetComparison(config, sampling, max_new_tokens, repeats, names, lookaheads, budget_options, json)
+        run = BudgetComparison(config, sampling, max_new_tokens, repeats, algorithm, lookaheads, budget_options, json)
         run.run(lambda: _classes(prompts))
         return
     configs = specs(algorithms(algorithm), lookaheads)

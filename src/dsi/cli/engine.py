@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from dsi.cli import output as show
 from dsi.cli.options import Fields
 from dsi.core.messages import Sampling
-from dsi.core.spec import SpecConfig
+from dsi.core.spec import AUTO, SpecConfig
 from dsi.engine.config import EngineConfig
 from dsi.models.names import BUILTIN
 
@@ -21,10 +21,21 @@ if TYPE_CHECKING:
     from dsi.fleets.memory import MemoryUse
 
 REPORTED_MIB = 1000  # memory from which a line reports it: half of it is torch and transformers
+
+
+def _choose_algorithm(spec: dict[str, Any]) -> None:
+    """Take numbers without an algorithm as DSI's: `auto`, the default, finds its own."""
+    if spec["algorithm"] is None:
+        spec["algorithm"] = AUTO if spec["lookahead"] is spec["min_draft"] is None else "dsi"
+
+
 SPEC = Fields(
     only=("algorithm", "lookahead", "min_draft"),
     auto=("lookahead", "min_draft"),
+    defaults={"algorithm": None},
+    complete=_choose_algorithm,
     help={
+        "algorithm": "nonsi, si, pearl, dsi or auto, the default, which learns what pays; the text is the same.",
         "lookahead": "Draft tokens per verification, or auto: measured, by Eq. (1).",
         "min_draft": "Draft tokens to have before a new root is verified, or auto.",
     },
@@ -43,7 +54,7 @@ def load_engine(config: EngineConfig, spec: SpecConfig) -> Engine:
         print(f"dsi: memory: {memory}", file=sys.stderr)
     for warning in engine.deployment.warnings:
         print(f"dsi: {warning}", file=sys.stderr)
-    if spec.algorithm == "auto" and engine.deployment.plans:  # on cores, auto decides during a request
+    if engine.algorithm == AUTO and engine.deployment.plans:  # on cores, auto decides during a request
         print(show.plans(engine.deployment.plans.values()), file=sys.stderr)
     return engine
 

@@ -52,6 +52,7 @@ class Fields:
     without: Collection[str] = ()
     auto: Collection[str] = ()  # the word auto stands for None
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    complete: Callable[[dict[str, Any]], None] | None = None  # fills in what the user left open
     help: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __contains__(self, name: str) -> bool:
@@ -109,6 +110,8 @@ def _build(config: Any, chosen: Fields, values: Mapping[str, Any]) -> Any:
         if field.name in chosen.auto:
             value = number_or_auto(field.name.replace("_", " "), value)
         arguments[field.name] = tuple(value) if isinstance(value, list) else value
+    if chosen.complete is not None:
+        chosen.complete(arguments)
     return config(**arguments)
 
 

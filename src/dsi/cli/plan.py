@@ -10,7 +10,7 @@ import typer
 
 from dsi.cli import output as show
 from dsi.cli.options import Json, option
-from dsi.engine.config import EngineConfig
+from dsi.engine.config import DTYPES, EngineConfig
 from dsi.planning.equation_1 import PARALLEL_FRACTION, check_latencies
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
@@ -85,7 +85,7 @@ def plan(
         _draw(pair, processors, plot)
     unnamed = ("builtin", "builtin") if cores is not None else ("TARGET", "DRAFTER")
     models = (target or unnamed[0], plans[0].drafter or (drafter or [unnamed[1]])[0])
-    first = _command(plans[0], models, processors, cores is not None)
+    first = _command(plans[0], models, dtype, processors, cores is not None)
     equation = _equation(pair, processors, target_gpus)
     if json:
         show.document(
@@ -224,10 +224,12 @@ def _draw(pair: PairProfile, processors: int, path: Path) -> None:
     style.save(chart.figure(lines, "forecast from " + _sources(pair)), path)
 
 
-def _command(plan: DeploymentPlan, models: tuple[str, str], processors: int, cores: bool) -> str:
+def _command(plan: DeploymentPlan, models: tuple[str, str], dtype: str, processors: int, cores: bool) -> str:
     """The command that runs a plan where it can be run; the engine chooses the other options."""
     drafters = " ".join(f"--drafter {name}" for name in models[1].split("+"))
     command = f"dsi generate --target {models[0]} {drafters} --algorithm {plan.algorithm}"
+    if dtype != DTYPES[0]:
+        command += f" --dtype {dtype}"
     if plan.sp > 1:
         command += f" --sp {plan.sp}"
     if plan.spec.lookahead:
@@ -240,10 +242,12 @@ def _command(plan: DeploymentPlan, models: tuple[str, str], processors: int, cor
 
 
 def _threads(plan: DeploymentPlan, cores: int) -> str:
-    """The option for threads, unless an engine would by itself: a core for the drafter, the rest for targets."""
-    usual = max(1, (cores - 1) // plan.sp)
-    alone = plan.algorithm in ("nonsi", "si")
-    return f" --threads {plan.mp}" if alone or plan.mp != usual else ""
+    """The option for threads, unless an engine would by itself.
+
+    It gives the drafter a core and the targets the rest, and lets servers that take turns use every core if faster.
+    """
+    usual = {max(1, (cores - 1) // plan.sp), *([cores] if plan.spec.takes_turns else [])}
+    return "" if plan.mp in usual else f" --threads {plan.mp}"
 
 
 def _devices(plan: DeploymentPlan) -> str:

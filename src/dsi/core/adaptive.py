@@ -21,7 +21,8 @@ PRIOR_ACCEPTANCE = 0.7  # of draft tokens, before any has been verified
 PRIOR_RUNNER_UP_ACCEPTANCE = 0.4  # of runner-ups, where the first choice was rejected
 PRIOR_WEIGHT = 2.0  # tokens that a prior counts for
 MIN_GAIN = 0.01  # the share by which another configuration must be faster to be chosen
-PROBE_EVERY = 4  # tokens after which an unused drafter drafts one, which tells whether it would pay again
+PROBE_EVERY = 4  # tokens after which an unused drafter drafts one, which tells whether it would pay again...
+MAX_PROBE_EVERY = 64  # ...and after twice as many each time, up to this, as a draft token costs time
 MIN_TIMED = 8  # forwards before their latency is believed
 
 
@@ -71,12 +72,12 @@ class LatencyMonitor:
         self._planned, self._unit = planned, unit
         self._targets, self._drafters = LatencyEMA(), dict[str, LatencyEMA]()
 
-    def add_draft(self, model: str, time: float) -> None:
-        self._drafters.setdefault(model, LatencyEMA()).add(time * self._unit / self._planned.drafter_ms)
+    def add_draft(self, model: str, time: float, alone: bool = False) -> None:
+        self._drafters.setdefault(model, LatencyEMA()).add(time * self._unit / self._planned.draft_ms(alone))
 
-    def add_verification(self, width: int, time: float) -> None:
-        """Add the forward of a target that ran alone when it began."""
-        self._targets.add(time * self._unit / self._planned.forward_ms(width))
+    def add_verification(self, width: int, time: float, alone: bool = False) -> None:
+        """Add the forward of a target beside which no other target ran when it began."""
+        self._targets.add(time * self._unit / self._planned.forward_ms(width, alone))
 
     def drafter_slowdown(self, drafters: Sequence[str]) -> float:
         """How much slower than planned the slowest of these drafters is, relative to the target."""
@@ -124,6 +125,11 @@ class AdaptiveController:
                 changed |= self._scales[drafters] != scale
         return changed
 
+    def can_pay(self, drafters: DrafterSet) -> bool:
+        """Whether there is an acceptance rate at which these drafters are worth their time."""
+        table = self.latency_table
+        return table.configs[table.best[self._scales[drafters]][-1]].speculates
+
     def predicted_ms(self, candidate: Candidate, acceptance: float, runner_up: float) -> float:
         """Predict the latency per token; an accepted runner-up saves what a rejection costs."""
         drafters, config, spare_targets = candidate
@@ -156,6 +162,7 @@ class RequestController:
         self._runner_up = AcceptanceEMA(engine.runner_up.rate)
         self._num_learned = 0  # verified positions
         self._latency_changed = False  # a drafter's speed, since the last decision
+        self._probe_every, self._next_probe = PROBE_EVERY, PROBE_EVERY  # in tokens
         self._choose(g, self._best(g), "start")
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
@@ -163,13 +170,14 @@ class RequestController:
         spec, branches = self._engine.latency_table.configs[config], 2 if spare_targets else 1
         self.spec = replace(spec, drafters=drafters, branches=branches, spare_targets=spare_targets)
         self._policy = policy_for(self.spec)
+        self._probe_every, self._next_probe = PROBE_EVERY, g.root.depth + PROBE_EVERY
         g.decisions.append(Decision(g.root.depth, self.spec, cause, self._acceptance[drafters].rate))
 
     def __call__(self, g: Generation) -> None:
         if len(g.verified) > self._num_learned:
             self._reconsider(g)
         self._policy(g)
-        if g.root.depth % PROBE_EVERY == 0:
+        if g.root.depth >= self._next_probe:
             self._probe(g)
 
     def _reconsider(self, g: Generation) -> None:
@@ -204,10 +212,15 @@ class RequestController:
                 self._engine.acceptance[drafters].add(accepted)
 
     def _probe(self, g: Generation) -> None:
-        """Let drafters that are not in use draft one token, to learn their acceptance rate."""
+        """Let drafters that are not in use draft one token, to learn their acceptance rate, ever more rarely."""
+        if self._engine.latency_table.alone_steps_ms:  # a drafter beside the target takes its cores
+            self._probe_every = min(MAX_PROBE_EVERY, 2 * self._probe_every)
+        self._next_probe = g.root.depth + self._probe_every
         for name in self._engine.drafters:
             unused = not self.spec.speculates or name not in self.spec.drafters
-            if unused and name not in g.root.drafted_by and not g.jobs.drafting(name) and g.room(g.root, name) > 0:
+            if not unused or not self._engine.can_pay((name,)):
+                continue
+            if name not in g.root.drafted_by and not g.jobs.drafting(name) and g.room(g.root, name) > 0:
                 g.draft(g.root, 1, name, self.spec)
 
 

@@ -212,7 +212,7 @@ class Generation:
         self.tally.failed += 1
         node = self.jobs.node(job.id)
         self.jobs.close(job.id)
-        self.verify(node, job.width, job.is_alternate)
+        self.verify(node, job.width, job.is_alternate, job.alone)
 
     def _on_prefill_failed(self, _: Prefill, __: Failed) -> None:
         # The next prefill comes anyway.
@@ -320,14 +320,14 @@ class Generation:
             raise ValueError(f"a draft of {count} tokens: must be at least 1")
         self._block_size = spec.lookahead or 1
         options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio
-        self._start(Draft(next(self._ids), node.context, count, model, *options), node)
+        self._start(Draft(next(self._ids), node.context, count, model, *options, spec.takes_turns), node)
 
-    def verify(self, node: Node, width: int, is_alternate: bool = False) -> None:
+    def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:
         """Verify the last `width` positions up to this node."""
         lead = node.depth - width + 1 - self.tree.root.depth
         nodes = node.lineage(width)
         draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
-        job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, is_alternate)
+        job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, is_alternate, alone)
         for covered in nodes:
             covered.verifier = job.id
         self._start(job, node)

@@ -26,6 +26,8 @@ class LatencyTable:
     steps_ms: tuple[tuple[int, float], ...] = ((1, 1.0),)  # target forwards of up to so many new tokens
     targets: int = 1  # in the fleet
     contention: float = 0.0
+    alone_drafter_ms: float | None = None  # of forwards that take turns on every core, where that is faster
+    alone_steps_ms: tuple[tuple[int, float], ...] = ()
     best: tuple[tuple[int, ...], ...] = field(init=False, repr=False)  # config index by scale and rate index
     best_with_spares: dict[int, tuple[tuple[int, ...], ...]] = field(init=False, repr=False)  # by spare targets
 
@@ -41,9 +43,14 @@ class LatencyTable:
             tuple(min(indices, key=lambda i: table[i][rate]) for rate in range(len(table[0]))) for table in self.ms
         )
 
-    def forward_ms(self, width: int) -> float:
+    def forward_ms(self, width: int, alone: bool = False) -> float:
         """The latency of a target forward over this many new tokens."""
-        return next((ms for most, ms in self.steps_ms if width <= most), self.steps_ms[-1][1])
+        steps = (alone and self.alone_steps_ms) or self.steps_ms
+        return next((ms for most, ms in steps if width <= most), steps[-1][1])
+
+    def draft_ms(self, alone: bool = False) -> float:
+        """The latency of a drafter forward."""
+        return (alone and self.alone_drafter_ms) or self.drafter_ms
 
     def rate_index(self, acceptance: float) -> int:
         return round(acceptance * (len(self.best[0]) - 1))

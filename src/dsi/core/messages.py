@@ -94,6 +94,7 @@ class Draft:
     block_size: int = 1
     branches: int = 1
     min_ratio: float = 0.0
+    alone: bool = False  # nothing of its request runs beside it: it may use every core
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class Verify:
     sampling: Sampling = GREEDY
     draft_tokens: tuple[tuple[DraftToken, ...], ...] = ()
     is_alternate: bool = False  # follows a runner-up, in case the first choice is rejected: for a spare target
+    alone: bool = False  # nothing of its request runs beside it: it may use every core
 
     def fits(self, tokens: Tokens) -> bool:
         """Whether there is a token for each position; the rule `block` may cut the answer short."""

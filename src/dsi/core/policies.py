@@ -31,7 +31,7 @@ def autoregressive() -> Policy:
 
     def policy(g: Generation) -> None:
         if g.root.verifier is None:
-            g.verify(g.root, 1)
+            g.verify(g.root, 1, alone=True)
 
     return policy
 
@@ -49,7 +49,7 @@ def speculative(lookahead: int) -> Policy:
         if count > 0:
             g.draft(tip, count, spec=spec)
         else:
-            g.verify(tip, drafted + 1)
+            g.verify(tip, drafted + 1, alone=True)
 
     return policy
 

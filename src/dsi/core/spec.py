@@ -10,6 +10,7 @@ from dsi.core.fields import option
 from dsi.core.messages import DRAFTER, RULE_HELP, check_rule
 
 ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
+TURN_TAKING = ("nonsi", "si")  # the drafter and the target never compute at the same time
 AUTO = "auto"  # switches between configurations of the others as it learns acceptance rates and latencies
 MIN_RATIO = 0.1
 
@@ -63,6 +64,11 @@ class SpecConfig:
     def speculates(self) -> bool:
         return self.algorithm != "nonsi"
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the drafter and the target never compute at the same time."""
+        return self.algorithm in TURN_TAKING
+
     @cached_property
     def lead_limit(self) -> float:
         """Tokens that a drafter may be ahead of the verified text: as given, or by the number of targets."""
@@ -75,6 +81,8 @@ class SpecConfig:
     def __str__(self) -> str:
         if not self.speculates:
             return "no speculation"
+        if self.takes_turns:
+            return f"SI, lookahead {self.lookahead}"
         targets = "" if self.max_targets is None else f"SP {self.max_targets}, "
         alternates = f", {self.spare_targets} for runner-ups" if self.branches > 1 else ""
         return f"{targets}lookahead {self.lookahead}, min draft {self.min_draft or 0}{alternates}"

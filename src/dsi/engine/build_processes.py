@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -25,16 +26,19 @@ from dsi.engine.build import (
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.generation_config import process_logits
+from dsi.engine.profile_cache import keep_profile, model_identity, profile_key, read_profile
 from dsi.engine.profile_cpu import (
     LOOKUP_SHARE,
     draft_token_ms,
     expected_contention,
     forward_ms,
     measured_latency,
+    profile_pair,
     target_forwards_ms,
+    threads_survive_fork,
 )
 from dsi.fleets.processes import ProcessFleet
-from dsi.fleets.servers import make_servers
+from dsi.fleets.servers import Server, make_servers
 from dsi.models.hf import Transformer
 from dsi.models.logits_processors import with_processing
 from dsi.models.names import NGRAM, model_path
@@ -43,6 +47,7 @@ from dsi.models.protocol import Model, ProcessLogits, SamplingModel
 from dsi.models.tensor_parallel import TensorParallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.translate import SAMPLE_TEXT, translate_drafter
+from dsi.planning.latency import LatencyModel
 
 
 def build_on_processes(config: EngineConfig, status: Status = no_status) -> Deployment:
@@ -58,22 +63,60 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     )
     drafters = [load_drafter(name, info, config, status) for name in config.drafter]
     names = drafter_names(len(drafters))
-    status("measuring the target")
-    by_width = target_forwards_ms(target, assign_cores(sp, names)[f"{TARGET}-1"])
-    drafter_ms = next((drafter.ms for drafter in drafters if drafter.ms is not None), by_width[1] * LOOKUP_SHARE)
+    status("measuring the models")
+    key = pair_key(config, sp)
+    latency = pair_latency(key, target, drafters, config, sp)
     process = process_logits(weights)
     models = {name: with_processing(drafter.model, process) for name, drafter in zip(names, drafters)}
     status(f"starting {sp + len(models)} servers")
     return Deployment(
-        start_processes(target, models, sp, config.threads, process),
+        start_processes(target, models, sp, config.threads, process, latency),
         info.tokenizer,
         target.context,
         sp,
-        measured_latency(by_width, drafter_ms, expected_contention(sp, len(available_cores()))),
+        latency,
         names,
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=info.vocab_size,
+        profile_key=key,
     )
+
+
+def pair_key(config: EngineConfig, sp: int) -> str:
+    """Identify the models and servers of a configuration in the cache of profiles."""
+    target, *drafters = (model_path(name, role) for name, role in named_roles(config))
+    identities = [model_identity(path) for path in (target, *drafters)]
+    return profile_key(*identities, config.dtype, config.vocab, sp, config.target_mp, config.threads)
+
+
+def named_roles(config: EngineConfig) -> list[tuple[str, str]]:
+    return [(config.target, TARGET), *((name, DRAFTER) for name in config.drafter if name != NGRAM)]
+
+
+def pair_latency(
+    key: str,
+    target: Transformer | TensorParallel,
+    drafters: Sequence[LoadedDrafter],
+    config: EngineConfig,
+    sp: int,
+) -> LatencyModel:
+    """The latencies of the target and the first drafter that computes, measured now or in an earlier run."""
+    if latency := read_profile(key).get("latency"):
+        return LatencyModel.from_json(latency)
+    cores = available_cores()
+    draft_ms = next((drafter.draft_ms for drafter in drafters if drafter.draft_ms is not None), None)
+    own = assign_cores(sp, drafter_names(len(drafters)))[f"{TARGET}-1"]
+    if isinstance(target, Transformer):
+        threads = config.threads or len(own)
+        every = len(cores) if config.threads is None and threads_survive_fork() else threads
+        measured, is_free = profile_pair(target, draft_ms, threads, every)
+    else:
+        by_width = target_forwards_ms(target, own)
+        measured, is_free = measured_latency(by_width, draft_ms() if draft_ms else by_width[1] * LOOKUP_SHARE), False
+    measured = replace(measured, contention=expected_contention(sp, len(cores)))
+    if is_free:
+        keep_profile(key, latency=measured.json())
+    return measured
 
 
 def start_processes(
@@ -82,15 +125,36 @@ def start_processes(
     sp: int,
     threads: int | None,
     process: ProcessLogits | None = None,
+    latency: LatencyModel | None = None,
 ) -> ProcessFleet:
-    """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core."""
+    """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core.
+
+    Where taking turns on every core was measured to be faster, a server does when no other computes.
+    """
     cores = assign_cores(sp, list(drafters))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
+    wide = set() if latency is None or threads else wide_servers(cores, latency)
+
+    def use_cores(server: Server, is_alone: bool) -> None:
+        every = is_alone and server.name in wide
+        os.sched_setaffinity(0, every_core if every else cores[server.name])
+        torch.set_num_threads(len(every_core) if every else counts[server.name])
+
+    every_core = available_cores()
     return ProcessFleet(
         make_servers([SamplingModel(target, process)] * sp, drafters),
         cores={} if threads else cores,
         prepare=lambda server: torch.set_num_threads(counts[server.name]),
+        use_cores=use_cores if wide else None,
     )
+
+
+def wide_servers(names: Iterable[str], latency: LatencyModel) -> set[str]:
+    """The servers whose forwards are faster on every core."""
+    alone = latency.alone
+    if alone is None:
+        return set()
+    return {name for name in names if name.startswith(TARGET) or alone.drafter_ms < latency.drafter_ms}
 
 
 def load_drafter(name: str, target: ModelInfo, config: EngineConfig, status: Status = no_status) -> LoadedDrafter:
@@ -102,9 +166,9 @@ def load_drafter(name: str, target: ModelInfo, config: EngineConfig, status: Sta
         cpu_model(weights, config.max_num_seqs or MAX_NUM_SEQS),
     )
     if not needs_translation(config.vocab, target.tokenizer, info.tokenizer, (config.target, name)):
-        return LoadedDrafter(SamplingModel(model), forward_ms(model), model.context)
+        return LoadedDrafter(SamplingModel(model), partial(forward_ms, model), model.context)
     translator = translate_drafter(config.vocab, model, info.vocabulary, target.vocabulary, model.context, name)
-    return LoadedDrafter(translator, draft_token_ms(translator, target.vocabulary.encode(SAMPLE_TEXT)))
+    return LoadedDrafter(translator, partial(draft_token_ms, translator, target.vocabulary.encode(SAMPLE_TEXT)))
 
 
 def available_cores() -> list[int]:
@@ -150,6 +214,7 @@ def load_model_pair(config: EngineConfig, status: Status = no_status) -> ModelPa
     """Load the target and the first drafter of an engine with one target, to measure each by itself."""
     config.check_measurable()
     silence_transformers()
+    torch.set_num_threads(1)  # while it loads: a thread pool does not survive a fork
     cores = assign_cores(1, [DRAFTER])
     infos, models = [], []
     for server, role, name in ((f"{TARGET}-1", TARGET, config.target), (DRAFTER, DRAFTER, config.drafter[0])):

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 RAY = "ray"
 DTYPES = ("float32", "bfloat16")
 SPEC_FIELDS = tuple(field.name for field in fields(SpecConfig))
+DEFAULT_SPEC = SpecConfig(AUTO_ALGORITHM)
+NUMBERS = ("lookahead", "min_draft", "max_lead", "branches")  # that `auto` finds itself
 OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_draft"}  # kept for one release
 
 
@@ -170,17 +172,22 @@ def make_configs(
     check_known(named, {*names, *SPEC_FIELDS})
     own = {name: value for name, value in named.items() if name in names and value is not None}
     rest = {name: value for name, value in named.items() if name not in names}
-    spec = make_spec(spec or SpecConfig(), rest)
+    spec = make_spec(spec or DEFAULT_SPEC, rest)
     return replace(config or EngineConfig(), **own), spec
 
 
 def make_spec(spec: SpecConfig, arguments: Mapping[str, Any]) -> SpecConfig:
-    """Replace fields of a SpecConfig; None leaves one as it is, and `auto` leaves a number to the engine."""
+    """Replace fields of a SpecConfig; None leaves one as it is, and `auto` leaves a number to the engine.
+
+    Numbers without an algorithm are for DSI where `auto`, which finds its own, is the default.
+    """
     changes = {OLD_NAMES.get(name, name): value for name, value in arguments.items() if value is not None}
     check_known(changes, SPEC_FIELDS)
     for name in ("lookahead", "min_draft"):
         if name in changes:
             changes[name] = parse_number(name, changes[name])
+    if spec.algorithm == AUTO_ALGORITHM and any(changes.get(name) is not None for name in NUMBERS):
+        changes = {"algorithm": "dsi", **changes}
     return check_auto(replace(spec, **changes))
 
 

@@ -39,6 +39,7 @@ class Deployment:
     warnings: tuple[str, ...] = ()
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
+    profile_key: str = ""  # under which what is measured of these models is kept; empty: nowhere
     _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
 
     def simulation(self, sp: int, tokens: int, **fields: Any) -> SimulationConfig:
@@ -56,8 +57,8 @@ class Deployment:
     def lookahead(self, algorithm: str) -> int:
         if algorithm in self.plans:
             return self.plans[algorithm].spec.lookahead or 1
-        target_ms, drafter_ms = self.latency.target_ms, self.latency.drafter_ms
-        return suitable_lookahead(algorithm, target_ms, drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
+        latency = self.latency.under(algorithm)
+        return suitable_lookahead(algorithm, latency.target_ms, latency.drafter_ms, TYPICAL_ACCEPTANCE, self.sp)
 
     @property
     def shared_lookahead(self) -> int:

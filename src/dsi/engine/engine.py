@@ -16,7 +16,8 @@ from dsi.core.progress import Status, no_status
 from dsi.core.request import Completion, Request, ScoreRequest
 from dsi.core.sequence import Tokens
 from dsi.core.spec import AUTO, SpecConfig
-from dsi.engine.config import EngineConfig, fill_spec, make_configs, make_spec
+from dsi.engine.config import DEFAULT_SPEC, EngineConfig, fill_spec, make_configs, make_spec
+from dsi.engine.profile_cache import keep_profile, read_profile
 from dsi.fleets.loop import EngineLoop, Fleet
 from dsi.models.tokenizer import TextOutput, Tokenizer
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dsi.planning.search import DeploymentPlan
 
 MS_PER_SECOND = 1000
+MIN_LEARNED = 64  # verified draft tokens from which an acceptance rate is kept
 
 
 class TextStream:
@@ -72,13 +74,11 @@ class Engine(AbstractContextManager["Engine"]):
     Only one thread may use it and its `deployment`.
     """
 
-    def __init__(
-        self, deployment: Deployment, spec: SpecConfig | None = None, acceptance: float = PRIOR_ACCEPTANCE
-    ) -> None:
-        self.deployment, self.spec = deployment, spec or SpecConfig()
+    def __init__(self, deployment: Deployment, spec: SpecConfig | None = None, acceptance: float | None = None) -> None:
+        self.deployment, self.spec = deployment, spec or DEFAULT_SPEC
         self.loop = EngineLoop(deployment.fleet)
         self.loop.load.targets = deployment.sp
-        self._acceptance = acceptance  # the prior of `auto`
+        self._acceptance = acceptance  # the prior of `auto`; None: that of earlier runs, if any
         self.plans: Sequence[DeploymentPlan] = ()  # what `plan="auto"` chose from, the fastest first
 
     @classmethod
@@ -95,8 +95,9 @@ class Engine(AbstractContextManager["Engine"]):
 
         Either of `config` and `spec` can be given as keyword arguments, the fields of `EngineConfig` and
         `SpecConfig`: `Engine.load(target="builtin", sp=2, lookahead=5)`; a string is the target's name. What is
-        left open, or `auto`, the engine measures and chooses: by Eq. (1) on CPU cores, by simulation on devices.
-        `status` is told what is being done, as "measuring the target".
+        left open, or `auto`, the engine measures and chooses. The default algorithm is `auto`, or `dsi` with a
+        lookahead or another number of its own.
+        `status` is told what is being done, as "measuring the models".
         """
         if isinstance(config, str):
             fields["target"], config = config, None
@@ -148,7 +149,16 @@ class Engine(AbstractContextManager["Engine"]):
         """What `auto` learns of these models from all requests."""
         table = self.deployment.latency_table
         self.loop.latency_monitor = LatencyMonitor(table, MS_PER_SECOND)
-        return AdaptiveController(table, self.deployment.drafters, self._acceptance, self.loop.latency_monitor)
+        prior = self._acceptance
+        if prior is None:
+            prior = read_profile(self.deployment.profile_key).get("acceptance", PRIOR_ACCEPTANCE)
+        return AdaptiveController(table, self.deployment.drafters, prior, self.loop.latency_monitor)
+
+    def _keep_acceptance(self) -> None:
+        """Let the next run start from the acceptance rate that `auto` has learned of the first drafter."""
+        learned = self._controller.acceptance[self.deployment.drafters[:1]]
+        if self.deployment.profile_key and learned.verified >= MIN_LEARNED:
+            keep_profile(self.deployment.profile_key, acceptance=learned.rate)
 
     def generate(self, prompt: str | Tokens, **options: Any) -> Completion:
         """Generate a whole text; the options are those of `stream`."""
@@ -216,6 +226,8 @@ class Engine(AbstractContextManager["Engine"]):
         return load_aware(policy, replace(shared, lookahead=lookahead), load)
 
     def close(self) -> None:
+        if "_controller" in vars(self):
+            self._keep_acceptance()
         self.fleet.close()
 
     def __exit__(self, *_: object) -> None:

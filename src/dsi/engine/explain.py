@@ -24,7 +24,7 @@ def explain_auto(completion: Completion) -> str:
     if not completion.decisions:
         return "its first configuration throughout, as the text depends on the draft tokens"
     decision = completion.decisions[-1][1]
-    algorithm = f"{decision.spec.algorithm}, " if decision.spec.speculates else ""
+    algorithm = "" if decision.spec.takes_turns else f"{decision.spec.algorithm}, "
     changes = len(completion.decisions) - 1
     return (
         f"ended in {algorithm}{decision.spec} (acceptance estimated at {decision.acceptance:.2f}, "
@@ -45,7 +45,7 @@ def _lookahead_reason(deployment: Deployment, spec: SpecConfig) -> str:
         return "as asked for"
     if spec.algorithm in deployment.plans:
         return "the fastest in simulation with measured latencies"
-    latency = deployment.latency
+    latency = deployment.latency.under(spec.algorithm)
     measured = f"target {float(latency.target_ms):.1f} ms, drafter {float(latency.drafter_ms):.1f} ms"
     if spec.algorithm == "si":
         return f"the fastest at acceptance {TYPICAL_ACCEPTANCE}: {measured}"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import chain, takewhile
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import (
@@ -26,20 +27,21 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
+from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, Sampling
-from dsi.core.policies import policy_for
 from dsi.core.request import Request
-from dsi.core.spec import SpecConfig, default_max_lead
 from dsi.engine.build import cpu_model
 from dsi.engine.build_processes import start_processes
 from dsi.engine.generation_config import OTHER_SEARCHES, set_fields
-from dsi.engine.profile_cpu import forward_ms
+from dsi.engine.profile_cpu import forward_ms, forwards_ms, measured_latency
 from dsi.fleets.loop import EngineLoop
 from dsi.models.hf import Transformer, context_length
 from dsi.models.logits_processors import LogitsProcessors, check_stateless
 from dsi.models.protocol import SamplingModel
-from dsi.planning.equation_1 import minimal_lookahead
+from dsi.planning.auto import latency_table
+from dsi.planning.search import TOKENS
+from dsi.planning.simulation import SimulationConfig
 
 REPO = str(files("dsi") / "assets" / "hf_repo")  # a folder as transformers wants it, with `custom_generate/generate.py`
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -51,6 +53,7 @@ WARPERS = {  # in the order in which they are applied
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
+_CONTROLLERS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int, AdaptiveController]]] = WeakKeyDictionary()
 
 
 def custom_generate(
@@ -65,7 +68,7 @@ def custom_generate(
     seed: int = 0,
     **model_kwargs: Any,
 ) -> Any:
-    """Generate one text with DSI on processes of its own; greedy, or sampled with this seed."""
+    """Generate one text with `auto` on processes of its own; greedy, or sampled with this seed."""
     # `attention_mask` must not be a parameter: `generate` would pass it on without preparing it.
     check_models(model, drafter)
     check_config(generation_config)
@@ -127,9 +130,16 @@ def limit_new_tokens(wanted: int, prompt: int, context: int) -> int:
 
 
 def choose_policy(target: Transformer, drafter: Transformer, sp: int) -> Policy:
-    """DSI with the lookahead of Eq. (1) for the measured latencies."""
-    lookahead = minimal_lookahead(forward_ms(target), forward_ms(drafter), sp)
-    return policy_for(SpecConfig("dsi", lookahead, min_draft=2, max_lead=default_max_lead(sp, lookahead)))
+    """`auto`, which starts each text from what it has learned of the same pair before."""
+    controllers = _CONTROLLERS.setdefault(target.model, WeakKeyDictionary()).setdefault(drafter.model, {})
+    if sp not in controllers:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # as the servers
+        latency = measured_latency(forwards_ms(target), forward_ms(drafter))
+        torch.set_num_threads(threads)
+        table = latency_table(SimulationConfig(latency, PRIOR_ACCEPTANCE, sp, TOKENS, thread_pool=False))
+        controllers[sp] = AdaptiveController(table, (DRAFTER,), PRIOR_ACCEPTANCE)
+    return controllers[sp]
 
 
 def decode(loop: EngineLoop, request: Request, input_ids: Any, criteria: Any, streamer: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Measures forwards on CPU cores: by number of new tokens, and of several targets at once."""
+"""Measures forwards on CPU cores: by number of new tokens and of threads, and of several targets at once."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,7 +22,13 @@ LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cos
 CANCEL_POINTS = 8  # of a forward: one per layer, more or less
 DRAFT_TOKENS = 8  # by which a drafter is timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of the forwards that are timed
-REPEATS = 4  # of each
+REPEATS = 4  # of each...
+MIN_REPEATS, MAX_SECONDS = 2, 0.1  # ...or fewer, if they take long
+FORK_SECONDS = 2.0  # within which a forked process has multiplied two small matrices
+FREE_SHARE = 0.9  # of the time that a measurement must have computed to be kept
+MIN_SHARE = 0.95  # of the time with few threads that forwards must take on every core to be run on them
+
+Result = TypeVar("Result")
 
 
 def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contention: float = 0.0) -> LatencyModel:
@@ -30,11 +36,49 @@ def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contentio
     return replace(latency, by_width=monotone(by_width))
 
 
+def profile_pair(
+    target: Transformer, draft_ms: Callable[[], float] | None, threads: int, cores: int
+) -> tuple[LatencyModel, bool]:
+    """Time the forwards of a target and a drafter, and as they are in turn, with a thread for each core.
+
+    Also returns whether the cores were free: what was measured beside other work should not be kept.
+
+    In a process that ends: a pool of threads does not survive the fork of the servers.
+    """
+    return run_in_process(lambda: _timed(lambda: _profile_pair(target, draft_ms, threads, cores)))
+
+
+def _timed(work: Callable[[], Result]) -> tuple[Result, bool]:
+    """Run a measurement, and tell whether it had a core to itself nearly all the time."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = work()
+    return result, time.process_time() - cpu > FREE_SHARE * (time.perf_counter() - wall)
+
+
+def _profile_pair(target: Transformer, draft_ms: Callable[[], float] | None, threads: int, cores: int) -> LatencyModel:
+    shared = _pair_latency(target, draft_ms, threads, 1)
+    if cores <= threads:
+        return shared
+    turns = _pair_latency(target, draft_ms, cores, cores)
+    if turns.drafter_ms > shared.drafter_ms:  # then a drafter keeps to one thread
+        turns = replace(turns, drafter_ms=shared.drafter_ms)
+    return replace(shared, alone=turns) if turns.target_ms < MIN_SHARE * shared.target_ms else shared
+
+
+def _pair_latency(
+    target: Transformer, draft_ms: Callable[[], float] | None, threads: int, drafter_threads: int
+) -> LatencyModel:
+    torch.set_num_threads(threads)
+    by_width = forwards_ms(target)
+    torch.set_num_threads(drafter_threads)
+    return measured_latency(by_width, draft_ms() if draft_ms else by_width[1] * LOOKUP_SHARE)
+
+
 def forward_ms(model: Transformer | TensorParallel, new: int = 1, repeats: int = 8) -> float:
     """Time a forward over `new` tokens: the positions that are asked for are computed again each time."""
-    tokens, times = [1] * (16 + new), []
+    tokens, times = [1] * (16 + new), list[float]()
     model.forward(tokens, len(tokens))
-    for _ in range(repeats):
+    while len(times) < MIN_REPEATS or (len(times) < repeats and sum(times) < MAX_SECONDS):
         began = time.perf_counter()
         model.forward(tokens, len(tokens) + 1 - new)
         times.append(time.perf_counter() - began)
@@ -48,49 +92,79 @@ def forwards_ms(model: Transformer | TensorParallel) -> dict[int, float]:
 
 
 def draft_token_ms(drafter: Model, tokens: Sequence[int], repeats: int = 4) -> float:
-    """Time a draft token within a draft, translation included."""
-    text, times = list(tokens[:16]), []
-    for _ in range(repeats):
+    """Time a draft token, in drafts after a text that has grown by a few tokens each time, as under SI."""
+    times = list[float]()
+    for i in range(repeats):
+        text = list(tokens[: 16 + 4 * i])
         began = time.perf_counter()
         for _ in range(DRAFT_TOKENS):
             text += drafter.answer(ForwardRequest(text, len(text)))
         times.append((time.perf_counter() - began) / DRAFT_TOKENS)
-    return 1000 * min(times)
+    return 1000 * min(times[1:])
 
 
-def target_forwards_ms(target: Transformer | TensorParallel, cores: Sequence[int]) -> dict[int, float]:
-    """Time a target's forwards by width.
+def target_forwards_ms(target: TensorParallel, cores: Sequence[int]) -> dict[int, float]:
+    """Time a tensor-parallel target's forwards by width.
 
-    A tensor-parallel target starts processes of its own, which must not belong to this one: it is measured in
-    a process that ends, on the cores it will have.
+    It starts processes of its own, which must not belong to this one: it is measured in a process that ends, on
+    the cores it will have.
     """
-    if isinstance(target, Transformer):
+    try:
+        return run_in_process(lambda: _tensor_parallel_ms(target, cores))
+    except ValueError as error:
+        raise ValueError(f"target mp {target.size}: the processes do not work together ({error})") from error
+
+
+def _tensor_parallel_ms(target: TensorParallel, cores: Sequence[int]) -> dict[int, float]:
+    if target.threads is None:
+        os.sched_setaffinity(0, cores)
+    try:
         return forwards_ms(target)
+    except RankLost as error:
+        raise ValueError(str(error.__cause__ or error)) from error
+    finally:
+        target.close()
+
+
+def threads_survive_fork() -> bool:
+    """Whether a forked process can compute with several threads; not if this one has started a pool of threads."""
+    process = FORK.Process(target=_compute_with_threads, daemon=True)
+    process.start()
+    process.join(FORK_SECONDS)
+    process.kill()
+    process.join()
+    return process.exitcode == 0
+
+
+def _compute_with_threads() -> None:
+    torch.set_num_threads(2)
+    torch.ones(512, 512).matmul(torch.ones(512, 512)).sum().item()
+
+
+def run_in_process(work: Callable[[], Result]) -> Result:
+    """Run a function in a forked process and return its result; a ValueError is raised here."""
     receiver, sender = FORK.Pipe()
-    process = FORK.Process(target=_send_forwards_ms, args=(target, cores, sender))
+    process = FORK.Process(target=_send_result, args=(work, sender))
     process.start()
     sender.close()
     try:
         result = receiver.recv()
     except EOFError:
-        result = "they ended"
+        result = ValueError("they ended")
     finally:
         process.join()
         receiver.close()
-    if isinstance(result, str):
-        raise ValueError(f"target mp {target.size}: the processes do not work together ({result})")
+    if isinstance(result, ValueError):
+        raise result
     return result  # type: ignore[no-any-return]
 
 
-def _send_forwards_ms(target: TensorParallel, cores: Sequence[int], sender: Any) -> None:
+def _send_result(work: Callable[[], object], sender: Any) -> None:
     die_with_parent()
-    if target.threads is None:
-        os.sched_setaffinity(0, cores)
     try:
-        sender.send(forwards_ms(target))
-    except (RankLost, ValueError) as error:
-        sender.send(str(error.__cause__ or error))
-    target.close()
+        sender.send(work())
+    except ValueError as error:
+        sender.send(error)
 
 
 def expected_contention(sp: int, cores: int) -> float:

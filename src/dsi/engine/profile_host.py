@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
+from typing import TypeVar
 
 import torch
 
@@ -13,18 +14,28 @@ from dsi.core.progress import Progress, no_progress
 from dsi.core.spec import AUTO, SpecConfig
 from dsi.engine.build_processes import ModelPair, available_cores, load_model_pair
 from dsi.engine.config import EngineConfig
-from dsi.engine.profile_cpu import CANCEL_POINTS, forward_ms, forwards_ms, measured_contention
+from dsi.engine.profile_cpu import forward_ms, forwards_ms, measured_contention, measured_latency, run_in_process
 from dsi.engine.prompts import BUILTIN_PROMPTS, sample_prompts
 from dsi.engine.trial import run_trial
-from dsi.planning.latency import LatencyModel, monotone
+from dsi.planning.latency import LatencyModel
 from dsi.planning.search import DeploymentPlan, PairProfile, search_processors
 
 PROMPTS, TOKENS = 8, 48  # by which acceptance is counted
+
+Result = TypeVar("Result")
 
 
 def count_steps(cores: int, drafters: int = 1) -> int:
     """Steps of progress that `profile_host` reports."""
     return len(thread_counts(cores)) + 1 + drafters * (PROMPTS + 1)
+
+
+@dataclass(frozen=True)
+class MeasuredDrafter:
+    """A drafter's forward by number of threads, and for each token of some texts whether it would have drafted it."""
+
+    ms_by_threads: Mapping[int, float]
+    hits: Sequence[bool]
 
 
 def profile_host(config: EngineConfig, cores: int, progress: Progress = no_progress) -> PairProfile:
@@ -40,50 +51,58 @@ def profile_host(config: EngineConfig, cores: int, progress: Progress = no_progr
     target = pairs[0].target.backend
     contention = measured_contention(target, cores - 1) if cores > 2 else 0.0
     progress()
-    by_mp = {}
+    by_threads = {}
     for threads in thread_counts(cores):
-        torch.set_num_threads(threads)
-        widths = monotone(forwards_ms(target))
-        by_mp[threads] = partial(
-            LatencyModel, widths[0][1], by_width=widths, contention=contention, cancel_points=CANCEL_POINTS
-        )
+        by_threads[threads] = with_threads(threads, partial(forwards_ms, target))
         progress()
-    torch.set_num_threads(1)
-    trials = [_measure_drafter(pair, progress) for pair in pairs]
+    drafters = [_measure_drafter(pair, list(by_threads), progress) for pair in pairs]
     sources = dict.fromkeys(("target", "drafter", "acceptance", "mp"), "measured")
     sources["contention"] = "measured" if cores > 2 else "none with one target"
     profiles = [
-        # Two models that take turns with threads on the same cores spin in each other's way: `dsi compare
-        # --budget` measures that at less than two thirds of what their forwards alone promise.
         PairProfile(
-            {threads: with_drafter(ms) for threads, with_drafter in by_mp.items()},
-            {"match": fmean(hits)},
+            {threads: _latency(by_width, drafter, threads, contention) for threads, by_width in by_threads.items()},
+            {"match": fmean(drafter.hits)},
             sources=sources,
             drafter=name,
-            drafter_shares_processors=False,
         )
-        for name, (ms, hits) in zip(names, trials)
+        for name, drafter in zip(names, drafters)
     ]
-    return replace(profiles[0], alternatives=(*profiles[1:], *_joint_profile(profiles[:2], trials)))
+    return replace(profiles[0], alternatives=(*profiles[1:], *_joint_profile(profiles[:2], drafters)))
 
 
-def _measure_drafter(pair: ModelPair, progress: Progress) -> tuple[float, list[bool]]:
-    """Time a drafter forward, and tell for each token of some texts whether it would have been drafted."""
-    ms = forward_ms(pair.drafter.backend)
+def with_threads(threads: int, work: Callable[[], Result]) -> Result:
+    """Run a measurement with so many threads, in a process that ends: a pool of threads does not survive a fork."""
+
+    def measured() -> Result:
+        torch.set_num_threads(threads)
+        return work()
+
+    return run_in_process(measured)
+
+
+def _latency(by_width: Mapping[int, float], drafter: MeasuredDrafter, threads: int, contention: float) -> LatencyModel:
+    """A drafter beside the targets has one thread; one that takes turns with them may use theirs."""
+    beside = drafter.ms_by_threads[1]
+    in_turn = measured_latency(by_width, min(beside, drafter.ms_by_threads[threads]))
+    return replace(in_turn, drafter_ms=beside, contention=contention, alone=in_turn)
+
+
+def _measure_drafter(pair: ModelPair, threads: Sequence[int], progress: Progress) -> MeasuredDrafter:
+    times = {count: with_threads(count, partial(forward_ms, pair.drafter.backend)) for count in threads}
     progress()
     sample = sample_prompts(BUILTIN_PROMPTS, pair.tokenizer, PROMPTS, 0, TOKENS, pair.context)
     hits: list[bool] = []
     for prompt in sample.prompts:
         hits += run_trial(pair.target.fresh, pair.drafter.fresh, prompt, TOKENS, pair.tokenizer.eos_token_ids).hits
         progress()
-    return ms, hits
+    return MeasuredDrafter(times, hits)
 
 
-def _joint_profile(profiles: Sequence[PairProfile], trials: Sequence[tuple[float, list[bool]]]) -> list[PairProfile]:
+def _joint_profile(profiles: Sequence[PairProfile], drafters: Sequence[MeasuredDrafter]) -> list[PairProfile]:
     """Two drafters in one tree: a token is accepted where either drafts it."""
     if len(profiles) < 2:
         return []
-    either = [a or b for a, b in zip(trials[0][1], trials[1][1])]
+    either = [a or b for a, b in zip(drafters[0].hits, drafters[1].hits)]
     slowest = max(profile.latency.drafter_ms for profile in profiles)
     joint = replace(
         profiles[0],
@@ -104,13 +123,9 @@ def thread_counts(cores: int) -> list[int]:
 def plan_engine(config: EngineConfig) -> tuple[EngineConfig, SpecConfig, float, Sequence[DeploymentPlan]]:
     """Return the fastest configuration on this machine's cores, the acceptance rate, and all plans.
 
-    Where the drafter computes beside the targets the engine adapts; where they take turns, the plan is kept.
+    The engine adapts from there: `auto` can take turns on every core as well as overlap.
     """
     cores, config = len(available_cores()), replace(config, plan=None)
     profile = profile_host(config, cores)
     plans = search_processors(profile, cores)
-    fastest, rate = plans[0], profile.acceptance["match"]
-    if fastest.algorithm in ("nonsi", "si"):
-        spec = SpecConfig(fastest.algorithm, fastest.spec.lookahead)
-        return replace(config, sp=1, threads=fastest.mp), spec, rate, plans
-    return replace(config, sp=fastest.sp), SpecConfig(AUTO), rate, plans
+    return replace(config, sp=plans[0].sp), SpecConfig(AUTO), profile.acceptance["match"], plans

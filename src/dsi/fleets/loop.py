@@ -195,10 +195,10 @@ class EngineLoop:
         now = self.fleet.now()
         match job, event:
             case Draft(), Drafted():
-                monitor.add_draft(job.model, float(now - since))
+                monitor.add_draft(job.model, float(now - since), job.alone)
                 self._since[event.id] = now
             case Verify(), Verified():
-                monitor.add_verification(job.width, float(now - since))
+                monitor.add_verification(job.width, float(now - since), job.alone)
 
     def _forget(self, id: int) -> None:
         self._since.pop(id, None)

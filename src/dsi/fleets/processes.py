@@ -12,10 +12,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from ctypes import c_bool
 from selectors import SelectorKey
 from typing import Any
 
-from dsi.core.messages import TARGET
+from dsi.core.messages import TARGET, Job, Prefill
 from dsi.fleets.connection import Connection, JobDecoder
 from dsi.fleets.remote import NO_JOB, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
@@ -23,12 +24,20 @@ from dsi.fleets.spans import Span
 from dsi.models.process_utils import close_other_fds, die_with_parent
 
 FORK = multiprocessing.get_context("fork")
+Prepare = Callable[[Server], None]
+UseCores = Callable[[Server, bool], None]  # whether every core may be used, or only the server's own
 JOIN_SECONDS = 2.0
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
 
 
 def run_worker(
-    server: Server, connection: Connection, cancelled_id: Any, cores: Sequence[int], prepare: Callable[[Server], None]
+    server: Server,
+    connection: Connection,
+    cancelled_id: Any,
+    alone: Any,
+    cores: Sequence[int],
+    prepare: Prepare,
+    use_cores: UseCores | None,
 ) -> None:
     """Run jobs in a worker process until the connection closes."""
     die_with_parent()
@@ -37,10 +46,13 @@ def run_worker(
     if cores:
         os.sched_setaffinity(0, cores)
     prepare(server)
-    decoder = JobDecoder()
+    decoder, was_alone = JobDecoder(), False
     while True:
         try:
             for message in connection.receive():
+                if use_cores and alone.value != was_alone:
+                    was_alone = alone.value
+                    use_cores(server, was_alone)
                 job = decoder.decode(message)
                 run_job(job, server, connection, SharedCancelFlag(cancelled_id, job.id))
         except (EOFError, OSError):
@@ -50,11 +62,14 @@ def run_worker(
 class ProcessHandle(WorkerHandle):
     """A worker process."""
 
-    def __init__(self, server: Server, cores: Sequence[int], prepare: Callable[[Server], None]) -> None:
+    def __init__(
+        self, server: Server, cores: Sequence[int], prepare: Prepare, use_cores: UseCores | None = None
+    ) -> None:
         ours, theirs = Connection.pair()
         super().__init__(server, ours)
         self.cancelled_id = FORK.RawValue("q", NO_JOB)
-        arguments = (server, theirs, self.cancelled_id, cores, prepare)
+        self.alone = FORK.RawValue(c_bool, False)  # whether its job may use every core
+        arguments = (server, theirs, self.cancelled_id, self.alone, cores, prepare, use_cores)
         self.process = FORK.Process(target=run_worker, args=arguments, name=server.name, daemon=True)
         self.process.start()
         theirs.close()
@@ -69,25 +84,38 @@ class ProcessHandle(WorkerHandle):
 
 
 class ProcessFleet(RemoteFleet):
-    """`cores` pins servers by name; `prepare` runs first in each process, to set its number of threads, say."""
+    """`cores` pins servers by name; `prepare` runs first in each process, to set its number of threads, say.
+
+    `use_cores` runs before a job that may use every core because nothing else computes, and before the next that
+    may not.
+    """
 
     def __init__(
         self,
         servers: Iterable[Server],
         *,
         cores: Mapping[str, Sequence[int]] | None = None,
-        prepare: Callable[[Server], None] = lambda _: None,
+        prepare: Prepare = lambda _: None,
+        use_cores: UseCores | None = None,
         restart: bool = True,
         log: list[Span] | None = None,
     ) -> None:
         super().__init__(servers, restart, log)
-        self._cores, self._prepare = cores or {}, prepare
+        self._cores, self._prepare, self._use_cores = cores or {}, prepare, use_cores
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
         for name in self._servers:
             self._start_worker(name)
 
     def _start_worker(self, name: str) -> None:
-        self._add_worker(ProcessHandle(self._servers[name], self._cores.get(name, ()), self._prepare))
+        cores = self._cores.get(name, ())
+        self._add_worker(ProcessHandle(self._servers[name], cores, self._prepare, self._use_cores))
+
+    def _assign(self, name: str, job: Job) -> None:
+        self._workers[name].alone.value = self._is_alone(job)
+        super()._assign(name, job)
+
+    def _is_alone(self, job: Job) -> bool:
+        return not isinstance(job, Prefill) and job.alone and len(self._scheduler.running) == 1
 
     def _replace_dead_worker(self, name: str) -> None:
         self._start_worker(name)
@@ -109,5 +137,7 @@ class ProcessFleet(RemoteFleet):
 
     def _idle_cores(self, cores: set[int]) -> set[int]:
         """Return the cores of no working server and of no target: a target should find its own core idle."""
+        if any(self._workers[name].alone.value for name in self._scheduler.running):
+            return set()
         taken = (*self._scheduler.running, *self._targets)
         return cores.difference(*(self._cores.get(name, cores) for name in taken))

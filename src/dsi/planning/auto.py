@@ -14,6 +14,7 @@ from dsi.core.latency_table import LatencyTable
 from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.forecast import LAST_RUN, Array, renewal_model
+from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
 from dsi.planning.simulation import PolicyFactory, SimulationConfig
 
@@ -30,16 +31,22 @@ def latency_table(config: SimulationConfig, drafter_scales: Iterable[float] = DR
     for scale in drafter_scales:
         slower = replace(config, latency=latency.scaled(drafter=scale))
         tables.append(tuple(tuple(_cautious_ms(slower, spec, rates).tolist()) for spec in specs))
-    widths = latency.by_width or ((1, latency.target_ms),)
+    alone = latency.alone
     return LatencyTable(
         tuple(specs),
         tuple(drafter_scales),
         tuple(tables),
         float(latency.drafter_ms),
-        tuple((width, float(ms)) for width, ms in widths),
+        _steps_ms(latency),
         config.sp,
         latency.contention,
+        *(() if alone is None else (float(alone.drafter_ms), _steps_ms(alone))),
     )
+
+
+def _steps_ms(latency: LatencyModel) -> tuple[tuple[int, float], ...]:
+    widths = latency.by_width or ((1, latency.target_ms),)
+    return tuple((width, float(ms)) for width, ms in widths)
 
 
 def _cautious_ms(config: SimulationConfig, spec: SpecConfig, rates: Array) -> Array:

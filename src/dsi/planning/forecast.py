@@ -80,7 +80,10 @@ def renewal_model(config: SimulationConfig, algorithm: str | SpecConfig | None =
     spec = algorithm if isinstance(algorithm, SpecConfig) else config.spec
     if isinstance(algorithm, str):
         spec = replace(spec, algorithm=algorithm)
-    alone = replace(config, acceptance=1.0, acceptance_change=None, tokens=LAST_RUN, requests=1, spec=spec)
+    latency = config.latency.under(spec.algorithm)
+    alone = replace(
+        config, latency=latency, acceptance=1.0, acceptance_change=None, tokens=LAST_RUN, requests=1, spec=spec
+    )
     block = 1 + max(alone.lookahead_for(spec.algorithm) or 0, spec.min_draft or 0)
     tokens = min(LONGEST_RUN, max(LAST_RUN, BLOCKS_IN_LAST_RUN * block))
     return _renewal_model(replace(alone, tokens=tokens).with_latency(jitter=0, network_jitter=0))

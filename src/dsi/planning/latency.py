@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.fields import option
+from dsi.core.spec import TURN_TAKING
 from dsi.planning.equation_1 import Number, check_latencies
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 LEAST_MS, MOST_MS = 1e-6, 1e9  # what a latency can plausibly be
 
 Curve = tuple[tuple[int, Number], ...]  # ms by width in new tokens, or by number of busy targets
+CURVES = ("by_width", "by_busy_targets", "drafter_by_busy_targets")
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class LatencyModel:
         "Delay of a message, each way (virtual time only): of every one, or with nodes of those between machines.", 0
     )
     network_jitter: float = option("Each message is delayed evenly up to this share more or less: 0 to 0.99.", 0)
+    alone: LatencyModel | None = None  # forwards that take turns and so use every core, where that is faster
 
     def __post_init__(self) -> None:
         check_latencies(self.target_ms, self.drafter_ms)
@@ -73,6 +76,10 @@ class LatencyModel:
             self.target_ms if self.target_ttft_ms is None else self.target_ttft_ms,
             self.drafter_ms if self.drafter_ttft_ms is None else self.drafter_ttft_ms,
         )
+
+    def under(self, algorithm: str) -> LatencyModel:
+        """The latencies under an algorithm: under non-SI and SI one server computes at a time."""
+        return self.alone if self.alone is not None and algorithm in TURN_TAKING else self
 
     def drafter_beside(self, targets: int) -> Number:
         """The drafter's forward while so many targets compute."""
@@ -109,6 +116,7 @@ class LatencyModel:
             by_width=tuple((width, ms * target) for width, ms in self.by_width),
             by_busy_targets=tuple((busy, ms * target) for busy, ms in self.by_busy_targets),
             drafter_by_busy_targets=tuple((busy, ms * drafter) for busy, ms in self.drafter_by_busy_targets),
+            alone=None if self.alone is None else self.alone.scaled(target, drafter),
         )
 
     def target(self, unit: int = 1) -> Latency:
@@ -131,8 +139,15 @@ class LatencyModel:
 
     def json(self) -> dict[str, Any]:
         """Curves as objects with the width or the number of busy targets as key."""
-        curves = ("by_width", "by_busy_targets", "drafter_by_busy_targets")
-        return asdict(self) | {name: dict(getattr(self, name)) for name in curves}
+        curves = {name: dict(getattr(self, name)) for name in CURVES}
+        return asdict(self) | curves | {"alone": None if self.alone is None else self.alone.json()}
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> LatencyModel:
+        """Read what `json` returned, through a JSON file, too."""
+        curves = {name: tuple((int(key), ms) for key, ms in document[name].items()) for name in CURVES}
+        alone = document["alone"] and cls.from_json(document["alone"])
+        return cls(**{**document, **curves, "alone": alone})
 
 
 def monotone(by_width: Mapping[int, Number]) -> Curve:

@@ -206,9 +206,16 @@ def si_block(config: SimulationConfig, acceptance: float) -> int:
 
 
 def spec_candidates(config: SimulationConfig, degrees: Iterable[int] = AUTO_SP) -> list[SpecConfig]:
-    """Non-SI, and DSI with all that may be the fastest at some acceptance rate."""
-    rule = config.spec.rule
+    """Non-SI, and DSI with all that may be the fastest at some acceptance rate.
+
+    With one target, DSI that waits for a block is SI; SI itself is tried where taking turns makes forwards faster.
+    """
+    rule, alone = config.spec.rule, config.latency.alone
     specs = [SpecConfig("nonsi", max_targets=1, rule=rule)]
+    if alone is not None and config.drafters == 1:
+        turns = replace(config, latency=alone)
+        blocks = sorted({1, 2, *(si_block(turns, rate) for rate in MIN_DRAFT_RATES)})
+        specs += [SpecConfig("si", block, max_targets=1, rule=rule) for block in blocks]
     min_drafts = sorted({0, 1, *(si_block(config, rate) for rate in MIN_DRAFT_RATES)})
     for sp in sorted({sp for sp in degrees if sp < config.sp} | {config.sp}):
         least = minimal_lookahead(config.latency.target_ms, config.latency.drafter_ms, sp)

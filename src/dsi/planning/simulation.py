@@ -115,7 +115,8 @@ class SimulationConfig:
         return self._shared_lookahead if algorithm == "dsi" and self.requests > 1 else self._suitable(algorithm)
 
     def _suitable(self, algorithm: str) -> int:
-        target_ms, drafter_ms = self.latency.target_ms, self.latency.drafter_ms
+        latency = self.latency.under(algorithm)
+        target_ms, drafter_ms = latency.target_ms, latency.drafter_ms
         return suitable_lookahead(algorithm, target_ms, drafter_ms, self.acceptance, self.sp - self.spare_targets)
 
     @property
@@ -181,6 +182,8 @@ class SimulationConfig:
         """
         if isinstance(algorithm, SpecConfig):
             return replace(self, spec=algorithm).run(algorithm.algorithm, seed, real_time)
+        if isinstance(algorithm, str) and self.latency.under(algorithm) is not self.latency:
+            return replace(self, latency=self.latency.under(algorithm)).run(algorithm, seed, real_time)
         log: list[Span] = []
         fleet = self.real_time(seed, log) if real_time else self.simulated(seed, log)
         loop = EngineLoop(fleet)

@@ -143,6 +143,8 @@ class Service:
         chat = isinstance(body, ChatBody)
         prompts = self._prompts(body)
         algorithm = body.algorithm or self.info.spec.algorithm
+        if body.algorithm is None and algorithm == AUTO and body.lookahead is not None:
+            algorithm = "dsi"  # `auto` finds its own lookahead
         request = ApiRequest(
             id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             chat=chat,

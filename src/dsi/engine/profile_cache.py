@@ -1,0 +1,62 @@
+"""What was measured of a pair of models on this machine, kept between runs in the user's cache folder.
+
+Nothing depends on it but speed: a file that cannot be read or written is ignored, and entries expire.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+EXPIRES_SECONDS = 7 * 24 * 3600  # a machine may have been busy when it was measured
+MAX_ENTRIES = 200
+
+
+def cache_path() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsi" / "profiles.json"
+
+
+def profile_key(*parts: object) -> str:
+    """Identify a measurement by what was measured, with which torch, on which processor and how many cores."""
+    host = (platform.processor() or platform.machine(), len(os.sched_getaffinity(0)), version("torch"), version("dsi"))
+    return sha256(repr((*parts, host)).encode()).hexdigest()[:32]
+
+
+def model_identity(path: str) -> tuple[object, ...]:
+    """A model's name on the hub, or its files with their sizes and times."""
+    files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
+    return path, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file())
+
+
+def read_profile(key: str) -> dict[str, Any]:
+    """Return what is kept under this key; empty if there is nothing, or it has expired."""
+    entry = _read().get(key, {})
+    return entry if time.time() - entry.get("time", 0) < EXPIRES_SECONDS else {}
+
+
+def keep_profile(key: str, **values: Any) -> None:
+    """Add values to the entry of this key; a new entry takes its time from now."""
+    entries = _read()
+    entries[key] = {"time": time.time(), **read_profile(key), **values}
+    latest = sorted(entries, key=lambda name: entries[name].get("time", 0))[-MAX_ENTRIES:]
+    with suppress(OSError):
+        path = cache_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({name: entries[name] for name in latest}))
+        partial.replace(path)
+
+
+def _read() -> dict[str, dict[str, Any]]:
+    try:
+        entries = json.loads(cache_path().read_text())
+    except (OSError, ValueError):
+        return {}
+    return entries if isinstance(entries, dict) else {}
