@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from dsi.core.adaptive import AcceptanceEMA, AdaptiveController, LatencyMonitor
 from dsi.core.latency_table import LatencyTable
 from dsi.core.messages import Sampling
-from dsi.core.policies import autoregressive
+from dsi.core.policies import autoregressive, policy_for
 from dsi.core.request import Completion, Request
 from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
@@ -224,3 +224,22 @@ def test_adaptive_probes_ever_more_rarely_where_drafts_cost_time() -> None:
 def test_adaptive_never_drafts_with_a_drafter_that_cannot_pay() -> None:
     slow = replace(SETTING, sp=1, latency=replace(SETTING.latency, drafter_ms=90.0))
     assert drafted(slow, latency_table(slow)) == 0
+
+
+def test_adaptive_drafts_with_the_drafter_that_it_chose_under_si() -> None:
+    config = replace(SETTING, drafters=2, tokens=20)
+    log: list[Span] = []
+    policy = policy_for(SpecConfig("si", 3, drafters=("drafter-2",)))
+    [done] = EngineLoop(config.simulated(0, log)).run(Request((1, 2, 3), 20, policy))
+    assert done.tally.accepted > 0
+    assert {span.server for span in log if span.kind == "draft"} == {"drafter-2"}
+
+
+def test_adaptive_text_under_rejection_sampling_does_not_depend_on_what_was_learned() -> None:
+    sampling = Sampling(1.0, rule="reject")
+    texts = set()
+    for prior in (0.1, 0.99):
+        controller = AdaptiveController(TABLE, SETTING.drafter_names, prior)
+        [done] = EngineLoop(SETTING.simulated(0)).run(Request((1, 2, 3), 40, controller, sampling))
+        texts.add((done.tokens, done.tally.drafted))
+    assert len(texts) == 1

@@ -29,7 +29,7 @@ def test_profile_expires(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_profile_of_a_broken_file_is_empty() -> None:
     keep_profile("pair", acceptance=0.8)
-    for content in ("{", "[]"):
+    for content in ("{", "[]", '{"pair": 3}', '{"pair": {"time": "now"}}'):
         cache_path().write_text(content)
         assert read_profile("pair") == {}
     keep_profile("pair", acceptance=0.7)

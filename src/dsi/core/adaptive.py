@@ -101,7 +101,8 @@ class AdaptiveController:
         self.acceptance = {drafters: AcceptanceEMA(prior, ENGINE_WINDOW) for drafters in sets}
         self.runner_up = AcceptanceEMA(PRIOR_RUNNER_UP_ACCEPTANCE, ENGINE_WINDOW)
         self._scales = dict.fromkeys(sets, latency_table.scale_index(1.0))
-        initial = latency_table.configs[self.best(self.acceptance, 0.0)[1]]
+        unlearned = {drafters: AcceptanceEMA(PRIOR_ACCEPTANCE) for drafters in sets}  # or a text would depend on others
+        initial = latency_table.configs[self.best(unlearned, 0.0)[1]]
         self._initial_policy = policy_for(replace(initial, drafters=self.drafters[:1]))
         self._requests: WeakKeyDictionary[Generation, RequestController] = WeakKeyDictionary()
 
@@ -149,7 +150,7 @@ class AdaptiveController:
             scale, rate = self._scales[drafters], table.rate_index(acceptance)
             yield drafters, table.best[scale][rate], 0
             for spare_targets, best in table.best_with_spares.items():
-                if table.configs[best[scale][rate]].speculates:
+                if not table.configs[best[scale][rate]].takes_turns:
                     yield drafters, best[scale][rate], spare_targets
 
 

@@ -315,12 +315,14 @@ class Generation:
 
     # ...and what it may ask for.
 
-    def draft(self, node: Node, count: int, model: str = DRAFTER, spec: SpecConfig = DEFAULT_SPEC) -> None:
+    def draft(
+        self, node: Node, count: int, model: str = DRAFTER, spec: SpecConfig = DEFAULT_SPEC, alone: bool = False
+    ) -> None:
         if count < 1:
             raise ValueError(f"a draft of {count} tokens: must be at least 1")
         self._block_size = spec.lookahead or 1
         options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio
-        self._start(Draft(next(self._ids), node.context, count, model, *options, spec.takes_turns), node)
+        self._start(Draft(next(self._ids), node.context, count, model, *options, alone), node)
 
     def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:
         """Verify the last `width` positions up to this node."""

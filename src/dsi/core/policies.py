@@ -22,7 +22,7 @@ def policy_for(spec: SpecConfig) -> Policy:
     if spec.lookahead is None:
         raise ValueError(f"algorithm {algorithm} without a lookahead: give one, or let the engine choose")
     if algorithm == "si":
-        return speculative(spec.lookahead)
+        return speculative(spec.lookahead, spec.drafters[0])
     return pearl(spec.lookahead) if algorithm == "pearl" else _distributed(spec)
 
 
@@ -36,18 +36,18 @@ def autoregressive() -> Policy:
     return policy
 
 
-def speculative(lookahead: int) -> Policy:
+def speculative(lookahead: int, drafter: str = DRAFTER) -> Policy:
     """SI: draft a block, verify it, repeat (Leviathan et al., 2023)."""
-    spec = SpecConfig("si", lookahead)
+    spec = SpecConfig("si", lookahead, drafters=(drafter,))
 
     def policy(g: Generation) -> None:
         if g.busy:
             return
-        tip = g.tip()
+        tip = g.tip(drafter)
         drafted = tip.depth - g.root.depth
-        count = min(lookahead - drafted, g.room(tip))
+        count = min(lookahead - drafted, g.room(tip, drafter))
         if count > 0:
-            g.draft(tip, count, spec=spec)
+            g.draft(tip, count, drafter, spec, alone=True)
         else:
             g.verify(tip, drafted + 1, alone=True)
 

@@ -64,8 +64,12 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     drafters = [load_drafter(name, info, config, status) for name in config.drafter]
     names = drafter_names(len(drafters))
     status("measuring the models")
+    if not (config.threads or config.target_mp > 1 or threads_survive_fork()):
+        config = replace(config, threads=1)  # or a forked process would wait for threads that are not there
     key = pair_key(config, sp)
     latency = pair_latency(key, target, drafters, config, sp)
+    if len(drafters) > 1:
+        latency = replace(latency, alone=None)  # SI, which takes turns, has one drafter
     process = process_logits(weights)
     models = {name: with_processing(drafter.model, process) for name, drafter in zip(names, drafters)}
     status(f"starting {sp + len(models)} servers")
@@ -86,11 +90,19 @@ def pair_key(config: EngineConfig, sp: int) -> str:
     """Identify the models and servers of a configuration in the cache of profiles."""
     target, *drafters = (model_path(name, role) for name, role in named_roles(config))
     identities = [model_identity(path) for path in (target, *drafters)]
-    return profile_key(*identities, config.dtype, config.vocab, sp, config.target_mp, config.threads)
+    return profile_key(*identities, config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads)
 
 
 def named_roles(config: EngineConfig) -> list[tuple[str, str]]:
     return [(config.target, TARGET), *((name, DRAFTER) for name in config.drafter if name != NGRAM)]
+
+
+def kept_latency(key: str) -> LatencyModel | None:
+    """The latencies of an earlier run, unless an earlier version has kept them."""
+    try:
+        return LatencyModel.from_json(read_profile(key)["latency"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
 
 
 def pair_latency(
@@ -101,15 +113,14 @@ def pair_latency(
     sp: int,
 ) -> LatencyModel:
     """The latencies of the target and the first drafter that computes, measured now or in an earlier run."""
-    if latency := read_profile(key).get("latency"):
-        return LatencyModel.from_json(latency)
+    if kept := kept_latency(key):
+        return kept
     cores = available_cores()
     draft_ms = next((drafter.draft_ms for drafter in drafters if drafter.draft_ms is not None), None)
     own = assign_cores(sp, drafter_names(len(drafters)))[f"{TARGET}-1"]
     if isinstance(target, Transformer):
         threads = config.threads or len(own)
-        every = len(cores) if config.threads is None and threads_survive_fork() else threads
-        measured, is_free = profile_pair(target, draft_ms, threads, every)
+        measured, is_free = profile_pair(target, draft_ms, threads, config.threads or len(cores))
     else:
         by_width = target_forwards_ms(target, own)
         measured, is_free = measured_latency(by_width, draft_ms() if draft_ms else by_width[1] * LOOKUP_SHARE), False
@@ -137,7 +148,8 @@ def start_processes(
 
     def use_cores(server: Server, is_alone: bool) -> None:
         every = is_alone and server.name in wide
-        os.sched_setaffinity(0, every_core if every else cores[server.name])
+        for thread in os.listdir("/proc/self/task"):  # those of OpenMP, too
+            os.sched_setaffinity(int(thread), every_core if every else cores[server.name])
         torch.set_num_threads(len(every_core) if every else counts[server.name])
 
     every_core = available_cores()

@@ -23,7 +23,7 @@ RAY = "ray"
 DTYPES = ("float32", "bfloat16")
 SPEC_FIELDS = tuple(field.name for field in fields(SpecConfig))
 DEFAULT_SPEC = SpecConfig(AUTO_ALGORITHM)
-NUMBERS = ("lookahead", "min_draft", "max_lead", "branches")  # that `auto` finds itself
+NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "branches", "spare_targets")  # that `auto` chooses
 OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_draft"}  # kept for one release
 
 

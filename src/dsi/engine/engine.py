@@ -226,9 +226,11 @@ class Engine(AbstractContextManager["Engine"]):
         return load_aware(policy, replace(shared, lookahead=lookahead), load)
 
     def close(self) -> None:
-        if "_controller" in vars(self):
-            self._keep_acceptance()
-        self.fleet.close()
+        try:
+            if "_controller" in vars(self):
+                self._keep_acceptance()
+        finally:
+            self.fleet.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -17,16 +17,23 @@ from typing import Any
 
 EXPIRES_SECONDS = 7 * 24 * 3600  # a machine may have been busy when it was measured
 MAX_ENTRIES = 200
+SCHEMA = 1  # of an entry
 
 
 def cache_path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dsi" / "profiles.json"
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsi" / "profiles.json"
 
 
 def profile_key(*parts: object) -> str:
     """Identify a measurement by what was measured, with which torch, on which processor and how many cores."""
-    host = (platform.processor() or platform.machine(), len(os.sched_getaffinity(0)), version("torch"), version("dsi"))
+    host = (_processor(), len(os.sched_getaffinity(0)), version("torch"), SCHEMA)
     return sha256(repr((*parts, host)).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line for line in lines if line.startswith("model name")), platform.machine())
 
 
 def model_identity(path: str) -> tuple[object, ...]:
@@ -38,14 +45,14 @@ def model_identity(path: str) -> tuple[object, ...]:
 def read_profile(key: str) -> dict[str, Any]:
     """Return what is kept under this key; empty if there is nothing, or it has expired."""
     entry = _read().get(key, {})
-    return entry if time.time() - entry.get("time", 0) < EXPIRES_SECONDS else {}
+    return entry if entry and time.time() - entry["time"] < EXPIRES_SECONDS else {}
 
 
 def keep_profile(key: str, **values: Any) -> None:
     """Add values to the entry of this key; a new entry takes its time from now."""
     entries = _read()
     entries[key] = {"time": time.time(), **read_profile(key), **values}
-    latest = sorted(entries, key=lambda name: entries[name].get("time", 0))[-MAX_ENTRIES:]
+    latest = sorted(entries, key=lambda name: float(entries[name]["time"]))[-MAX_ENTRIES:]
     with suppress(OSError):
         path = cache_path()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,4 +66,9 @@ def _read() -> dict[str, dict[str, Any]]:
         entries = json.loads(cache_path().read_text())
     except (OSError, ValueError):
         return {}
-    return entries if isinstance(entries, dict) else {}
+    entries = entries if isinstance(entries, dict) else {}
+    return {key: entry for key, entry in entries.items() if isinstance(entry, dict) and _has_time(entry)}
+
+
+def _has_time(entry: dict[str, Any]) -> bool:
+    return isinstance(entry.get("time"), int | float)

@@ -115,7 +115,9 @@ class ProcessFleet(RemoteFleet):
         super()._assign(name, job)
 
     def _is_alone(self, job: Job) -> bool:
-        return not isinstance(job, Prefill) and job.alone and len(self._scheduler.running) == 1
+        if self._use_cores is None or isinstance(job, Prefill):
+            return False
+        return job.alone and len(self._scheduler.running) == 1
 
     def _replace_dead_worker(self, name: str) -> None:
         self._start_worker(name)
