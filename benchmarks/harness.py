@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NoReturn, TypeVar
 
+from dsi.engine.profile_cache import processor_name
+
 Input = TypeVar("Input")
 Result = TypeVar("Result")
 Name = TypeVar("Name")
@@ -155,17 +157,11 @@ def machine() -> dict[str, Any]:
     """Describe where a result comes from."""
     facts: dict[str, Any] = {
         "date": date.today().isoformat(),
-        "cpu": _processor(),
+        "cpu": processor_name(),
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
     }
     return facts | {name: _version(name) for name in ("torch", "transformers", "numpy")}
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return models[0] if models else platform.machine()
 
 
 def _version(package: str) -> str | None:

@@ -11,7 +11,7 @@ from dsi.cli import output as show
 from dsi.cli.options import Fields
 from dsi.core.messages import Sampling
 from dsi.core.spec import AUTO, SpecConfig
-from dsi.engine.config import EngineConfig
+from dsi.engine.config import EngineConfig, default_algorithm
 from dsi.models.names import BUILTIN
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ REPORTED_MIB = 1000  # memory from which a line reports it: half of it is torch 
 def _choose_algorithm(spec: dict[str, Any]) -> None:
     """Take numbers without an algorithm as DSI's: `auto`, the default, finds its own."""
     if spec["algorithm"] is None:
-        spec["algorithm"] = AUTO if spec["lookahead"] is spec["min_draft"] is None else "dsi"
+        spec["algorithm"] = default_algorithm(AUTO, spec["lookahead"], spec["min_draft"])
 
 
 SPEC = Fields(

@@ -44,9 +44,13 @@ def build(config: EngineConfig, status: Status = no_status) -> Deployment:
 
 def check_models(config: EngineConfig) -> None:
     """Refuse models of an unsupported kind before the weights of any are loaded."""
-    drafters = [(DRAFTER, name) for name in config.drafter if name != NGRAM]
-    for role, name in ((TARGET, config.target), *drafters):
+    for name, role in named_models(config):
         check_supported(load_config(model_path(name, role)), name)
+
+
+def named_models(config: EngineConfig) -> list[tuple[str, str]]:
+    """The name and role of every model that has weights."""
+    return [(config.target, TARGET), *((name, DRAFTER) for name in config.drafter if name != NGRAM)]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from dsi.engine.build import (
     cpu_model,
     drafter_names,
     load_weights,
+    named_models,
     needs_translation,
     shortest_context,
     silence_transformers,
@@ -88,13 +89,8 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
 
 def pair_key(config: EngineConfig, sp: int) -> str:
     """Identify the models and servers of a configuration in the cache of profiles."""
-    target, *drafters = (model_path(name, role) for name, role in named_roles(config))
-    identities = [model_identity(path) for path in (target, *drafters)]
+    identities = [model_identity(model_path(name, role)) for name, role in named_models(config)]
     return profile_key(*identities, config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads)
-
-
-def named_roles(config: EngineConfig) -> list[tuple[str, str]]:
-    return [(config.target, TARGET), *((name, DRAFTER) for name in config.drafter if name != NGRAM)]
 
 
 def kept_latency(key: str) -> LatencyModel | None:

@@ -186,9 +186,13 @@ def make_spec(spec: SpecConfig, arguments: Mapping[str, Any]) -> SpecConfig:
     for name in ("lookahead", "min_draft"):
         if name in changes:
             changes[name] = parse_number(name, changes[name])
-    if spec.algorithm == AUTO_ALGORITHM and any(changes.get(name) is not None for name in NUMBERS):
-        changes = {"algorithm": "dsi", **changes}
-    return check_auto(replace(spec, **changes))
+    algorithm = default_algorithm(spec.algorithm, *(changes.get(name) for name in NUMBERS))
+    return check_auto(replace(spec, **{"algorithm": algorithm, **changes}))
+
+
+def default_algorithm(default: str, *numbers: float | None) -> str:
+    """The algorithm where none is named: numbers of DSI, if one is given, rule out `auto`, which finds its own."""
+    return "dsi" if default == AUTO_ALGORITHM and any(number is not None for number in numbers) else default
 
 
 def check_known(arguments: Iterable[str], known: Collection[str]) -> None:

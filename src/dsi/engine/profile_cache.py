@@ -26,14 +26,15 @@ def cache_path() -> Path:
 
 def profile_key(*parts: object) -> str:
     """Identify a measurement by what was measured, with which torch, on which processor and how many cores."""
-    host = (_processor(), len(os.sched_getaffinity(0)), version("torch"), SCHEMA)
+    host = (processor_name(), len(os.sched_getaffinity(0)), version("torch"), SCHEMA)
     return sha256(repr((*parts, host)).encode()).hexdigest()[:32]
 
 
-def _processor() -> str:
+def processor_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    return next((line for line in lines if line.startswith("model name")), platform.machine())
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
 
 
 def model_identity(path: str) -> tuple[object, ...]:
@@ -44,14 +45,13 @@ def model_identity(path: str) -> tuple[object, ...]:
 
 def read_profile(key: str) -> dict[str, Any]:
     """Return what is kept under this key; empty if there is nothing, or it has expired."""
-    entry = _read().get(key, {})
-    return entry if entry and time.time() - entry["time"] < EXPIRES_SECONDS else {}
+    return _unexpired(_read().get(key, {}))
 
 
 def keep_profile(key: str, **values: Any) -> None:
     """Add values to the entry of this key; a new entry takes its time from now."""
     entries = _read()
-    entries[key] = {"time": time.time(), **read_profile(key), **values}
+    entries[key] = {"time": time.time(), **_unexpired(entries.get(key, {})), **values}
     latest = sorted(entries, key=lambda name: float(entries[name]["time"]))[-MAX_ENTRIES:]
     with suppress(OSError):
         path = cache_path()
@@ -68,6 +68,10 @@ def _read() -> dict[str, dict[str, Any]]:
         return {}
     entries = entries if isinstance(entries, dict) else {}
     return {key: entry for key, entry in entries.items() if isinstance(entry, dict) and _has_time(entry)}
+
+
+def _unexpired(entry: dict[str, Any]) -> dict[str, Any]:
+    return entry if entry and time.time() - entry["time"] < EXPIRES_SECONDS else {}
 
 
 def _has_time(entry: dict[str, Any]) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import ALGORITHMS, AUTO, SpecConfig
-from dsi.engine.config import fill_spec
+from dsi.engine.config import default_algorithm, fill_spec
 from dsi.engine.engine import Engine
 from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
@@ -142,9 +142,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
         chat = isinstance(body, ChatBody)
         prompts = self._prompts(body)
-        algorithm = body.algorithm or self.info.spec.algorithm
-        if body.algorithm is None and algorithm == AUTO and body.lookahead is not None:
-            algorithm = "dsi"  # `auto` finds its own lookahead
+        algorithm = body.algorithm or default_algorithm(self.info.spec.algorithm, body.lookahead)
         request = ApiRequest(
             id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
             chat=chat,
