@@ -27,9 +27,9 @@ def test_predicted_plans_have_no_overlap_on_one_processor() -> None:
     assert {plan.algorithm for plan in predicted_plans(ONE_PROCESSOR, 1)} == {"nonsi", "si"}
 
 
-def test_predicted_plans_give_si_one_processor_where_drafters_cannot_share() -> None:
-    plans = predicted_plans(replace(SPLIT, drafter_shares_processors=False), 4)
-    assert {plan.mp for plan in plans if plan.algorithm == "si"} == {1}
+def test_predicted_plans_give_si_every_processor_of_a_target() -> None:
+    plans = predicted_plans(SPLIT, 4)
+    assert {plan.mp for plan in plans if plan.algorithm == "si"} == {1, 2, 4}
     assert {plan.mp for plan in plans if plan.algorithm == "nonsi"} == {1, 2, 4}
 
 

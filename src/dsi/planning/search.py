@@ -49,7 +49,6 @@ OLD_KEYS = {  # of `PairProfile.json`, kept for one release
     "second_hit": "runner_up_acceptance",
     "pieces": "cancel_points",
     "name": "drafter",
-    "turns": "drafter_shares_processors",
     "others": "alternatives",
 }
 
@@ -66,7 +65,6 @@ class PairProfile:
     drafter_processors: int = 1
     sources: Mapping[str, str] = field(default_factory=dict)
     drafter: str = ""  # its name, or the names of several in one tree
-    drafter_shares_processors: bool = True  # whether SI's drafter can run in turn on all processors of a target
     drafters: int = 1  # whose joint acceptance this is, with the drafter latency of the slowest
     alternatives: tuple[PairProfile, ...] = ()  # the same target with other drafters
 
@@ -293,7 +291,7 @@ def _with_one_target(pair: PairProfile, mp: int, rule: str, left: int) -> Iterat
     """SI, and PEARL where `left` has room for a target beside the drafter."""
     config = pair.simulation(mp, 1, rule)
     lookaheads = {max(1, round(si_block(config, config.acceptance) * share)) for share in SI_SHARES}
-    for lookahead in sorted(lookaheads) if pair.drafter_shares_processors or mp == 1 else ():
+    for lookahead in sorted(lookaheads):
         yield DeploymentPlan(SpecConfig("si", lookahead, rule=rule), processors=mp)
     if left >= mp:
         lookahead = minimal_lookahead(config.latency.target_ms, config.latency.drafter_ms, 1)
