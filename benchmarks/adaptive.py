@@ -247,8 +247,8 @@ def runner_ups() -> dict[str, Any]:
             no_runner_up_rate=0.5,
             thread_pool=False,
         )
-        with_spares, without = latency_table(config), latency_table(config)
-        without.best_with_spares.clear()
+        with_spares = latency_table(config)
+        without = replace(with_spares, spare_targets=())
         times = [
             fmean(config.run(adaptive(table, config), seed).ms for seed in SEEDS) for table in (with_spares, without)
         ]

@@ -12,6 +12,8 @@ from live_server import Live, Serving, start
 # more threads says so; this is read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when huggingface_hub is imported
+# Ray starts a Python process for each CPU in advance, which these tests never use.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 # What is measured beside other tests must not be kept for this machine's user.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dsi-tests-")
 settings.register_profile("dsi", deadline=None, print_blob=True)

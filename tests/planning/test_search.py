@@ -21,6 +21,7 @@ from dsi.planning.search import (
 LATENCY = LatencyModel(20.0, 1.0, by_width=((1, 20.0), (64, 22.0)), cancel_points=8)
 ONE_PROCESSOR = PairProfile({1: LATENCY}, {"match": 0.8})
 SPLIT = ONE_PROCESSOR.split(1, 8, 0.8)
+SEEDS = range(2000, 2004)
 
 
 def test_predicted_plans_have_no_overlap_on_one_processor() -> None:
@@ -35,7 +36,7 @@ def test_predicted_plans_give_si_every_processor_of_a_target() -> None:
 
 @pytest.mark.slow
 def test_search_processors_chooses_more_targets_without_tensor_parallelism() -> None:
-    first, *others = search_processors(ONE_PROCESSOR, 8)
+    first, *others = search_processors(ONE_PROCESSOR, 8, seeds=SEEDS)
     assert first.algorithm == "dsi"
     assert first.sp > 1
     assert first.processors <= 8
@@ -45,13 +46,13 @@ def test_search_processors_chooses_more_targets_without_tensor_parallelism() -> 
 @pytest.mark.slow
 def test_search_processors_chooses_perfect_tensor_parallelism() -> None:
     """Eight processors make a forward as fast as two drafts: there is little left to hide."""
-    assert search_processors(ONE_PROCESSOR.split(1, 8, 1.0), 8)[0].mp == 8
+    assert search_processors(ONE_PROCESSOR.split(1, 8, 1.0), 8, seeds=SEEDS)[0].mp == 8
 
 
 @pytest.mark.slow
 def test_search_processors_leaves_plain_decoding_to_a_useless_drafter() -> None:
     latency = replace(LATENCY, drafter_ms=19.0, contention=0.3)
-    [first, *_] = search_processors(PairProfile({1: latency}, {"match": 0.05}), 4)
+    [first, *_] = search_processors(PairProfile({1: latency}, {"match": 0.05}), 4, seeds=SEEDS)
     assert first.ms == pytest.approx(20.0, rel=0.01)
 
 
@@ -65,8 +66,8 @@ def test_processor_candidates_fit() -> None:
 @pytest.mark.slow
 def test_search_processors_tries_runner_ups_that_may_be_right() -> None:
     unsure = replace(ONE_PROCESSOR, acceptance={"match": 0.6})
-    without = search_processors(unsure, 5)
-    runner_ups = search_processors(replace(unsure, runner_up_acceptance=0.6), 5)
+    without = search_processors(unsure, 5, seeds=SEEDS)
+    runner_ups = search_processors(replace(unsure, runner_up_acceptance=0.6), 5, seeds=SEEDS)
     assert all(plan.spec.branches == 1 for plan in without)
     assert runner_ups[0].spec.branches == 2
     assert runner_ups[0].ms < without[0].ms
@@ -84,7 +85,9 @@ def test_search_processors_chooses_the_best_drafter_or_both() -> None:
     latency = {1: replace(LATENCY, drafter_ms=1.5)}
     strong = replace(ONE_PROCESSOR, drafter="strong", acceptance={"match": 0.7}, by_mp=latency)
     both = replace(strong, drafter="weak+strong", acceptance={"match": 0.95}, drafters=2, drafter_processors=2)
-    few, many = (search_processors(replace(weak, alternatives=(strong, both)), number) for number in (2, 6))
+    few, many = (
+        search_processors(replace(weak, alternatives=(strong, both)), number, seeds=SEEDS) for number in (2, 6)
+    )
     assert few[0].drafter == "strong"
     assert {plan.drafter for plan in few if plan.algorithm == "dsi"} == {"weak", "strong"}
     assert many[0].drafter == "weak+strong"
@@ -93,7 +96,7 @@ def test_search_processors_chooses_the_best_drafter_or_both() -> None:
 
 @pytest.mark.slow
 def test_sensitivities_follow_acceptance_and_drafter_speed() -> None:
-    first = search_processors(ONE_PROCESSOR, 4)[0]
+    first = search_processors(ONE_PROCESSOR, 4, seeds=SEEDS)[0]
     lower, higher, fast, slow = sensitivities(ONE_PROCESSOR, first, 4)
     assert lower.ms > first.ms > higher.ms
     assert fast.ms < first.ms < slow.ms

@@ -129,7 +129,7 @@ class AdaptiveController:
     def can_pay(self, drafters: DrafterSet) -> bool:
         """Whether there is an acceptance rate at which these drafters are worth their time."""
         table = self.latency_table
-        return table.configs[table.best[self._scales[drafters]][-1]].speculates
+        return table.configs[table.best(self._scales[drafters], table.rate_index(1.0))].speculates
 
     def predicted_ms(self, candidate: Candidate, acceptance: float, runner_up: float) -> float:
         """Predict the latency per token; an accepted runner-up saves what a rejection costs."""
@@ -148,10 +148,11 @@ class AdaptiveController:
         table = self.latency_table
         for drafters, acceptance in rates.items():
             scale, rate = self._scales[drafters], table.rate_index(acceptance)
-            yield drafters, table.best[scale][rate], 0
-            for spare_targets, best in table.best_with_spares.items():
-                if not table.configs[best[scale][rate]].takes_turns:
-                    yield drafters, best[scale][rate], spare_targets
+            yield drafters, table.best(scale, rate), 0
+            for spare_targets in (spare for spare in table.spare_targets if spare < table.targets):
+                config = table.best(scale, rate, spare_targets)
+                if not table.configs[config].takes_turns:
+                    yield drafters, config, spare_targets
 
 
 class RequestController:

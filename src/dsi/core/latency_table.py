@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dsi.core.spec import SpecConfig
@@ -16,32 +17,37 @@ class LatencyTable:
     """Predicted milliseconds per token.
 
     `ms[s][c][r]` is for a drafter that is `drafter_scales[s]` times as slow as measured, under `configs[c]`, at
-    the r-th of the acceptance rates, which are evenly spaced from 0 to 1.
+    the r-th of the acceptance rates, which are evenly spaced from 0 to 1. A scale may be predicted when it is first
+    asked for.
     """
 
     configs: tuple[SpecConfig, ...]
     drafter_scales: tuple[float, ...]
-    ms: tuple[tuple[tuple[float, ...], ...], ...]
+    ms: Sequence[tuple[tuple[float, ...], ...]]
     drafter_ms: float = 1.0
     steps_ms: tuple[tuple[int, float], ...] = ((1, 1.0),)  # target forwards of up to so many new tokens
     targets: int = 1  # in the fleet
     contention: float = 0.0
     alone_drafter_ms: float | None = None  # of forwards that take turns on every core, where that is faster
     alone_steps_ms: tuple[tuple[int, float], ...] = ()
-    best: tuple[tuple[int, ...], ...] = field(init=False, repr=False)  # config index by scale and rate index
-    best_with_spares: dict[int, tuple[tuple[int, ...], ...]] = field(init=False, repr=False)  # by spare targets
+    spare_targets: tuple[int, ...] = tuple(RUNNER_UPS_IN_TIME)  # numbers of them that may verify runner-ups
+    num_rates: int = field(init=False)
+    _best: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        spares = [spare for spare in RUNNER_UPS_IN_TIME if spare < self.targets]
-        object.__setattr__(self, "best", self._best(self.targets))
-        object.__setattr__(self, "best_with_spares", {spare: self._best(self.targets - spare) for spare in spares})
+        object.__setattr__(self, "num_rates", len(self.ms[self.scale_index(1.0)][0]))
 
-    def _best(self, max_targets: int) -> tuple[tuple[int, ...], ...]:
-        """The fastest config that needs no more targets than these, by scale and rate index."""
+    def best(self, scale: int, rate: int, spare_targets: int = 0) -> int:
+        """The index of the fastest config that leaves so many targets to runner-ups."""
+        key = scale, spare_targets
+        if key not in self._best:
+            self._best[key] = self._fastest(self.ms[scale], self.targets - spare_targets)
+        return self._best[key][rate]
+
+    def _fastest(self, ms: Sequence[Sequence[float]], max_targets: int) -> tuple[int, ...]:
+        """The fastest config that needs no more targets than these, by rate index."""
         indices = [i for i, config in enumerate(self.configs) if (config.max_targets or 1) <= max_targets] or [0]
-        return tuple(
-            tuple(min(indices, key=lambda i: table[i][rate]) for rate in range(len(table[0]))) for table in self.ms
-        )
+        return tuple(min(indices, key=lambda i: ms[i][rate]) for rate in range(self.num_rates))
 
     def forward_ms(self, width: int, alone: bool = False) -> float:
         """The latency of a target forward over this many new tokens."""
@@ -53,7 +59,7 @@ class LatencyTable:
         return (alone and self.alone_drafter_ms) or self.drafter_ms
 
     def rate_index(self, acceptance: float) -> int:
-        return round(acceptance * (len(self.best[0]) - 1))
+        return round(acceptance * (self.num_rates - 1))
 
     def scale_index(self, slowdown: float) -> int:
         """The drafter scale nearest to this slowdown, by ratio."""

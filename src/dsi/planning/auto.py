@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -18,24 +19,39 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
 from dsi.planning.simulation import PolicyFactory, SimulationConfig
 
-RATES = 50  # steps of the acceptance rate
+RATES = np.arange(51) / 50  # acceptance rates
 DRAFTER_SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
 CAUTION = 0.02  # added to predictions with contention, which are often too fast
 
 
-def latency_table(config: SimulationConfig, drafter_scales: Iterable[float] = DRAFTER_SCALES) -> LatencyTable:
+class ScaledPredictions(Sequence[tuple[tuple[float, ...], ...]]):
+    """The predictions for each speed of the drafter; most drafters are as fast as measured, so the others can wait."""
+
+    def __init__(self, config: SimulationConfig, specs: Sequence[SpecConfig], scales: Sequence[float]) -> None:
+        self._config, self._specs, self._scales = config, specs, scales
+        self._predicted: dict[int, tuple[tuple[float, ...], ...]] = {}
+
+    def __len__(self) -> int:
+        return len(self._scales)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._predicted:
+            self._predicted[index] = self._predict(self._scales[index])
+        return self._predicted[index]
+
+    def _predict(self, scale: float) -> tuple[tuple[float, ...], ...]:
+        slower = replace(self._config, latency=self._config.latency.scaled(drafter=scale))
+        return tuple(tuple(_cautious_ms(slower, spec, RATES).tolist()) for spec in self._specs)
+
+
+def latency_table(config: SimulationConfig, drafter_scales: Sequence[float] = DRAFTER_SCALES) -> LatencyTable:
     """Predict each candidate at each acceptance rate and each speed of the drafter."""
     specs, latency = spec_candidates(config), config.latency
-    rates = np.arange(RATES + 1) / RATES
-    tables = []
-    for scale in drafter_scales:
-        slower = replace(config, latency=latency.scaled(drafter=scale))
-        tables.append(tuple(tuple(_cautious_ms(slower, spec, rates).tolist()) for spec in specs))
     alone = latency.alone
     return LatencyTable(
         tuple(specs),
         tuple(drafter_scales),
-        tuple(tables),
+        ScaledPredictions(config, specs, drafter_scales),
         float(latency.drafter_ms),
         _steps_ms(latency),
         config.sp,

@@ -226,7 +226,9 @@ def spec_candidates(config: SimulationConfig, degrees: Iterable[int] = AUTO_SP) 
     return specs
 
 
-def search_processors(profile: PairProfile, processors: int, advance: Progress = no_progress) -> list[DeploymentPlan]:
+def search_processors(
+    profile: PairProfile, processors: int, advance: Progress = no_progress, seeds: Iterable[int] = SEEDS
+) -> list[DeploymentPlan]:
     """The best plans for so many processors after simulation; runner-ups are tried with the best of DSI."""
     plans = predicted_plans(profile, processors, advance)
     finalists = plans[:FINALISTS]
@@ -234,7 +236,7 @@ def search_processors(profile: PairProfile, processors: int, advance: Progress =
     if nonsi not in finalists:
         finalists.append(nonsi)
     finalists += plans_with_runner_ups(profile, finalists)
-    simulated = [replace(plan, ms=simulated_ms(plan.simulation(profile))) for plan in finalists]
+    simulated = [replace(plan, ms=simulated_ms(plan.simulation(profile), seeds)) for plan in finalists]
     return sorted(simulated, key=lambda plan: plan.ms)
 
 
