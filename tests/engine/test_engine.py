@@ -162,9 +162,9 @@ def save_llama(folder: Path, context: int, seed: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def short_drafters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A target with a context of 96, and two drafters, of which one has 32 and the other 48."""
+    """A target with a context of 96, and two drafters, of which one has 12 and the other 48."""
     folder = tmp_path_factory.mktemp("models")
-    target, *drafters = [save_llama(folder / str(context), context) for context in (96, 32, 48)]
+    target, *drafters = [save_llama(folder / str(context), context) for context in (96, 12, 48)]
     with Engine.load(target, drafters, threads=1) as engine:
         yield engine
 
@@ -176,7 +176,7 @@ def test_engine_goes_on_without_a_drafter_at_its_context(short_drafters: Engine,
     assert {text.tokens for text in texts} == {texts[0].tokens}
     assert {(len(text.tokens), text.finish_reason) for text in texts} == {(96 - prompt, "length")}
     assert {text.tally.failed for text in texts} == {0}
-    assert (texts[1].tally.drafted > 0) == (prompt < 32)
+    assert (texts[1].tally.drafted > 0) == (prompt < 12)
     assert (texts[-1].tally.drafted > 0) == (prompt < 48)  # which waits for draft tokens before it verifies
 
 

@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from command import dsi
+from dsi.cli.engine import report_ignored_defaults
 from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.engine.generation_config import (
@@ -61,6 +62,14 @@ def test_request_defaults_samples_only_if_the_configuration_does() -> None:
     assert request_defaults(GenerationConfig(temperature=0.5, max_new_tokens=7)) == {"max_new_tokens": 7}
     sampled = request_defaults(GenerationConfig(do_sample=True, temperature=0.5, min_p=0.1))
     assert sampled == {"temperature": 0.5, "top_k": 50, "top_p": 1.0, "min_p": 0.1}
+
+
+def test_report_ignored_defaults_names_sampling_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `serve` and `compare` do, whose requests have defaults of their own."""
+    folder = save(tmp_path, **TEXT, do_sample=True, min_new_tokens=3)
+    report_ignored_defaults(EngineConfig(target=folder))
+    names = "temperature, top_k, top_p, min_p, min_new_tokens"
+    assert capsys.readouterr().err == f"dsi: {folder}: its generation_config is not honoured in {names}\n"
 
 
 def test_load_generation_config_takes_the_models_if_there_is_none(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from dsi.cli import output as show
 from dsi.cli.budget import BudgetComparison, BudgetOptions, check_given
-from dsi.cli.engine import SPEC, load_engine, sampling_arguments
+from dsi.cli.engine import SPEC, load_engine, report_ignored_defaults, sampling_arguments
 from dsi.cli.options import Algorithms, Fields, Json, MaxNewTokens, algorithms, given, options, read_text, whole_numbers
 from dsi.core.messages import Sampling
 from dsi.core.spec import SpecConfig
@@ -69,6 +69,7 @@ def compare(
         load_engine(config, spec) as engine,
         show.progress("texts", len(configs) * len(texts) * repeats) as advance,
     ):
+        report_ignored_defaults(config)
         arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling)}
         comparison = measured(engine, configs, texts, repeats, arguments, advance)
     show.comparison(comparison, json, sampling.rule == "match" or sampling.temperature == 0)

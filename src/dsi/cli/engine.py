@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,10 +94,22 @@ def generation_arguments(
 
     stored = load_generation_config(config.target)
     defaults = {name: value for name, value in request_defaults(stored).items() if name not in given}
-    ignored = ignored_fields(stored, config, has_limit="max_new_tokens" in {*given, *defaults})
+    has_limit = "max_new_tokens" in {*given, *defaults}
+    _report_ignored(config, ignored_fields(stored, config, has_limit))
+    return {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling), **defaults}
+
+
+def report_ignored_defaults(config: EngineConfig) -> None:
+    """Say on stderr what a command ignores whose requests have defaults of their own."""
+    from dsi.engine.generation_config import ignored_fields, load_generation_config, request_defaults
+
+    stored = load_generation_config(config.target)
+    _report_ignored(config, [*request_defaults(stored), *ignored_fields(stored, config, has_limit=True)])
+
+
+def _report_ignored(config: EngineConfig, ignored: Sequence[str]) -> None:
     if ignored:
         print(f"dsi: {config.target}: its generation_config is not honoured in {', '.join(ignored)}", file=sys.stderr)
-    return {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling), **defaults}
 
 
 def report_contexts(engine: Engine, spec: SpecConfig, completion: Completion, max_new_tokens: int) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from dsi.cli.engine import SpecOptions, load_engine
+from dsi.cli.engine import SpecOptions, load_engine, report_ignored_defaults
 from dsi.cli.options import options
 from dsi.engine.config import EngineConfig
 from dsi.server.limits import Limits
@@ -43,5 +43,6 @@ def serve(
     with load_engine(config, spec) as engine:
         from dsi.server.run import serve as run
 
+        report_ignored_defaults(config)
         run(engine, name or config.target, listener, limits, keys)
     print("dsi: stopped", file=sys.stderr)

@@ -100,7 +100,7 @@ class AdaptiveController:
         sets = dict.fromkeys([*((name,) for name in self.drafters), self.drafters])
         self.acceptance = {drafters: AcceptanceEMA(prior, ENGINE_WINDOW) for drafters in sets}
         self.runner_up = AcceptanceEMA(PRIOR_RUNNER_UP_ACCEPTANCE, ENGINE_WINDOW)
-        self._scales = dict.fromkeys(sets, latency_table.scale_index(1.0))
+        self.scales = dict.fromkeys(sets, latency_table.scale_index(1.0))
         unlearned = {drafters: AcceptanceEMA(PRIOR_ACCEPTANCE) for drafters in sets}  # or a text would depend on others
         initial = latency_table.configs[self.best(unlearned, 0.0)[1]]
         self._initial_policy = policy_for(replace(initial, drafters=self.drafters[:1]))
@@ -118,24 +118,24 @@ class AdaptiveController:
     def update_scales(self) -> bool:
         """Read the latency monitor; return whether a drafter's speed is not what it was taken to be."""
         changed = False
-        for drafters, scale in self._scales.items():
+        for drafters, scale in self.scales.items():
             slowdown = self.latency_monitor.drafter_slowdown(drafters)
             # Further off than half the ratio to the next scale, and a bit beyond, so as not to switch back and forth.
             if not 0.75 < slowdown / self.latency_table.drafter_scales[scale] < 1.33:
-                self._scales[drafters] = self.latency_table.scale_index(slowdown)
-                changed |= self._scales[drafters] != scale
+                self.scales[drafters] = self.latency_table.scale_index(slowdown)
+                changed |= self.scales[drafters] != scale
         return changed
 
     def can_pay(self, drafters: DrafterSet) -> bool:
         """Whether there is an acceptance rate at which these drafters are worth their time."""
         table = self.latency_table
-        return table.configs[table.best(self._scales[drafters], table.rate_index(1.0))].speculates
+        return table.configs[table.best(self.scales[drafters], table.rate_index(1.0))].speculates
 
     def predicted_ms(self, candidate: Candidate, acceptance: float, runner_up: float) -> float:
         """Predict the latency per token; an accepted runner-up saves what a rejection costs."""
         drafters, config, spare_targets = candidate
         table = self.latency_table
-        ms = table.ms[self._scales[drafters]][config][table.rate_index(acceptance)]
+        ms = table.ms[self.scales[drafters]][config][table.rate_index(acceptance)]
         saved = (1 - acceptance) * runner_up * RUNNER_UPS_IN_TIME[spare_targets] if spare_targets else 0.0
         return ms * (1 - saved) * (1 + table.contention * spare_targets)
 
@@ -147,7 +147,7 @@ class AdaptiveController:
     def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:
         table = self.latency_table
         for drafters, acceptance in rates.items():
-            scale, rate = self._scales[drafters], table.rate_index(acceptance)
+            scale, rate = self.scales[drafters], table.rate_index(acceptance)
             yield drafters, table.best(scale, rate), 0
             for spare_targets in (spare for spare in table.spare_targets if spare < table.targets):
                 config = table.best(scale, rate, spare_targets)
@@ -164,6 +164,7 @@ class RequestController:
         self._runner_up = AcceptanceEMA(engine.runner_up.rate)
         self._num_learned = 0  # verified positions
         self._latency_changed = False  # a drafter's speed, since the last decision
+        self._decided_by: tuple[object, ...] = ()
         self._probe_every, self._next_probe = PROBE_EVERY, PROBE_EVERY  # in tokens
         self._choose(g, self._best(g), "start")
 
@@ -187,12 +188,20 @@ class RequestController:
             self._learn(position)
         self._num_learned = len(g.verified)
         self._latency_changed |= self._engine.update_scales()
-        candidate = self._best(g)
+        if (inputs := self._inputs(g)) == self._decided_by:
+            return
+        self._decided_by, candidate = inputs, self._best(g)
         if _fits(g, candidate[0]) and not _fits(g, self._candidate[0]):
             self._choose(g, candidate, "context")
         elif candidate != self._candidate and self._ms(candidate) < (1 - MIN_GAIN) * self._ms(self._candidate):
             self._choose(g, candidate, "latency" if self._latency_changed else "acceptance")
             self._latency_changed = False
+
+    def _inputs(self, g: Generation) -> tuple[object, ...]:
+        """What a decision depends on, as exactly as the latency table knows it."""
+        table, fitting = self._engine.latency_table, [_fits(g, drafters) for drafters in self._acceptance]
+        rates = [table.rate_index(ema.rate) for ema in (*self._acceptance.values(), self._runner_up)]
+        return (*rates, *fitting, *self._engine.scales.values())
 
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""

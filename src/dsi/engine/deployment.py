@@ -18,7 +18,7 @@ from dsi.models.tokenizer import Tokenizer
 from dsi.planning.auto import latency_table
 from dsi.planning.equation_1 import suitable_lookahead
 from dsi.planning.latency import LatencyModel
-from dsi.planning.search import DeploymentPlan, fastest_min_draft
+from dsi.planning.search import DeploymentPlan, device_specs, fastest_min_draft
 from dsi.planning.simulation import SimulationConfig
 
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first estimate for any other
@@ -86,7 +86,8 @@ class Deployment:
     @cached_property
     def latency_table(self) -> LatencyTable:
         """Expected latencies of all configurations that `auto` chooses from."""
-        return latency_table(self.simulation(self.sp, SIMULATED_TOKENS))
+        specs = device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp) if self.plans else None
+        return latency_table(self.simulation(self.sp, SIMULATED_TOKENS), specs=specs)
 
     def check_request(self, prompt: Tokens, sampling: Sampling) -> None:
         """Refuse a prompt that the target cannot read, and sampling that these models do not support."""

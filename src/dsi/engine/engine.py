@@ -80,6 +80,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.loop.load.targets = deployment.sp
         self._acceptance = acceptance  # the prior of `auto`; None: that of earlier runs, if any
         self.plans: Sequence[DeploymentPlan] = ()  # what `plan="auto"` chose from, the fastest first
+        if self.algorithm == AUTO:
+            self._controller  # noqa: B018  # made now, or the first request would wait for its predictions
 
     @classmethod
     def load(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from dsi.planning.latency import LatencyModel, monotone
 LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cost, messages included
 CANCEL_POINTS = 8  # of a forward: one per layer, more or less
 DRAFT_TOKENS = 8  # by which a drafter is timed
+PREFIX = 16  # tokens before those that are timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of the forwards that are timed
 REPEATS = 4  # of each...
 MIN_REPEATS, MAX_SECONDS = 2, 0.1  # ...or fewer, if they take long
@@ -91,7 +93,8 @@ def _pair_latency(
 
 def forward_ms(model: Transformer | TensorParallel, new: int = 1, repeats: int = 8) -> float:
     """Time a forward over `new` tokens: the positions that are asked for are computed again each time."""
-    tokens, times = [1] * (16 + new), list[float]()
+    length = min(PREFIX + new, model.context or sys.maxsize)
+    tokens, times = [1] * length, list[float]()
     model.forward(tokens, len(tokens))
     while len(times) < MIN_REPEATS or (len(times) < repeats and sum(times) < MAX_SECONDS):
         began = time.perf_counter()
@@ -102,7 +105,7 @@ def forward_ms(model: Transformer | TensorParallel, new: int = 1, repeats: int =
 
 def forwards_ms(model: Transformer | TensorParallel) -> dict[int, float]:
     """Time forwards by their number of new tokens."""
-    widths = [width for width in WIDTHS if not model.context or 16 + width < model.context]
+    widths = [width for width in WIDTHS if not model.context or PREFIX + width < model.context]
     return {width: forward_ms(model, width, REPEATS) for width in widths or [1]}
 
 

@@ -44,9 +44,13 @@ class ScaledPredictions(Sequence[tuple[tuple[float, ...], ...]]):
         return tuple(tuple(_cautious_ms(slower, spec, RATES).tolist()) for spec in self._specs)
 
 
-def latency_table(config: SimulationConfig, drafter_scales: Sequence[float] = DRAFTER_SCALES) -> LatencyTable:
+def latency_table(
+    config: SimulationConfig,
+    drafter_scales: Sequence[float] = DRAFTER_SCALES,
+    specs: Sequence[SpecConfig] | None = None,
+) -> LatencyTable:
     """Predict each candidate at each acceptance rate and each speed of the drafter."""
-    specs, latency = spec_candidates(config), config.latency
+    specs, latency = specs or spec_candidates(config), config.latency
     alone = latency.alone
     return LatencyTable(
         tuple(specs),

@@ -352,6 +352,13 @@ def device_candidates(profile: PairProfile, degrees: Iterable[int]) -> Iterator[
                 yield DeploymentPlan(device_spec(sp, lookahead, min_draft), sp)
 
 
+def device_specs(latency: LatencyModel, acceptance: float, sp: int) -> list[SpecConfig]:
+    """The candidates as `auto` switches between them on so many targets."""
+    profile = PairProfile({1: latency}, {"match": acceptance})
+    degrees = [degree for degree in DEVICE_SP if degree < sp] + [sp]
+    return [replace(plan.spec, max_targets=plan.sp) for plan in device_candidates(profile, degrees)]
+
+
 def device_spec(sp: int, lookahead: int, min_draft: int) -> SpecConfig:
     return SpecConfig("dsi", lookahead, min_draft, default_max_lead(sp, lookahead, min_draft))
 
