@@ -28,8 +28,9 @@ TABLE = latency_table(SETTING)
 def generated(setting: SimulationConfig, seed: int = 0, sampling: Sampling | None = None) -> Completion:
     fleet = setting.simulated(seed)
     loop = EngineLoop(fleet)
-    loop.latency_monitor = LatencyMonitor(TABLE)
-    controller = AdaptiveController(TABLE, setting.drafter_names, 0.7, loop.latency_monitor)
+    monitor = LatencyMonitor(TABLE)
+    fleet.observe = monitor.observe
+    controller = AdaptiveController(TABLE, setting.drafter_names, 0.7, monitor)
     [done] = loop.run(Request((1, 2, 3), setting.tokens, controller, sampling or setting.sampling))
     return done
 

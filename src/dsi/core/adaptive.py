@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from weakref import WeakKeyDictionary
 
 from dsi.core.generation import Generation, VerifiedPosition
 from dsi.core.latency_table import RUNNER_UPS_IN_TIME, LatencyTable
+from dsi.core.messages import Draft, Job, Time, Verify
 from dsi.core.policies import policy_for
 from dsi.core.spec import Decision
 
@@ -19,10 +21,10 @@ WINDOW = 40  # tokens of a request, or forwards, of an exponential moving averag
 ENGINE_WINDOW = 1000  # tokens of all requests
 PRIOR_ACCEPTANCE = 0.7  # of draft tokens, before any has been verified
 PRIOR_RUNNER_UP_ACCEPTANCE = 0.4  # of runner-ups, where the first choice was rejected
-PRIOR_WEIGHT = 2.0  # tokens that a prior counts for
+PRIOR_WEIGHT = 5.0  # tokens that a prior counts for
 MIN_GAIN = 0.01  # the share by which another configuration must be faster to be chosen
-PROBE_EVERY = 4  # tokens after which an unused drafter drafts one, which tells whether it would pay again...
-MAX_PROBE_EVERY = 64  # ...and after twice as many each time, up to this, as a draft token costs time
+PROBE_EVERY = 4  # tokens, at least, after which an unused drafter drafts one, which tells whether it would pay again
+PROBE_SHARE = 0.01  # of the time that these draft tokens may take, where they take it from the target
 MIN_TIMED = 8  # forwards before their latency is believed
 
 
@@ -72,12 +74,13 @@ class LatencyMonitor:
         self._planned, self._unit = planned, unit
         self._targets, self._drafters = LatencyEMA(), dict[str, LatencyEMA]()
 
-    def add_draft(self, model: str, time: float, alone: bool = False) -> None:
-        self._drafters.setdefault(model, LatencyEMA()).add(time * self._unit / self._planned.draft_ms(alone))
-
-    def add_verification(self, width: int, time: float, alone: bool = False) -> None:
-        """Add the forward of a target beside which no other target ran when it began."""
-        self._targets.add(time * self._unit / self._planned.forward_ms(width, alone))
+    def observe(self, job: Job, time: Time, busy_targets: int) -> None:
+        """Add a forward; that of a target only if no other was busy, which would have slowed it down."""
+        ms = float(time) * self._unit
+        if isinstance(job, Draft):
+            self._drafters.setdefault(job.model, LatencyEMA()).add(ms / self._planned.draft_ms(job.alone))
+        elif isinstance(job, Verify) and busy_targets <= 1:
+            self._targets.add(ms / self._planned.forward_ms(job.width, job.alone))
 
     def drafter_slowdown(self, drafters: Sequence[str]) -> float:
         """How much slower than planned the slowest of these drafters is, relative to the target."""
@@ -117,14 +120,23 @@ class AdaptiveController:
 
     def update_scales(self) -> bool:
         """Read the latency monitor; return whether a drafter's speed is not what it was taken to be."""
-        changed = False
+        table, changed = self.latency_table, False
         for drafters, scale in self.scales.items():
             slowdown = self.latency_monitor.drafter_slowdown(drafters)
             # Further off than half the ratio to the next scale, and a bit beyond, so as not to switch back and forth.
-            if not 0.75 < slowdown / self.latency_table.drafter_scales[scale] < 1.33:
-                self.scales[drafters] = self.latency_table.scale_index(slowdown)
-                changed |= self.scales[drafters] != scale
+            if not 0.75 < slowdown / table.drafter_scales[scale] < 1.33:
+                nearest = table.scale_index(slowdown)
+                if nearest != scale and table.is_ready(nearest):
+                    self.scales[drafters], changed = nearest, True
         return changed
+
+    @property
+    def probe_every(self) -> int:
+        """Tokens between two probes: on shared cores a draft token takes its time from the target."""
+        table = self.latency_table
+        if not table.alone_steps_ms:
+            return PROBE_EVERY
+        return max(PROBE_EVERY, ceil(table.draft_ms() / (PROBE_SHARE * table.forward_ms(1))))
 
     def can_pay(self, drafters: DrafterSet) -> bool:
         """Whether there is an acceptance rate at which these drafters are worth their time."""
@@ -165,7 +177,7 @@ class RequestController:
         self._num_learned = 0  # verified positions
         self._latency_changed = False  # a drafter's speed, since the last decision
         self._decided_by: tuple[object, ...] = ()
-        self._probe_every, self._next_probe = PROBE_EVERY, PROBE_EVERY  # in tokens
+        self._next_probe = 0  # in tokens
         self._choose(g, self._best(g), "start")
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
@@ -173,7 +185,7 @@ class RequestController:
         spec, branches = self._engine.latency_table.configs[config], 2 if spare_targets else 1
         self.spec = replace(spec, drafters=drafters, branches=branches, spare_targets=spare_targets)
         self._policy = policy_for(self.spec)
-        self._probe_every, self._next_probe = PROBE_EVERY, g.root.depth + PROBE_EVERY
+        self._next_probe = g.root.depth + self._engine.probe_every
         g.decisions.append(Decision(g.root.depth, self.spec, cause, self._acceptance[drafters].rate))
 
     def __call__(self, g: Generation) -> None:
@@ -223,10 +235,8 @@ class RequestController:
                 self._engine.acceptance[drafters].add(accepted)
 
     def _probe(self, g: Generation) -> None:
-        """Let drafters that are not in use draft one token, to learn their acceptance rate, ever more rarely."""
-        if self._engine.latency_table.alone_steps_ms:  # a drafter beside the target takes its cores
-            self._probe_every = min(MAX_PROBE_EVERY, 2 * self._probe_every)
-        self._next_probe = g.root.depth + self._probe_every
+        """Let drafters that are not in use draft one token, to learn their acceptance rate."""
+        self._next_probe = g.root.depth + self._engine.probe_every
         for name in self._engine.drafters:
             unused = not self.spec.speculates or name not in self.spec.drafters
             if not unused or not self._engine.can_pay((name,)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dsi.core.spec import SpecConfig
@@ -31,6 +31,7 @@ class LatencyTable:
     alone_drafter_ms: float | None = None  # of forwards that take turns on every core, where that is faster
     alone_steps_ms: tuple[tuple[int, float], ...] = ()
     spare_targets: tuple[int, ...] = tuple(RUNNER_UPS_IN_TIME)  # numbers of them that may verify runner-ups
+    is_ready: Callable[[int], bool] = field(default=lambda _: True, repr=False, compare=False)  # whether a scale is
     num_rates: int = field(init=False)
     _best: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,6 @@ class LoadedDrafter:
     """A drafter and what is known of it before its server starts."""
 
     model: Model
-    draft_ms: Callable[[], float] | None = None  # times a draft token; None: it computes no forward
     context: int = 0  # in the target's tokens; 0: unlimited
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -28,16 +28,8 @@ from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.generation_config import process_logits
 from dsi.engine.profile_cache import keep_profile, model_identity, profile_key, read_profile
-from dsi.engine.profile_cpu import (
-    LOOKUP_SHARE,
-    draft_token_ms,
-    expected_contention,
-    forward_ms,
-    measured_latency,
-    profile_pair,
-    target_forwards_ms,
-    threads_survive_fork,
-)
+from dsi.engine.profile_cpu import expected_contention, may_use_every_core, threads_survive_fork
+from dsi.engine.profile_fleet import FleetProfiler, sample_tokens
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import Server, make_servers
 from dsi.models.hf import Transformer
@@ -47,8 +39,11 @@ from dsi.models.ngram import NGram
 from dsi.models.protocol import Model, ProcessLogits, SamplingModel
 from dsi.models.tensor_parallel import TensorParallel
 from dsi.models.tokenizer import Tokenizer
-from dsi.models.vocab.translate import SAMPLE_TEXT, translate_drafter
+from dsi.models.vocab.translate import translate_drafter
 from dsi.planning.latency import LatencyModel
+
+MAX_WITHOUT_CORE = 0.1  # of the time of a measurement that workers may have waited for a core if it is to be kept
+MIN_SHARE = 0.95  # of the time with few threads that forwards must take on every core to be run on them
 
 
 def build_on_processes(config: EngineConfig, status: Status = no_status) -> Deployment:
@@ -64,18 +59,23 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     )
     drafters = [load_drafter(name, info, config, status) for name in config.drafter]
     names = drafter_names(len(drafters))
-    status("measuring the models")
-    if not (config.threads or config.target_mp > 1 or threads_survive_fork()):
-        config = replace(config, threads=1)  # or a forked process would wait for threads that are not there
-    key = pair_key(config, sp)
-    latency = pair_latency(key, target, drafters, config, sp)
-    if len(drafters) > 1:
-        latency = replace(latency, alone=None)  # SI, which takes turns, has one drafter
     process = process_logits(weights)
     models = {name: with_processing(drafter.model, process) for name, drafter in zip(names, drafters)}
     status(f"starting {sp + len(models)} servers")
+    if not (config.threads or config.target_mp > 1 or threads_survive_fork()):
+        config = replace(config, threads=1)  # or a forked process would wait for threads that are not there
+    key = pair_key(config, sp)
+    fleet = start_processes(target, models, sp, config.threads, process, uses_every_core(target, config, sp))
+    try:
+        status("measuring the models")
+        latency = kept_latency(key, fleet) or pair_latency(key, fleet, info, target.context, drafters)
+    except BaseException as error:
+        fleet.close()
+        if config.target_mp > 1 and isinstance(error, ValueError):
+            raise ValueError(f"target mp {config.target_mp}: the processes do not work together ({error})") from error
+        raise
     return Deployment(
-        start_processes(target, models, sp, config.threads, process, latency),
+        fleet,
         info.tokenizer,
         target.context,
         sp,
@@ -87,43 +87,58 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     )
 
 
+def uses_every_core(target: Transformer | TensorParallel, config: EngineConfig, sp: int) -> bool:
+    """Whether forwards that take turns may use every core; each server has its own cores otherwise."""
+    if config.threads or isinstance(target, TensorParallel):
+        return False
+    own = assign_cores(sp, drafter_names(len(config.drafter)))[f"{TARGET}-1"]
+    return may_use_every_core(target, len(own), len(available_cores()))
+
+
 def pair_key(config: EngineConfig, sp: int) -> str:
     """Identify the models and servers of a configuration in the cache of profiles."""
     identities = [model_identity(model_path(name, role)) for name, role in named_models(config)]
     return profile_key(*identities, config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads)
 
 
-def kept_latency(key: str) -> LatencyModel | None:
+def kept_latency(key: str, fleet: ProcessFleet) -> LatencyModel | None:
     """The latencies of an earlier run, unless an earlier version has kept them."""
     try:
-        return LatencyModel.from_json(read_profile(key)["latency"])
+        kept = read_profile(key)
+        latency, every_core = LatencyModel.from_json(kept["latency"]), frozenset(kept["every_core"])
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
+    fleet.every_core &= every_core
+    return latency
 
 
 def pair_latency(
-    key: str,
-    target: Transformer | TensorParallel,
-    drafters: Sequence[LoadedDrafter],
-    config: EngineConfig,
-    sp: int,
+    key: str, fleet: ProcessFleet, target: ModelInfo, context: int, drafters: Sequence[LoadedDrafter]
 ) -> LatencyModel:
-    """The latencies of the target and the first drafter that computes, measured now or in an earlier run."""
-    if kept := kept_latency(key):
-        return kept
-    cores = available_cores()
-    draft_ms = next((drafter.draft_ms for drafter in drafters if drafter.draft_ms is not None), None)
-    own = assign_cores(sp, drafter_names(len(drafters)))[f"{TARGET}-1"]
-    if isinstance(target, Transformer):
-        threads = config.threads or len(own)
-        measured, is_free = profile_pair(target, draft_ms, threads, config.threads or len(cores))
-    else:
-        by_width = target_forwards_ms(target, own)
-        measured, is_free = measured_latency(by_width, draft_ms() if draft_ms else by_width[1] * LOOKUP_SHARE), False
-    measured = replace(measured, contention=expected_contention(sp, len(cores)))
-    if is_free:
-        keep_profile(key, latency=measured.json())
-    return measured
+    """Measure the target and the first drafter that computes, and keep the result if the cores were free."""
+    began, without_core = time.perf_counter(), fleet.seconds_without_core()
+    named = dict(zip(drafter_names(len(drafters)), drafters))
+    name = next((name for name, drafter in named.items() if not isinstance(drafter.model, NGram)), None)
+    drafter_context = named[name].context if name else 0
+    profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context)
+    sp, own = len(fleet.servers()) - len(drafters), profiler.latency()
+    alone = use_every_core(fleet, profiler, own) if len(drafters) == 1 else None  # SI has one drafter
+    latency = replace(own, contention=expected_contention(sp, len(available_cores())), alone=alone)
+    if fleet.seconds_without_core() - without_core < MAX_WITHOUT_CORE * (time.perf_counter() - began):
+        keep_profile(key, latency=latency.json(), every_core=sorted(fleet.every_core))
+    return latency
+
+
+def use_every_core(fleet: ProcessFleet, profiler: FleetProfiler, own: LatencyModel) -> LatencyModel | None:
+    """Let forwards that take turns use every core, if that is faster; return their latencies."""
+    wide = profiler.latency(every_core=True) if fleet.every_core else own
+    if wide.target_ms >= MIN_SHARE * own.target_ms:
+        fleet.every_core = frozenset()
+        return None
+    if wide.drafter_ms >= own.drafter_ms:
+        fleet.every_core = frozenset(name for name in fleet.every_core if name.startswith(TARGET))
+        wide = replace(wide, drafter_ms=own.drafter_ms, drafter_delay_ms=own.drafter_delay_ms)
+    return wide
 
 
 def start_processes(
@@ -132,37 +147,27 @@ def start_processes(
     sp: int,
     threads: int | None,
     process: ProcessLogits | None = None,
-    latency: LatencyModel | None = None,
+    every_core: bool = False,
 ) -> ProcessFleet:
     """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core.
 
-    Where taking turns on every core was measured to be faster, a server does when no other computes.
+    With `every_core`, a forward beside which nothing computes runs on all of them.
     """
     cores = assign_cores(sp, list(drafters))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
-    wide = set() if latency is None or threads else wide_servers(cores, latency)
 
     def use_cores(server: Server, is_alone: bool) -> None:
-        every = is_alone and server.name in wide
         for thread in os.listdir("/proc/self/task"):  # those of OpenMP, too
-            os.sched_setaffinity(int(thread), every_core if every else cores[server.name])
-        torch.set_num_threads(len(every_core) if every else counts[server.name])
+            os.sched_setaffinity(int(thread), available if is_alone else cores[server.name])
+        torch.set_num_threads(len(available) if is_alone else counts[server.name])
 
-    every_core = available_cores()
+    available = available_cores()
     return ProcessFleet(
         make_servers([SamplingModel(target, process)] * sp, drafters),
         cores={} if threads else cores,
         prepare=lambda server: torch.set_num_threads(counts[server.name]),
-        use_cores=use_cores if wide else None,
+        use_cores=use_cores if every_core else None,
     )
-
-
-def wide_servers(names: Iterable[str], latency: LatencyModel) -> set[str]:
-    """The servers whose forwards are faster on every core."""
-    alone = latency.alone
-    if alone is None:
-        return set()
-    return {name for name in names if name.startswith(TARGET) or alone.drafter_ms < latency.drafter_ms}
 
 
 def load_drafter(name: str, target: ModelInfo, config: EngineConfig, status: Status = no_status) -> LoadedDrafter:
@@ -174,9 +179,9 @@ def load_drafter(name: str, target: ModelInfo, config: EngineConfig, status: Sta
         cpu_model(weights, config.max_num_seqs or MAX_NUM_SEQS),
     )
     if not needs_translation(config.vocab, target.tokenizer, info.tokenizer, (config.target, name)):
-        return LoadedDrafter(SamplingModel(model), partial(forward_ms, model), model.context)
+        return LoadedDrafter(SamplingModel(model), model.context)
     translator = translate_drafter(config.vocab, model, info.vocabulary, target.vocabulary, model.context, name)
-    return LoadedDrafter(translator, partial(draft_token_ms, translator, target.vocabulary.encode(SAMPLE_TEXT)))
+    return LoadedDrafter(translator)
 
 
 def available_cores() -> list[int]:

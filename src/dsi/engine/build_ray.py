@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from math import ceil
 from typing import Any, NoReturn
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from dsi.core.messages import DRAFTER, TARGET, Draft, Drafted, Failed, Job, Verify
+from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.progress import Status, no_status
-from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.sequence import Tokens
 from dsi.engine.build import (
     MAX_NUM_SEQS,
     LoadedDrafter,
@@ -28,7 +26,7 @@ from dsi.engine.build import (
 )
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
-from dsi.engine.profile_cpu import DRAFT_TOKENS, LOOKUP_SHARE, WIDTHS, measured_latency
+from dsi.engine.profile_fleet import FleetProfiler, sample_tokens
 from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, resources_of
 from dsi.fleets.servers import make_servers
 from dsi.models.device_map import split_layers
@@ -39,10 +37,6 @@ from dsi.models.protocol import ForwardRequest, Model, SamplingModel
 from dsi.models.tensor_parallel import TensorParallel, check_tensor_parallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.translate import translate_drafter
-from dsi.planning.latency import LatencyModel
-
-REPEATS = 6  # of each forward that is timed
-SAMPLE = tuple(range(1, 18))  # a prompt to measure with
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,9 @@ def build_on_ray(config: EngineConfig, status: Status = no_status) -> Deployment
     try:
         fleet.wait_until_ready()
         status("measuring the servers")
-        latency = measure(fleet, names[0], config.drafter[0] == NGRAM)
+        drafter = None if config.drafter[0] == NGRAM else names[0]
+        profiler = FleetProfiler(fleet, sample_tokens(target), target.context, drafter, drafters[0].context)
+        latency = profiler.latency()
     except BaseException:
         fleet.close()
         raise
@@ -186,26 +182,3 @@ def model_info(name: str, role: str) -> ModelInfo:
         eos_token_ids = GenerationConfig.from_pretrained(path).eos_token_id
     vocab_size = config.get_text_config().vocab_size
     return ModelInfo(Tokenizer(tokenizer, end_tokens(eos_token_ids)), context_length(config), vocab_size)
-
-
-def measure(fleet: RayFleet, drafter: str, is_ngram: bool) -> LatencyModel:
-    """Measure latencies as the driver sees them, messages included."""
-    ids = count(-1000, -1)  # which no request has
-    text = TokenSequence.of(SAMPLE)
-    by_width = {width: min(job_ms(fleet, Verify(next(ids), text, width)) for _ in range(REPEATS)) for width in WIDTHS}
-    if is_ngram:
-        return measured_latency(by_width, by_width[1] * LOOKUP_SHARE)
-    draft_ms = min(job_ms(fleet, Draft(next(ids), text, DRAFT_TOKENS, drafter)) for _ in range(REPEATS))
-    return measured_latency(by_width, draft_ms / DRAFT_TOKENS)
-
-
-def job_ms(fleet: RayFleet, job: Job) -> float:
-    """Run a job to its last event."""
-    began, remaining = time.perf_counter(), job.count if isinstance(job, Draft) else 1
-    fleet.start(job)
-    while remaining:
-        event = fleet.next_event()
-        if isinstance(event, Failed) and event.id == job.id:
-            raise ValueError(f"a server on the cluster cannot work: {event.reason}")
-        remaining -= event.id == job.id and (not isinstance(job, Draft) or isinstance(event, Drafted))
-    return 1000 * (time.perf_counter() - began)

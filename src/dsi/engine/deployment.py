@@ -86,8 +86,12 @@ class Deployment:
     @cached_property
     def latency_table(self) -> LatencyTable:
         """Expected latencies of all configurations that `auto` chooses from."""
-        specs = device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp) if self.plans else None
-        return latency_table(self.simulation(self.sp, SIMULATED_TOKENS), specs=specs)
+        config = self.simulation(self.sp, SIMULATED_TOKENS)
+        if not self.plans:
+            return latency_table(config, in_background=True)
+        table = latency_table(config, specs=device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp))
+        all(table.ms)  # predicted now: a process with CUDA should not be forked
+        return table
 
     def check_request(self, prompt: Tokens, sampling: Sampling) -> None:
         """Refuse a prompt that the target cannot read, and sampling that these models do not support."""

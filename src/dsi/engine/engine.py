@@ -150,11 +150,12 @@ class Engine(AbstractContextManager["Engine"]):
     def _controller(self) -> AdaptiveController:
         """What `auto` learns of these models from all requests."""
         table = self.deployment.latency_table
-        self.loop.latency_monitor = LatencyMonitor(table, MS_PER_SECOND)
+        monitor = LatencyMonitor(table, MS_PER_SECOND)
+        self.deployment.fleet.observe = monitor.observe
         prior = self._acceptance
         if prior is None:
             prior = read_profile(self.deployment.profile_key).get("acceptance", PRIOR_ACCEPTANCE)
-        return AdaptiveController(table, self.deployment.drafters, prior, self.loop.latency_monitor)
+        return AdaptiveController(table, self.deployment.drafters, prior, monitor)
 
     def _keep_acceptance(self) -> None:
         """Let the next run start from the acceptance rate that `auto` has learned of the first drafter."""

@@ -34,8 +34,9 @@ from dsi.core.request import Request
 from dsi.engine.build import cpu_model
 from dsi.engine.build_processes import start_processes
 from dsi.engine.generation_config import OTHER_SEARCHES, set_fields
-from dsi.engine.profile_cpu import forward_ms, forwards_ms, measured_latency
+from dsi.engine.profile_fleet import FleetProfiler
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.processes import ProcessFleet
 from dsi.models.hf import Transformer, context_length
 from dsi.models.logits_processors import LogitsProcessors, check_stateless
 from dsi.models.protocol import SamplingModel
@@ -53,6 +54,7 @@ WARPERS = {  # in the order in which they are applied
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
+NUM_SAMPLED = 64  # tokens of the text by which servers are measured
 _CONTROLLERS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int, AdaptiveController]]] = WeakKeyDictionary()
 
 
@@ -86,11 +88,11 @@ def custom_generate(
     num_tokens = limit_new_tokens(wanted, len(prompt), context_length(model.config))
     ends = end_tokens(stopping_criteria)
     target, draft_model = cpu_model(model), cpu_model(drafter)
-    policy = choose_policy(target, draft_model, sp)
     # One thread each: a thread pool that the caller has started does not survive the fork.
     draft = SamplingModel(draft_model, process if same_size(model, drafter) else None)
     fleet = start_processes(target, {DRAFTER: draft}, sp, 1, process)
     try:
+        policy = choose_policy(fleet, target, draft_model, sp)
         request = Request(prompt, num_tokens, policy, sampling, ends, {DRAFTER: draft_model.context})
         ids = decode(EngineLoop(fleet), request, input_ids, stopping_criteria, streamer)
     finally:
@@ -129,15 +131,16 @@ def limit_new_tokens(wanted: int, prompt: int, context: int) -> int:
     return min(wanted, context - prompt) if context else wanted
 
 
-def choose_policy(target: Transformer, drafter: Transformer, sp: int) -> Policy:
+def choose_policy(fleet: ProcessFleet, target: Transformer, drafter: Transformer, sp: int) -> Policy:
     """`auto`, which starts each text from what it has learned of the same pair before."""
     controllers = _CONTROLLERS.setdefault(target.model, WeakKeyDictionary()).setdefault(drafter.model, {})
     if sp not in controllers:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as the servers
-        latency = measured_latency(forwards_ms(target), forward_ms(drafter))
-        torch.set_num_threads(threads)
-        table = latency_table(SimulationConfig(latency, PRIOR_ACCEPTANCE, sp, TOKENS, thread_pool=False))
+        tokens = min(model.get_input_embeddings().num_embeddings for model in (target.model, drafter.model))
+        sample = tuple(i % tokens for i in range(NUM_SAMPLED))
+        profiler = FleetProfiler(fleet, sample, target.context, DRAFTER, drafter.context)
+        latency = profiler.latency()
+        config = SimulationConfig(latency, PRIOR_ACCEPTANCE, sp, TOKENS, thread_pool=False)
+        table = latency_table(config, in_background=True)
         controllers[sp] = AdaptiveController(table, (DRAFTER,), PRIOR_ACCEPTANCE)
     return controllers[sp]
 

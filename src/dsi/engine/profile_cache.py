@@ -17,7 +17,7 @@ from typing import Any
 
 EXPIRES_SECONDS = 7 * 24 * 3600  # a machine may have been busy when it was measured
 MAX_ENTRIES = 200
-SCHEMA = 1  # of an entry
+SCHEMA = 2  # of an entry
 
 
 def cache_path() -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -15,62 +14,28 @@ import torch
 from dsi.fleets.processes import FORK
 from dsi.models.hf import Transformer
 from dsi.models.process_utils import die_with_parent
-from dsi.models.protocol import ForwardRequest, Model
-from dsi.models.tensor_parallel import RankLost, TensorParallel
-from dsi.planning.latency import LatencyModel, monotone
+from dsi.models.tensor_parallel import TensorParallel
 
-LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cost, messages included
-CANCEL_POINTS = 8  # of a forward: one per layer, more or less
-DRAFT_TOKENS = 8  # by which a drafter is timed
 PREFIX = 16  # tokens before those that are timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of the forwards that are timed
 REPEATS = 4  # of each...
 MIN_REPEATS, MAX_SECONDS = 2, 0.1  # ...or fewer, if they take long
 FORK_SECONDS = 2.0  # within which a forked process has multiplied two small matrices
-FREE_SHARE = 0.9  # of the time that a measurement must have computed to be kept
-MIN_SHARE = 0.95  # of the time with few threads that forwards must take on every core to be run on them
 
 Result = TypeVar("Result")
 
 
-def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contention: float = 0.0) -> LatencyModel:
-    latency = LatencyModel.measured(by_width, drafter_ms, contention=contention, cancel_points=CANCEL_POINTS)
-    return replace(latency, by_width=monotone(by_width))
-
-
-def profile_pair(
-    target: Transformer, draft_ms: Callable[[], float] | None, threads: int, cores: int
-) -> tuple[LatencyModel, bool]:
-    """Time the forwards of a target and a drafter, and as they are in turn, with a thread for each core.
-
-    Also returns whether the cores were free: what was measured beside other work should not be kept.
+def may_use_every_core(target: Transformer, threads: int, cores: int) -> bool:
+    """Whether a text is the same with a thread for each core, and with few: float32 logits are compared bit by bit.
 
     In a process that ends: a pool of threads does not survive the fork of the servers.
     """
-    return run_in_process(lambda: _timed(lambda: _profile_pair(target, draft_ms, threads, cores)))
-
-
-def _timed(work: Callable[[], Result]) -> tuple[Result, bool]:
-    """Run a measurement, and tell whether it had a core to itself nearly all the time."""
-    wall, cpu = time.perf_counter(), time.thread_time()  # of this thread, which computes its share of every forward
-    result = work()
-    return result, time.thread_time() - cpu > FREE_SHARE * (time.perf_counter() - wall)
-
-
-def _profile_pair(target: Transformer, draft_ms: Callable[[], float] | None, threads: int, cores: int) -> LatencyModel:
-    shared = _pair_latency(target, draft_ms, threads, 1)
-    if cores <= threads or not _equal_logits(target, (threads, cores)):
-        return shared
-    turns = _pair_latency(target, draft_ms, cores, cores)
-    if turns.drafter_ms > shared.drafter_ms:  # then a drafter keeps to one thread
-        turns = replace(turns, drafter_ms=shared.drafter_ms)
-    return replace(shared, alone=turns) if turns.target_ms < MIN_SHARE * shared.target_ms else shared
+    if cores <= threads:
+        return False
+    return target.model.dtype != torch.float32 or run_in_process(lambda: _equal_logits(target, (threads, cores)))
 
 
 def _equal_logits(target: Transformer, threads: Sequence[int]) -> bool:
-    """Whether float32 logits are the same with these numbers of threads: a text must not depend on them."""
-    if target.model.dtype != torch.float32:
-        return True
     tokens, results = [1, 2] * 10, []
     if target.context and target.context < len(tokens):
         return False
@@ -80,15 +45,6 @@ def _equal_logits(target: Transformer, threads: Sequence[int]) -> bool:
         parts = [target.forward(tokens[:end], start) for start, end in ((2, 16), (17, 17), (18, 19))]
         results.append(torch.cat(parts))
     return all(torch.equal(results[0], other) for other in results[1:])
-
-
-def _pair_latency(
-    target: Transformer, draft_ms: Callable[[], float] | None, threads: int, drafter_threads: int
-) -> LatencyModel:
-    torch.set_num_threads(threads)
-    by_width = forwards_ms(target)
-    torch.set_num_threads(drafter_threads)
-    return measured_latency(by_width, draft_ms() if draft_ms else by_width[1] * LOOKUP_SHARE)
 
 
 def forward_ms(model: Transformer | TensorParallel, new: int = 1, repeats: int = 8) -> float:
@@ -107,41 +63,6 @@ def forwards_ms(model: Transformer | TensorParallel) -> dict[int, float]:
     """Time forwards by their number of new tokens."""
     widths = [width for width in WIDTHS if not model.context or PREFIX + width < model.context]
     return {width: forward_ms(model, width, REPEATS) for width in widths or [1]}
-
-
-def draft_token_ms(drafter: Model, tokens: Sequence[int], repeats: int = 4) -> float:
-    """Time a draft token, in drafts after a text that has grown by a few tokens each time, as under SI."""
-    times = list[float]()
-    for i in range(repeats):
-        text = list(tokens[: 16 + 4 * i])
-        began = time.perf_counter()
-        for _ in range(DRAFT_TOKENS):
-            text += drafter.answer(ForwardRequest(text, len(text)))
-        times.append((time.perf_counter() - began) / DRAFT_TOKENS)
-    return 1000 * min(times[1:])
-
-
-def target_forwards_ms(target: TensorParallel, cores: Sequence[int]) -> dict[int, float]:
-    """Time a tensor-parallel target's forwards by width.
-
-    It starts processes of its own, which must not belong to this one: it is measured in a process that ends, on
-    the cores it will have.
-    """
-    try:
-        return run_in_process(lambda: _tensor_parallel_ms(target, cores))
-    except ValueError as error:
-        raise ValueError(f"target mp {target.size}: the processes do not work together ({error})") from error
-
-
-def _tensor_parallel_ms(target: TensorParallel, cores: Sequence[int]) -> dict[int, float]:
-    if target.threads is None:
-        os.sched_setaffinity(0, cores)
-    try:
-        return forwards_ms(target)
-    except RankLost as error:
-        raise ValueError(str(error.__cause__ or error)) from error
-    finally:
-        target.close()
 
 
 def threads_survive_fork() -> bool:

@@ -14,7 +14,8 @@ from dsi.core.progress import Progress, no_progress
 from dsi.core.spec import AUTO, SpecConfig
 from dsi.engine.build_processes import ModelPair, available_cores, load_model_pair
 from dsi.engine.config import EngineConfig
-from dsi.engine.profile_cpu import forward_ms, forwards_ms, measured_contention, measured_latency, run_in_process
+from dsi.engine.profile_cpu import forward_ms, forwards_ms, measured_contention, run_in_process
+from dsi.engine.profile_fleet import measured_latency
 from dsi.engine.prompts import BUILTIN_PROMPTS, sample_prompts
 from dsi.engine.trial import run_trial
 from dsi.planning.latency import LatencyModel

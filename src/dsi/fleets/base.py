@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from dsi.core.messages import Event, Job, Time
+from dsi.core.messages import TARGET, Event, Job, Time
 from dsi.core.scheduler import Scheduler
 from dsi.core.sequence import TokenSequence
-from dsi.core.stats import ServerUsage
+from dsi.core.stats import ANSWERS, ServerUsage
 from dsi.fleets.servers import Server, by_name
 from dsi.fleets.spans import Span, span
+
+Observer = Callable[[Job, Time, int], None]  # a job, the time of its forward, and how many targets were busy
 
 
 class BaseFleet(ABC):
@@ -23,6 +25,7 @@ class BaseFleet(ABC):
         self._servers = by_name(servers)
         self.usage = {name: ServerUsage(server.role) for name, server in self._servers.items()}
         self.deaths: dict[str, int] = {}  # by server
+        self.observe: Observer | None = None  # is told of every forward that was answered
         self._scheduler = Scheduler({name: server.role for name, server in self._servers.items()})
         self._events: deque[Event] = deque()
 
@@ -98,8 +101,13 @@ class BaseFleet(ABC):
     def _record(self, name: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> None:
         """Count a forward that ended in `event`, or was cancelled, and log its span."""
         self.usage[name].end(start, end, event)
+        if self.observe is not None and event.__class__ in ANSWERS:
+            self.observe(job, end - start, self._num_busy_targets())
         if self.log is not None:
             self.log.append(span(name, self._servers[name].role, job, context, start, end, event))
+
+    def _num_busy_targets(self) -> int:
+        return sum(self._servers[name].role == TARGET for name in self._scheduler.running)
 
 
 class RealTimeFleet(BaseFleet):

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Protocol
 
-from dsi.core.adaptive import LatencyMonitor
 from dsi.core.generation import Generation
-from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Step, Time, Verified, Verify
+from dsi.core.messages import Event, Failed, Job, Step, Time, Verify
 from dsi.core.policies import Load
 from dsi.core.request import Completion, Request, ScoreRequest
 from dsi.core.scoring import Scoring
@@ -109,12 +108,10 @@ class EngineLoop:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.load = Load()
-        self.latency_monitor: LatencyMonitor | None = None  # of an adaptive policy
         self._ids = count()
         self._owners: dict[int, ActiveRequest] = {}  # the request of each open job
         self._verifying: set[int] = set()  # open verifications
         self._active: dict[ActiveRequest, None] = {}  # in the order in which targets are given to them
-        self._since: dict[int, Time] = {}  # when the forward of each open job began
 
     def submit(self, request: Request | ScoreRequest) -> ActiveRequest:
         active = ActiveRequest(_state_machine(request, self._ids), self.fleet)
@@ -139,8 +136,6 @@ class EngineLoop:
         generation = active.generation
         if isinstance(event, Failed) and isinstance(generation.job(event.id), Verify):
             self._count_failure(active, event)
-        if self.latency_monitor is not None:
-            self._time(self.latency_monitor, generation.job(event.id), event)
         step = generation.handle(event)
         if generation.job(event.id) is None:
             self._forget(event.id)
@@ -188,20 +183,7 @@ class EngineLoop:
             self._active[active] = None
             self._apply(active, active.generation.replan())
 
-    def _time(self, monitor: LatencyMonitor, job: Job | None, event: Event) -> None:
-        since = self._since.get(event.id)
-        if since is None:
-            return
-        now = self.fleet.now()
-        match job, event:
-            case Draft(), Drafted():
-                monitor.add_draft(job.model, float(now - since), job.alone)
-                self._since[event.id] = now
-            case Verify(), Verified():
-                monitor.add_verification(job.width, float(now - since), job.alone)
-
     def _forget(self, id: int) -> None:
-        self._since.pop(id, None)
         self._owners.pop(id, None)
         self._verifying.discard(id)
 
@@ -225,9 +207,6 @@ class EngineLoop:
 
     def _start(self, active: ActiveRequest, job: Job) -> None:
         self._owners[job.id] = active
-        # A verification is timed only if it runs alone, a draft always.
-        if self.latency_monitor is not None and (isinstance(job, Draft) or not self._verifying):
-            self._since[job.id] = self.fleet.now()
         if isinstance(job, Verify):
             self._verifying.add(job.id)
         self.fleet.start(job)

@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_bool
+from pathlib import Path
 from selectors import SelectorKey
 from typing import Any
 
@@ -87,7 +88,7 @@ class ProcessFleet(RemoteFleet):
     """`cores` pins servers by name; `prepare` runs first in each process, to set its number of threads, say.
 
     `use_cores` runs before a job that may use every core because nothing else computes, and before the next that
-    may not.
+    may not; only the servers in `every_core` may.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class ProcessFleet(RemoteFleet):
     ) -> None:
         super().__init__(servers, restart, log)
         self._cores, self._prepare, self._use_cores = cores or {}, prepare, use_cores
+        self.every_core = frozenset(self._servers if use_cores else ())
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
         for name in self._servers:
             self._start_worker(name)
@@ -111,13 +113,16 @@ class ProcessFleet(RemoteFleet):
         self._add_worker(ProcessHandle(self._servers[name], cores, self._prepare, self._use_cores))
 
     def _assign(self, name: str, job: Job) -> None:
-        self._workers[name].alone.value = self._is_alone(job)
+        self._workers[name].alone.value = name in self.every_core and self._is_alone(job)
         super()._assign(name, job)
 
     def _is_alone(self, job: Job) -> bool:
-        if self._use_cores is None or isinstance(job, Prefill):
-            return False
-        return job.alone and len(self._scheduler.running) == 1
+        return not isinstance(job, Prefill) and job.alone and len(self._scheduler.running) == 1
+
+    def seconds_without_core(self) -> float:
+        """How long the workers have been ready to compute while every core of theirs did something else."""
+        paths = [f"/proc/{worker.process.pid}/schedstat" for worker in self._workers.values()]
+        return sum(int(Path(path).read_text().split()[1]) for path in paths) / 1e9
 
     def _replace_dead_worker(self, name: str) -> None:
         self._start_worker(name)

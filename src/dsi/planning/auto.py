@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,9 @@ from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonit
 from dsi.core.generation import Policy
 from dsi.core.latency_table import LatencyTable
 from dsi.core.spec import SpecConfig
+from dsi.fleets.base import BaseFleet
 from dsi.fleets.loop import EngineLoop
+from dsi.fleets.processes import FORK
 from dsi.planning.forecast import LAST_RUN, Array, renewal_model
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
@@ -23,44 +26,68 @@ RATES = np.arange(51) / 50  # acceptance rates
 DRAFTER_SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
 CAUTION = 0.02  # added to predictions with contention, which are often too fast
 
+Predictions = tuple[tuple[float, ...], ...]  # ms per token by config and acceptance rate
 
-class ScaledPredictions(Sequence[tuple[tuple[float, ...], ...]]):
+
+class ScaledPredictions(Sequence[Predictions]):
     """The predictions for each speed of the drafter; most drafters are as fast as measured, so the others can wait."""
 
     def __init__(self, config: SimulationConfig, specs: Sequence[SpecConfig], scales: Sequence[float]) -> None:
         self._config, self._specs, self._scales = config, specs, scales
-        self._predicted: dict[int, tuple[tuple[float, ...], ...]] = {}
+        self._predicted: dict[int, Predictions] = {}
+        self._pending: dict[int, tuple[Any, Any]] = {}  # processes, and where their results come from
 
     def __len__(self) -> int:
         return len(self._scales)
 
     def __getitem__(self, index: Any) -> Any:
         if index not in self._predicted:
-            self._predicted[index] = self._predict(self._scales[index])
+            self._predicted[index] = self._predict(index)
         return self._predicted[index]
 
-    def _predict(self, scale: float) -> tuple[tuple[float, ...], ...]:
-        slower = replace(self._config, latency=self._config.latency.scaled(drafter=scale))
+    def _predict(self, index: int) -> Predictions:
+        slower = replace(self._config, latency=self._config.latency.scaled(drafter=self._scales[index]))
         return tuple(tuple(_cautious_ms(slower, spec, RATES).tolist()) for spec in self._specs)
+
+    def is_ready(self, index: int) -> bool:
+        """Whether the predictions are there; if not, a process is predicting them: a text must not wait for that."""
+        if index not in self._predicted and index not in self._pending:
+            receiver, sender = FORK.Pipe(duplex=False)
+            process = FORK.Process(target=lambda: sender.send(self._predict(index)), daemon=True)
+            process.start()
+            sender.close()
+            self._pending[index] = process, receiver
+        elif index not in self._predicted and self._pending[index][1].poll():
+            with suppress(EOFError):  # it was killed
+                self._predicted[index] = self._pending[index][1].recv()
+            self._pending[index][0].join()
+        return index in self._predicted
 
 
 def latency_table(
     config: SimulationConfig,
     drafter_scales: Sequence[float] = DRAFTER_SCALES,
     specs: Sequence[SpecConfig] | None = None,
+    in_background: bool = False,
 ) -> LatencyTable:
-    """Predict each candidate at each acceptance rate and each speed of the drafter."""
+    """Predict each candidate at each acceptance rate and each speed of the drafter.
+
+    In virtual time the table must not depend on when its predictions come; in real time they should not be waited for.
+    """
     specs, latency = specs or spec_candidates(config), config.latency
+    predictions = ScaledPredictions(config, specs, drafter_scales)
     alone = latency.alone
     return LatencyTable(
         tuple(specs),
         tuple(drafter_scales),
-        ScaledPredictions(config, specs, drafter_scales),
+        predictions,
         float(latency.drafter_ms),
         _steps_ms(latency),
         config.sp,
         latency.contention,
-        *(() if alone is None else (float(alone.drafter_ms), _steps_ms(alone))),
+        alone_drafter_ms=None if alone is None else float(alone.drafter_ms),
+        alone_steps_ms=() if alone is None else _steps_ms(alone),
+        is_ready=predictions.is_ready if in_background else (lambda _: True),
     )
 
 
@@ -106,7 +133,9 @@ def adaptive(table: LatencyTable, config: SimulationConfig, prior: float = PRIOR
     """A policy that learns acceptance and latencies while it runs and switches configs by the table."""
 
     def policy(loop: EngineLoop, unit: int) -> Policy:
-        loop.latency_monitor = LatencyMonitor(table, unit)
-        return AdaptiveController(table, config.drafter_names, prior, loop.latency_monitor)
+        monitor = LatencyMonitor(table, unit)
+        if isinstance(loop.fleet, BaseFleet):
+            loop.fleet.observe = monitor.observe
+        return AdaptiveController(table, config.drafter_names, prior, monitor)
 
     return policy

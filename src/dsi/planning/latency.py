@@ -42,6 +42,7 @@ class LatencyModel:
     network_ms: Number = option(
         "Delay of a message, each way (virtual time only): of every one, or with nodes of those between machines.", 0
     )
+    drafter_delay_ms: Number = 0  # that messages to and from a drafter take more (virtual time only)
     network_jitter: float = option("Each message is delayed evenly up to this share more or less: 0 to 0.99.", 0)
     alone: LatencyModel | None = None  # forwards that take turns and so use every core, where that is faster
 
@@ -56,6 +57,7 @@ class LatencyModel:
             ("drafter time to first token in ms", self.drafter_ttft_ms, self.drafter_ms, MOST_MS),
             ("extra ms per token", self.per_token_ms, 0, MOST_MS),
             ("network delay in ms", self.network_ms, 0, MOST_MS),
+            ("drafter delay in ms", self.drafter_delay_ms, 0, MOST_MS),
             ("network jitter", self.network_jitter, 0, 0.99),
             ("contention", self.contention, 0, MOST_MS),
             ("jitter", self.jitter, 0, 0.99),

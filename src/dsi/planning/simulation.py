@@ -211,7 +211,7 @@ class SimulationConfig:
             servers,
             cancel_points=self.latency.cancel_points,
             drafter_cancel_points=self.latency.drafter_cancel_points,
-            network=self.latency.network_ms if self.nodes is None else self.delays(names),
+            network=self.delays(names),
             network_jitter=self.latency.network_jitter,
             contention=self.latency.contention,
             thread_pool=self.thread_pool,
@@ -226,8 +226,13 @@ class SimulationConfig:
         return {name: i * (self.nodes or 1) // self.count for i, name in enumerate(drafters + targets)}
 
     def delays(self, names: list[str]) -> dict[str, Number]:
-        """The delay of a message between the driver and each server on another machine."""
-        return {name: self.latency.network_ms for name, machine in self.machines(names).items() if machine}
+        """The delay of a message between the driver and each server: with nodes, of those on another machine."""
+        latency, machines = self.latency, self.machines(names)
+        return {
+            name: (latency.network_ms if self.nodes is None or machines[name] else 0)
+            + (latency.drafter_delay_ms if name in names[self.sp :] else 0)
+            for name in names
+        }
 
     def outages(self, name: str, seed: int) -> Iterator[Outage]:
         """The failures of one server, each server with its own. Whole milliseconds are exact in any arithmetic."""

@@ -1,0 +1,122 @@
+"""Measures latencies through a fleet, as its engine sees them, with messages and what servers cost one another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import count, cycle, islice
+from statistics import linear_regression
+
+from dsi.core.messages import Draft, Failed, Verify
+from dsi.core.sequence import Tokens, TokenSequence
+from dsi.engine.build import ModelInfo
+from dsi.fleets.loop import Fleet
+from dsi.fleets.remote import BATCH_SECONDS
+from dsi.models.vocab.translate import SAMPLE_TEXT
+from dsi.planning.latency import LatencyModel, monotone
+
+PROMPT = 32  # tokens after which forwards are timed
+WIDTHS = (1, 2, 4, 8, 16)  # new tokens of a target forward
+DRAFT_TOKENS = 8
+MAX_WIDTH = 32  # up to which latencies are extrapolated
+REPEATS = 5  # of each...
+MIN_REPEATS, MAX_MS = 2, 100.0  # ...or fewer, if they take long
+BATCH_MS = 1000 * BATCH_SECONDS
+CANCEL_POINTS = 8  # of a forward: one per layer, more or less
+LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cost
+
+
+def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contention: float = 0.0) -> LatencyModel:
+    """The latencies of CPU forwards, timed at some widths."""
+    curve = fitted_widths(by_width)
+    latency = LatencyModel.measured(curve, drafter_ms, contention=contention, cancel_points=CANCEL_POINTS)
+    return replace(latency, by_width=monotone(curve))
+
+
+def fitted_widths(by_width: Mapping[int, float]) -> dict[int, float]:
+    """Milliseconds of every width: one new token as measured, and a line through the others, which evens out noise.
+
+    A forward over one token multiplies matrices with vectors, in other kernels than those of several.
+    """
+    wider = {width: ms for width, ms in by_width.items() if width > 1}
+    if len(wider) < 2:
+        return dict(by_width)
+    slope, intercept = linear_regression(list(wider), list(wider.values()))
+    one = by_width[1]
+    return {1: one} | {width: max(one, intercept + slope * width) for width in range(2, MAX_WIDTH + 1)}
+
+
+def sample_tokens(target: ModelInfo) -> Tokens:
+    """Text to measure with: what a drafter with another vocabulary translates must be text."""
+    return tuple(target.vocabulary.encode(SAMPLE_TEXT)) or (0,)
+
+
+class FleetProfiler:
+    """Times jobs on a fleet that has nothing else to do; without a drafter, lookups are taken to cost next to nothing.
+
+    A context of 0 is unlimited.
+    """
+
+    def __init__(
+        self, fleet: Fleet, sample: Tokens, context: int = 0, drafter: str | None = None, drafter_context: int = 0
+    ) -> None:
+        self._fleet, self._drafter, self._ids = fleet, drafter, count(-1000, -1)  # no request has these ids
+        self._context, self._drafter_context = context or PROMPT + 64, drafter_context or PROMPT + 64
+        prompt = max(1, min(PROMPT, self._context - 2, self._drafter_context - 2))
+        self._prompt, self._others = TokenSequence.of(sample[:prompt]), cycle(sample[prompt:] or sample)
+        self.run(self._verify(1))
+        if drafter is not None:
+            self.run(self._draft(1))
+
+    def latency(self, every_core: bool = False) -> LatencyModel:
+        """The latencies of servers that take turns, with its own cores for each server, or all of them."""
+        widths = [width for width in WIDTHS if len(self._prompt) + width <= self._context] or [1]
+        by_width = {width: self._least_ms(lambda: self._turn(width, every_core)) for width in widths}  # noqa: B023
+        if self._drafter is None:
+            return measured_latency(by_width, by_width[1] * LOOKUP_SHARE)
+        tokens = max(1, min(DRAFT_TOKENS, self._drafter_context - len(self._prompt) - 1))
+        one, all = (self._least_ms(lambda: self.run(self._draft(n, every_core))) for n in (1, tokens))  # noqa: B023
+        drafter_ms = min(one, (all - one) / (tokens - 1)) if all > one else all / tokens
+        delay_ms = (one - drafter_ms + BATCH_MS / 2) / 2  # to the drafter and back
+        return replace(measured_latency(by_width, drafter_ms), drafter_delay_ms=delay_ms)
+
+    def _turn(self, width: int, every_core: bool) -> float:
+        """Time a verification after a draft; that of one token, as in plain decoding, after another."""
+        if width == 1 or self._drafter is None:
+            self.run(self._verify(1, every_core))
+        else:
+            self.run(self._draft(1, every_core))
+        return self.run(self._verify(width, every_core))
+
+    def run(self, job: Verify | Draft) -> float:
+        """Run a job; return after how many milliseconds it has ended."""
+        began, missing = time.perf_counter(), job.count if isinstance(job, Draft) else 1  # events
+        self._fleet.start(job)
+        while missing:
+            event = self._fleet.next_event()
+            if isinstance(event, Failed) and event.id == job.id:
+                raise ValueError(f"a server cannot work: {event.reason}")
+            missing -= event.id == job.id
+        return 1000 * (time.perf_counter() - began)
+
+    def _verify(self, width: int, alone: bool = False) -> Verify:
+        return Verify(next(self._ids), self._text(width), width, alone=alone)
+
+    def _draft(self, tokens: int, alone: bool = False) -> Draft:
+        return Draft(next(self._ids), self._text(1), tokens, self._drafter or "", alone=alone)
+
+    def _text(self, new: int) -> TokenSequence:
+        """The prompt and so many tokens after it, which are not those of the text before."""
+        next(self._others)
+        text = self._prompt
+        for token in islice(self._others, new):
+            text = text.then(token)
+        return text
+
+    def _least_ms(self, measure: Callable[[], float]) -> float:
+        """The least of some times: what else a machine does only adds."""
+        times: list[float] = []
+        while len(times) < MIN_REPEATS or (len(times) < REPEATS and sum(times) < MAX_MS):
+            times.append(measure())
+        return min(times)
