@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count, cycle, islice
 from statistics import linear_regression
 
@@ -20,8 +21,7 @@ PROMPT = 32  # tokens after which forwards are timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of a target forward
 DRAFT_TOKENS = 8
 MAX_WIDTH = 32  # up to which latencies are extrapolated
-REPEATS = 5  # of each...
-MIN_REPEATS, MAX_MS = 2, 100.0  # ...or fewer, if they take long
+MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS = 2, 6, 0.4  # of measurements
 BATCH_MS = 1000 * BATCH_SECONDS
 CANCEL_POINTS = 8  # of a forward: one per layer, more or less
 LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cost
@@ -52,6 +52,14 @@ def sample_tokens(target: ModelInfo) -> Tokens:
     return tuple(target.vocabulary.encode(SAMPLE_TEXT)) or (0,)
 
 
+def least_ms(timed: Mapping[object, Callable[[], float]]) -> dict[object, float]:
+    """Measure all of these in turn, a few times; the least counts, as what else a machine does only adds."""
+    began, rounds = time.perf_counter(), list[dict[object, float]]()
+    while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and time.perf_counter() - began < MAX_SECONDS):
+        rounds.append({name: measure() for name, measure in timed.items()})
+    return {name: min(times[name] for times in rounds) for name in timed}
+
+
 class FleetProfiler:
     """Times jobs on a fleet that has nothing else to do; without a drafter, lookups are taken to cost next to nothing.
 
@@ -72,13 +80,18 @@ class FleetProfiler:
     def latency(self, every_core: bool = False) -> LatencyModel:
         """The latencies of servers that take turns, with its own cores for each server, or all of them."""
         widths = [width for width in WIDTHS if len(self._prompt) + width <= self._context] or [1]
-        by_width = {width: self._least_ms(lambda: self._turn(width, every_core)) for width in widths}  # noqa: B023
+        timed: dict[object, Callable[[], float]] = {width: partial(self._turn, width, every_core) for width in widths}
+        tokens = max(1, min(DRAFT_TOKENS, self._drafter_context - len(self._prompt) - 1))
+        if self._drafter is not None:
+            timed["first"] = lambda: self.run(self._draft(1, every_core))
+            timed["all"] = lambda: self.run(self._draft(tokens, every_core))
+        ms = least_ms(timed)
+        by_width = {width: ms[width] for width in widths}
         if self._drafter is None:
             return measured_latency(by_width, by_width[1] * LOOKUP_SHARE)
-        tokens = max(1, min(DRAFT_TOKENS, self._drafter_context - len(self._prompt) - 1))
-        one, all = (self._least_ms(lambda: self.run(self._draft(n, every_core))) for n in (1, tokens))  # noqa: B023
-        drafter_ms = min(one, (all - one) / (tokens - 1)) if all > one else all / tokens
-        delay_ms = (one - drafter_ms + BATCH_MS / 2) / 2  # to the drafter and back
+        first, all = ms["first"], ms["all"]
+        drafter_ms = min(first, (all - first) / (tokens - 1)) if all > first else all / tokens
+        delay_ms = (first - drafter_ms + BATCH_MS / 2) / 2  # to the drafter and back
         return replace(measured_latency(by_width, drafter_ms), drafter_delay_ms=delay_ms)
 
     def _turn(self, width: int, every_core: bool) -> float:
@@ -113,10 +126,3 @@ class FleetProfiler:
         for token in islice(self._others, new):
             text = text.then(token)
         return text
-
-    def _least_ms(self, measure: Callable[[], float]) -> float:
-        """The least of some times: what else a machine does only adds."""
-        times: list[float] = []
-        while len(times) < MIN_REPEATS or (len(times) < REPEATS and sum(times) < MAX_MS):
-            times.append(measure())
-        return min(times)
