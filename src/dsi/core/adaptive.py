@@ -21,7 +21,7 @@ WINDOW = 40  # tokens of a request, or forwards, of an exponential moving averag
 ENGINE_WINDOW = 1000  # tokens of all requests
 PRIOR_ACCEPTANCE = 0.7  # of draft tokens, before any has been verified
 PRIOR_RUNNER_UP_ACCEPTANCE = 0.4  # of runner-ups, where the first choice was rejected
-PRIOR_WEIGHT = 5.0  # tokens that a prior counts for
+PRIOR_WEIGHT = 5.0  # tokens that a prior counts for at first
 MIN_GAIN = 0.01  # the share by which another configuration must be faster to be chosen
 PROBE_EVERY = 4  # tokens, at least, after which an unused drafter drafts one, which tells whether it would pay again
 PROBE_SHARE = 0.01  # of the time that these draft tokens may take, where they take it from the target
@@ -40,14 +40,16 @@ class AcceptanceEMA:
     window: int = WINDOW
     accepted: float = 0.0
     verified: float = 0.0
+    prior_weight: float = PRIOR_WEIGHT  # tokens that the prior still counts for
 
     def add(self, accepted: bool) -> None:
         decay = 1 - 1 / self.window
         self.accepted, self.verified = self.accepted * decay + accepted, self.verified * decay + 1
+        self.prior_weight *= decay
 
     @property
     def rate(self) -> float:
-        return (self.accepted + PRIOR_WEIGHT * self.prior) / (self.verified + PRIOR_WEIGHT)
+        return (self.accepted + self.prior_weight * self.prior) / (self.verified + self.prior_weight)
 
 
 @dataclass
