@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, sqrt
 from weakref import WeakKeyDictionary
 
 from dsi.core.generation import Generation, VerifiedPosition
@@ -50,6 +50,12 @@ class AcceptanceEMA:
     @property
     def rate(self) -> float:
         return (self.accepted + self.prior_weight * self.prior) / (self.verified + self.prior_weight)
+
+    @property
+    def optimistic_rate(self) -> float:
+        """One standard deviation more, as the rate may well be."""
+        rate = self.rate
+        return min(1.0, rate + sqrt(rate * (1 - rate) / (self.verified + self.prior_weight)))
 
 
 @dataclass
@@ -106,7 +112,7 @@ class AdaptiveController:
         self.acceptance = {drafters: AcceptanceEMA(prior, ENGINE_WINDOW) for drafters in sets}
         self.runner_up = AcceptanceEMA(PRIOR_RUNNER_UP_ACCEPTANCE, ENGINE_WINDOW)
         self.scales = dict.fromkeys(sets, latency_table.scale_index(1.0))
-        unlearned = {drafters: AcceptanceEMA(PRIOR_ACCEPTANCE) for drafters in sets}  # or a text would depend on others
+        unlearned = dict.fromkeys(sets, PRIOR_ACCEPTANCE)  # or a text would depend on others
         initial = latency_table.configs[self.best(unlearned, 0.0)[1]]
         self._initial_policy = policy_for(replace(initial, drafters=self.drafters[:1]))
         self._requests: WeakKeyDictionary[Generation, RequestController] = WeakKeyDictionary()
@@ -153,9 +159,8 @@ class AdaptiveController:
         saved = (1 - acceptance) * runner_up * RUNNER_UPS_IN_TIME[spare_targets] if spare_targets else 0.0
         return ms * (1 - saved) * (1 + table.contention * spare_targets)
 
-    def best(self, acceptance: Mapping[DrafterSet, AcceptanceEMA], runner_up: float) -> Candidate:
+    def best(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Candidate:
         """The drafters, config and number of spare targets that are predicted to be fastest now."""
-        rates = {drafters: ema.rate for drafters, ema in acceptance.items()}
         return min(self._candidates(rates), key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
 
     def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:
@@ -214,13 +219,19 @@ class RequestController:
     def _inputs(self, g: Generation) -> tuple[object, ...]:
         """What a decision depends on, as exactly as the latency table knows it."""
         table, fitting = self._engine.latency_table, [_fits(g, drafters) for drafters in self._acceptance]
-        rates = [table.rate_index(ema.rate) for ema in (*self._acceptance.values(), self._runner_up)]
+        emas = *self._acceptance.values(), self._runner_up
+        rates = [table.rate_index(rate) for ema in emas for rate in (ema.rate, ema.optimistic_rate)]
         return (*rates, *fitting, *self._engine.scales.values())
 
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
-        return self._engine.best(fitting or self._acceptance, self._runner_up.rate)
+        emas = (fitting or self._acceptance).items()
+        best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, self._runner_up.rate)
+        if self._engine.latency_table.configs[best[1]].speculates:
+            return best
+        # Speculation that fails costs little, and without it there is little to learn from.
+        return self._engine.best({drafters: ema.optimistic_rate for drafters, ema in emas}, self._runner_up.rate)
 
     def _ms(self, candidate: Candidate) -> float:
         return self._engine.predicted_ms(candidate, self._acceptance[candidate[0]].rate, self._runner_up.rate)
