@@ -64,7 +64,7 @@ def engine_memory(engine: Engine) -> MemoryUse | None:
     from dsi.fleets.memory import memory_use
     from dsi.fleets.processes import ProcessFleet
 
-    return memory_use() if isinstance(engine.fleet, ProcessFleet) else None
+    return memory_use(engine.fleet.worker_pids) if isinstance(engine.fleet, ProcessFleet) else None
 
 
 def text_document(engine: Engine, spec: SpecConfig, completion: Completion) -> dict[str, Any]:

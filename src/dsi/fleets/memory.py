@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +27,10 @@ class MemoryUse:
         return {"total": round(self.total, 1), "shared": round(self.shared, 1), "processes": self.processes}
 
 
-def memory_use(pid: int | None = None) -> MemoryUse | None:
-    """Read the memory of a process, by default this one, and its descendants; None where the kernel does not say."""
-    pages = [rollup for each in process_tree(pid or os.getpid()) if (rollup := _rollup(each))]
+def memory_use(workers: Iterable[int]) -> MemoryUse | None:
+    """Read the memory of this process, of its workers and their descendants; None where the kernel does not say."""
+    pids = os.getpid(), *(pid for worker in workers for pid in process_tree(worker))
+    pages = [rollup for pid in pids if (rollup := _rollup(pid))]
     if not pages:
         return None
     total = sum(rollup["Pss"] for rollup in pages)

@@ -119,9 +119,13 @@ class ProcessFleet(RemoteFleet):
     def _is_alone(self, job: Job) -> bool:
         return not isinstance(job, Prefill) and job.alone and len(self._scheduler.running) == 1
 
+    @property
+    def worker_pids(self) -> list[int]:
+        return [worker.process.pid for worker in self._workers.values()]
+
     def seconds_without_core(self) -> float:
         """How long the workers have been ready to compute while every core of theirs did something else."""
-        paths = [f"/proc/{worker.process.pid}/schedstat" for worker in self._workers.values()]
+        paths = [f"/proc/{pid}/schedstat" for pid in self.worker_pids]
         return sum(int(Path(path).read_text().split()[1]) for path in paths) / 1e9
 
     def _replace_dead_worker(self, name: str) -> None:

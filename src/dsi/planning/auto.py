@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +18,7 @@ from dsi.core.spec import SpecConfig
 from dsi.fleets.base import BaseFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import FORK
+from dsi.models.process_utils import die_with_parent
 from dsi.planning.forecast import LAST_RUN, Array, renewal_model
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
@@ -24,6 +26,7 @@ from dsi.planning.simulation import PolicyFactory, SimulationConfig
 
 RATES = np.arange(51) / 50  # acceptance rates
 DRAFTER_SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
+NICENESS = 10  # of a process that predicts beside a text
 CAUTION = 0.02  # added to predictions with contention, which are often too fast
 
 Predictions = tuple[tuple[float, ...], ...]  # ms per token by config and acceptance rate
@@ -49,11 +52,16 @@ class ScaledPredictions(Sequence[Predictions]):
         slower = replace(self._config, latency=self._config.latency.scaled(drafter=self._scales[index]))
         return tuple(tuple(_cautious_ms(slower, spec, RATES).tolist()) for spec in self._specs)
 
+    def _send(self, index: int, sender: Any) -> None:
+        die_with_parent()
+        os.nice(NICENESS)
+        sender.send(self._predict(index))
+
     def is_ready(self, index: int) -> bool:
         """Whether the predictions are there; if not, a process is predicting them: a text must not wait for that."""
         if index not in self._predicted and index not in self._pending:
             receiver, sender = FORK.Pipe(duplex=False)
-            process = FORK.Process(target=lambda: sender.send(self._predict(index)), daemon=True)
+            process = FORK.Process(target=self._send, args=(index, sender), daemon=True)
             process.start()
             sender.close()
             self._pending[index] = process, receiver
