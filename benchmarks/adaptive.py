@@ -161,7 +161,7 @@ def virtual_lines(result: dict[str, Any]) -> Iterator[str]:
         if part["settings"]:
             yield f"  {name.replace('_', ' ')}: {part['settings']} settings, worst {part['worst']:+.1%}"
     for row in result["worst_settings"]:
-        yield f"  {row['over']:+.1%} in setting {row['number']}: {row['config']}"
+        yield f"  {row['over']:+.1%} in setting {row['number']}: {row['setting']}"
 
 
 def brief(config: SimulationConfig) -> str:
