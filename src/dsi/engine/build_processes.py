@@ -65,10 +65,14 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     if not (config.threads or config.target_mp > 1 or threads_survive_fork()):
         config = replace(config, threads=1)  # or a forked process would wait for threads that are not there
     key = pair_key(config, sp)
-    fleet = start_processes(target, models, sp, config.threads, process, uses_every_core(target, config, sp))
+    kept = kept_profile(key)
+    every_core = bool(kept.every_core) if kept else uses_every_core(target, config, sp)
+    fleet = start_processes(target, models, sp, config.threads, process, every_core)
     try:
         status("measuring the models")
-        latency = kept_latency(key, fleet) or pair_latency(key, fleet, info, target.context, drafters)
+        if kept is None:
+            kept = measure_pair(key, fleet, info, target.context, drafters)
+        fleet.every_core = kept.every_core
     except BaseException as error:
         fleet.close()
         if config.target_mp > 1 and isinstance(error, ValueError):
@@ -79,7 +83,7 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         info.tokenizer,
         target.context,
         sp,
-        latency,
+        kept.latency,
         names,
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=info.vocab_size,
@@ -101,20 +105,26 @@ def pair_key(config: EngineConfig, sp: int) -> str:
     return profile_key(*identities, config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads)
 
 
-def kept_latency(key: str, fleet: ProcessFleet) -> LatencyModel | None:
-    """The latencies of an earlier run, unless an earlier version has kept them."""
+@dataclass(frozen=True)
+class MeasuredPair:
+    """What was measured of a pair of models on this machine."""
+
+    latency: LatencyModel
+    every_core: frozenset[str]  # servers whose forwards are faster on every core
+
+
+def kept_profile(key: str) -> MeasuredPair | None:
+    """What an earlier run has measured, unless an earlier version has kept it."""
     try:
         kept = read_profile(key)
-        latency, every_core = LatencyModel.from_json(kept["latency"]), frozenset(kept["every_core"])
+        return MeasuredPair(LatencyModel.from_json(kept["latency"]), frozenset(kept["every_core"]))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    fleet.every_core &= every_core
-    return latency
 
 
-def pair_latency(
+def measure_pair(
     key: str, fleet: ProcessFleet, target: ModelInfo, context: int, drafters: Sequence[LoadedDrafter]
-) -> LatencyModel:
+) -> MeasuredPair:
     """Measure the target and the first drafter that computes, and keep the result if the cores were free."""
     began, without_core = time.perf_counter(), fleet.seconds_without_core()
     named = dict(zip(drafter_names(len(drafters)), drafters))
@@ -122,23 +132,23 @@ def pair_latency(
     drafter_context = named[name].context if name else 0
     profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context)
     sp, own = len(fleet.servers()) - len(drafters), profiler.latency()
-    alone = use_every_core(fleet, profiler, own) if len(drafters) == 1 else None  # SI has one drafter
-    latency = replace(own, contention=expected_contention(sp, len(available_cores())), alone=alone)
+    own = replace(own, contention=expected_contention(sp, len(available_cores())))
+    measured = MeasuredPair(own, frozenset())
+    if len(drafters) == 1 and fleet.every_core:  # SI has one drafter
+        measured = on_every_core(profiler.latency(every_core=True), own, fleet.every_core)
     if fleet.seconds_without_core() - without_core < MAX_WITHOUT_CORE * (time.perf_counter() - began):
-        keep_profile(key, latency=latency.json(), every_core=sorted(fleet.every_core))
-    return latency
+        keep_profile(key, latency=measured.latency.json(), every_core=sorted(measured.every_core))
+    return measured
 
 
-def use_every_core(fleet: ProcessFleet, profiler: FleetProfiler, own: LatencyModel) -> LatencyModel | None:
-    """Let forwards that take turns use every core, if that is faster; return their latencies."""
-    wide = profiler.latency(every_core=True) if fleet.every_core else own
+def on_every_core(wide: LatencyModel, own: LatencyModel, servers: frozenset[str]) -> MeasuredPair:
+    """Forwards that take turns use every core if that is faster than their own, the drafter's if it gains, too."""
     if wide.target_ms >= MIN_SHARE * own.target_ms:
-        fleet.every_core = frozenset()
-        return None
+        return MeasuredPair(own, frozenset())
     if wide.drafter_ms >= own.drafter_ms:
-        fleet.every_core = frozenset(name for name in fleet.every_core if name.startswith(TARGET))
+        servers = frozenset(name for name in servers if name.startswith(TARGET))
         wide = replace(wide, drafter_ms=own.drafter_ms, drafter_delay_ms=own.drafter_delay_ms)
-    return wide
+    return MeasuredPair(replace(own, alone=wide), servers)
 
 
 def start_processes(
