@@ -199,13 +199,15 @@ def test_timeline_describes_the_forward_under_the_pointer(live: Live, page: Page
     canvas = page.one("#timeline")
     page.script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     last_lane = int(canvas.size["height"]) // 2 - 42
-    for right in range(-300, 300, 20):
-        ActionChains(page.browser).move_to_element_with_offset(canvas, right, last_lane).perform()
-        if "verifies token" in page.content("#tip"):
+    range_of_tokens = None
+    # A narrow bar of the other lane may be the first that the pointer meets.
+    for right in range(-300, 300, 4):
+        ActionChains(page.browser, duration=0).move_to_element_with_offset(canvas, right, last_lane).perform()
+        range_of_tokens = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?\n", page.content("#tip") + "\n")
+        if range_of_tokens:
             break
-    assert page.one("#tip").is_displayed()
-    range_of_tokens = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?$", page.content("#tip .tip-head"))
     assert range_of_tokens
+    assert page.one("#tip").is_displayed()
     first, last = int(range_of_tokens[1]), int(range_of_tokens[2] or range_of_tokens[1])
     marked = [int(str(token.get_attribute("data-index"))) for token in page.all("#text .token.marked")]
     assert marked == [place for place in range(first - 1, last) if place < 24]
