@@ -90,7 +90,7 @@ class FleetProfiler:
         if self._drafter is None:
             return measured_latency(by_width, by_width[1] * LOOKUP_SHARE)
         first, all = ms["first"], ms["all"]
-        drafter_ms = min(first, (all - first) / (tokens - 1)) if all > first else all / tokens
+        drafter_ms = min(first, (all - first) / (tokens - 1)) if all > first and tokens > 1 else all / tokens
         delay_ms = (first - drafter_ms + BATCH_MS / 2) / 2  # to the drafter and back
         return replace(measured_latency(by_width, drafter_ms), drafter_delay_ms=delay_ms)
 
