@@ -25,6 +25,14 @@ TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first estimate for any 
 SIMULATED_TOKENS = 96  # of the simulations by which a minimum draft is chosen
 
 
+class ContextLengthError(ValueError):
+    """A text that the target's context has no room for. Clients recognise the sentence."""
+
+    def __init__(self, context: int, prompt: int | str, new: int = 0) -> None:
+        more = f" and the request asks for {new} more" if new else ""
+        super().__init__(f"This model's maximum context length is {context} tokens, but the prompt has {prompt}{more}.")
+
+
 @dataclass(frozen=True)
 class Deployment:
     """What `build` makes of an `EngineConfig`: the servers, their tokenizer and their latency model."""
@@ -93,8 +101,8 @@ class Deployment:
         all(table.ms)  # predicted now: a process with CUDA should not be forked
         return table
 
-    def check_request(self, prompt: Tokens, sampling: Sampling) -> None:
-        """Refuse a prompt that the target cannot read, and sampling that these models do not support."""
+    def check_request(self, prompt: Tokens, sampling: Sampling, new_tokens: int = 1) -> None:
+        """Refuse a prompt that the target cannot continue, and sampling that these models do not support."""
         if self.plans and (sampling.rule != "match" or sampling.logprobs is not None):
             name = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
             raise ValueError(f"{name}: on devices there are only match and no logprobs; leave them out")
@@ -103,8 +111,8 @@ class Deployment:
         if self.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             invalid = next(token for token in prompt if not 0 <= token < self.vocab_size)
             raise ValueError(f"token {invalid}: the target's tokens are 0 to {self.vocab_size - 1}")
-        if self.context and len(prompt) >= self.context:
-            raise ValueError(f"a prompt of {len(prompt)} tokens: the target's context is {self.context}")
+        if self.context and len(prompt) + new_tokens > self.context:
+            raise ContextLengthError(self.context, len(prompt), new_tokens)
 
     def limit_new_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """At most as many tokens as the target's context has room for."""

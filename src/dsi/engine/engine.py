@@ -211,7 +211,7 @@ class Engine(AbstractContextManager["Engine"]):
     def score_request(self, prompt: Tokens, logprobs: int) -> ScoreRequest:
         """Prepare a request for the top log probabilities of each token of a prompt."""
         sampling = Sampling(logprobs=logprobs)
-        self.deployment.check_request(prompt, sampling)
+        self.deployment.check_request(prompt, sampling, new_tokens=0)
         return ScoreRequest(prompt, sampling)
 
     def policy(self, spec: SpecConfig) -> Policy:

@@ -31,7 +31,7 @@ MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 422, 429, 431, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 424, 429, 431, 500, 503)
 }
 EVENT_STREAM: dict[str, Any] = {  # the schema of each event
     "content": {"text/event-stream": {"schema": {"type": "object", "properties": {"data": {"type": "string"}}}}}
@@ -58,6 +58,18 @@ class EventStream(Response):
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+class Api(FastAPI):
+    """Whose document has no status 422, which FastAPI would add: an invalid field is a 400."""
+
+    def openapi(self) -> dict[str, Any]:
+        document = super().openapi()
+        for operation in (operation for path in document["paths"].values() for operation in path.values()):
+            operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
 
 
 async def run_until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> bool:
@@ -90,7 +102,7 @@ def make_app(
         yield
         await asyncio.to_thread(service.engine_thread.close)
 
-    app = FastAPI(
+    app = Api(
         title="dsi",
         version=__version__,
         description="Distributed speculative inference behind OpenAI's API.",
@@ -238,7 +250,7 @@ async def _handle_validation_error(request: Request, error: Any) -> JSONResponse
         return await _handle_api_error(request, ApiError(400, "the body is not valid JSON"))
     field = ".".join(str(part) for part in first["loc"][1:])[:200]
     message = f"{field or 'the body'}: {first['msg'].removeprefix('Value error, ')[:300]}"
-    return await _handle_api_error(request, ApiError(422, message, param=field or None, code=first["type"]))
+    return await _handle_api_error(request, ApiError(400, message, param=field or None, code=first["type"]))
 
 
 async def _handle_http_error(request: Request, error: Any) -> JSONResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +29,8 @@ log = logging.getLogger("dsi.server")
 
 TRACE_INTERVAL = 0.04  # seconds between two outputs of a traced job while no token is generated
 MAX_SPANS = 10_000  # forwards of one job that are recorded
+MAX_RETRY_SECONDS = 60  # clients wait no longer
+FINISHED_WEIGHT = 0.1  # of a finished job in the average of their seconds
 T = TypeVar("T")
 
 
@@ -154,6 +157,8 @@ class EngineThread:
         self._waiting: deque[JobState] = deque()
         self._running: dict[ActiveRequest, JobState] = {}
         self._by_prompt: dict[TokenSequence, JobState] = {}  # a span's context says whose it is
+        self._job_seconds = 0.0  # that jobs ran, on average; 0: none has finished yet
+        self._next_place = 0.0  # when those that were refused have all found one
         self._spans: list[Span] = []
         self._fleet.log = self._spans
         self._thread = Thread(target=self._work, name="engine", daemon=True)
@@ -259,10 +264,19 @@ class EngineThread:
         if not status.has_target:
             raise ApiError(503, "no target server is left")
         if len(self._states) + len(jobs) > self._limits.running + self._limits.waiting:
-            raise queue_full(len(self._states))
+            raise queue_full(len(self._states), self._retry_seconds(jobs))
         self._states.update(zip(jobs, states))
         self._waiting.extend(states)
         return status
+
+    def _retry_seconds(self, jobs: Sequence[GenerationJob]) -> int:
+        """When places are likely free: clients that are refused are asked to come back one after the other."""
+        now, deployment = time.perf_counter(), self._engine.deployment
+        tokens = sum(job.max_new_tokens or 1 for job in jobs)
+        seconds = len(jobs) * self._job_seconds / self._limits.running
+        seconds = seconds or tokens * deployment.latency.target_ms / deployment.sp / 1000
+        self._next_place = min(max(self._next_place, now) + seconds, now + MAX_RETRY_SECONDS)
+        return math.ceil(self._next_place - now)
 
     def _requests(self, job: GenerationJob) -> deque[Request | ScoreRequest]:
         requests: deque[Request | ScoreRequest] = deque()
@@ -381,6 +395,9 @@ class EngineThread:
     def _end(self, state: JobState, output: EngineOutput) -> None:
         self._leave(state)
         del self._states[state.job]
+        if state.run is not None:
+            weight = FINISHED_WEIGHT if self._job_seconds else 1
+            self._job_seconds += weight * (self._elapsed(state) - self._job_seconds)
         stats = None
         with suppress(ValueError):  # an engine that failed amid a step has no consistent statistics
             stats = self._stats(state)

@@ -6,10 +6,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from dsi.engine.deployment import ContextLengthError
+
 TYPES = {  # by status; others are invalid_request_error
     401: "authentication_error",
     404: "not_found_error",
     408: "timeout_error",
+    424: "timeout_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -50,9 +53,18 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def queue_full(open: int) -> ApiError:
-    message = f"{open} texts are being written or wait for their turn: try again later"
-    return ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
+def queue_full(open: int, seconds: int) -> ApiError:
+    message = f"{open} texts are being written or wait for their turn: try again in {seconds} s"
+    return ApiError(429, message, code="queue_full", headers={"retry-after": str(seconds)})
+
+
+def deadline_exceeded(seconds: float) -> ApiError:
+    """With a status that clients do not retry: the next attempt would take as long, and add to the load."""
+    return ApiError(424, f"the answer was not complete after {seconds:g} s", code="deadline_exceeded")
+
+
+def context_length_exceeded(error: ContextLengthError, param: str | None = None) -> ApiError:
+    return ApiError(400, str(error), param=param, code="context_length_exceeded")
 
 
 def shutting_down() -> ApiError:

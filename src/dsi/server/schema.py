@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema
 
 MAX_INT = 1 << 31  # of any number; a server's own limits are lower
-FAIL_FAST = Field(fail_fast=True)  # at the first invalid item: a list of all errors could be very long
+
+# Unions are parsed by functions, so that an error names the field and not a member of the union.
 
 Prompt = str | tuple[int, ...]
 TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 PROMPT = {"anyOf": [{"type": "string"}, TEXTS, TOKENS, {"type": "array", "items": TOKENS, "minItems": 1}]}
+STOP = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
+PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}, {"type": "null"}]}
 
 
 def parse_prompts(value: Any) -> list[Prompt]:
@@ -34,6 +42,27 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_INT
 
 
+def parse_stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise ValueError("must be text or a list of texts")
+    return stops
+
+
+def parse_content(value: Any, info: ValidationInfo) -> str:
+    """The text of a message, whole or in parts; an assistant's may be missing."""
+    if value is None and info.data.get("role") == "assistant":
+        return ""
+    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(map(_is_text, parts)):
+        raise ValueError("must be text, or a list of parts of the type text")
+    return "".join(part["text"] for part in parts)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
@@ -53,7 +82,7 @@ class Body(BaseModel):
     top_k: int | None = Field(0, ge=0, le=MAX_INT, description="0: all tokens")
     min_p: float | None = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    stop: str | Annotated[list[str], FAIL_FAST] | None = None
+    stop: Annotated[list[str], PlainValidator(parse_stops), WithJsonSchema(STOP)] = []
     user: str | None = None
     # Extensions.
     algorithm: Literal["nonsi", "si", "pearl", "dsi", "auto"] | None = None
@@ -75,18 +104,9 @@ class CompletionBody(Body):
     best_of: int | None = Field(None, ge=1, le=MAX_INT)
 
 
-class Part(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
 class Message(BaseModel):
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | Annotated[list[Part], FAIL_FAST]
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    content: Annotated[str, PlainValidator(parse_content), WithJsonSchema(CONTENT)] = Field(None, validate_default=True)
 
 
 class ChatBody(Body):

@@ -15,11 +15,12 @@ from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.spec import ALGORITHMS, AUTO, SpecConfig
 from dsi.engine.config import default_algorithm, fill_spec
+from dsi.engine.deployment import ContextLengthError
 from dsi.engine.engine import Engine
 from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, JobStats, ServerStatus
-from dsi.server.errors import ApiError, shutting_down
+from dsi.server.errors import ApiError, context_length_exceeded, deadline_exceeded, shutting_down
 from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
 from dsi.server.schema import Body, ChatBody, CompletionBody, Prompt
@@ -173,8 +174,8 @@ class Service:
     def _prompts(self, body: CompletionBody | ChatBody) -> list[Tokens]:
         if isinstance(body, CompletionBody):
             return [self._tokenize(prompt) for prompt in body.prompt]
-        messages = [{"role": message.role, "content": message.text} for message in body.messages]
-        self._check_length(sum(len(message["content"]) for message in messages))
+        messages = [{"role": message.role, "content": message.content} for message in body.messages]
+        self._check_length(sum(len(message["content"]) for message in messages), "messages")
         try:
             return [self.tokenizer.apply_chat_template(messages)]
         except Exception as error:  # a template may raise anything about roles that it does not know
@@ -186,21 +187,21 @@ class Service:
             if invalid := [token for token in prompt if token >= size][:1]:
                 raise ApiError(400, f"token {invalid[0]}: the model knows {size} tokens, from 0 on", param="prompt")
             return prompt
-        self._check_length(len(prompt))
+        self._check_length(len(prompt), "prompt")
         try:
             return self.tokenizer.encode(prompt)
         except (ValueError, TypeError) as error:  # a lone surrogate, say
             raise ApiError(400, "the prompt is no text that can be read", param="prompt") from error
 
-    def _check_length(self, characters: int) -> None:
+    def _check_length(self, characters: int, param: str) -> None:
+        """Refuse a text that is too long however it is tokenized, which would take a while."""
         context = self.info.context
         if context and characters > context * MAX_TOKEN_LENGTH:
-            message = f"a prompt of {characters} characters: the target's context is {context} tokens"
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+            raise context_length_exceeded(ContextLengthError(context, f"{characters} characters"), param)
 
     def _add_choices(self, request: ApiRequest, body: CompletionBody | ChatBody, prompts: Sequence[Tokens]) -> None:
         stops, num_logprobs, n = self._stops(body), _num_logprobs(body), body.n or 1
-        max_tokens = self._max_tokens(body)
+        max_tokens = self._max_tokens(body, max(map(len, prompts)))
         min_draft = None if body.lookahead is None else min(self.info.min_draft, body.lookahead)
         spec = fill_spec(SpecConfig(request.algorithm, body.lookahead, min_draft, rule=request.rule), self.info.spec)
         seed = secrets.randbits(31) if body.seed is None else body.seed
@@ -236,7 +237,7 @@ class Service:
         )
 
     def _stops(self, body: Body) -> list[str]:
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        stops = body.stop
         if len(stops) > self.limits.stops or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
             longest = max(len(stop) for stop in stops)
             raise ValueError(
@@ -244,15 +245,22 @@ class Service:
             )
         return stops
 
-    def _max_tokens(self, body: CompletionBody | ChatBody) -> int:
-        max_tokens, default = body.max_tokens, DEFAULT_MAX_TOKENS
+    def _max_tokens(self, body: CompletionBody | ChatBody, prompt: int) -> int:
+        """As given, which must fit into the context after a prompt of this length; by default, what fits."""
+        name, default, context = "max_tokens", DEFAULT_MAX_TOKENS, self.info.context
         if isinstance(body, ChatBody):
-            max_tokens, default = _or(body.max_completion_tokens, max_tokens), self.limits.new_tokens
-        if max_tokens is None:
-            return default
-        if max_tokens > self.limits.new_tokens:
-            raise ValueError(f"max_tokens {max_tokens}: must be at most {self.limits.new_tokens}")
-        return max_tokens
+            name = name if body.max_completion_tokens is None else "max_completion_tokens"
+            default = self.limits.new_tokens
+        given: int | None = getattr(body, name)
+        least = 1 if given is None else given
+        if context and prompt + least > context:
+            is_prompt = prompt > context or given is None
+            param = ("messages" if isinstance(body, ChatBody) else "prompt") if is_prompt else name
+            raise context_length_exceeded(ContextLengthError(context, prompt, least), param)
+        if given is not None and given > self.limits.new_tokens:
+            message = f"{name} {given}: must be at most {self.limits.new_tokens}, the limit of this server"
+            raise ApiError(400, message, param=name)
+        return _or(given, default)
 
     async def begin(self, request: ApiRequest) -> None:
         """Submit the jobs of a request, or raise an `ApiError`; a request that has begun must be followed."""
@@ -290,8 +298,7 @@ class Service:
             outcome = "ok"
         except TimeoutError:
             outcome = "deadline"
-            message = f"the answer was not complete after {request.seconds:g} s"
-            raise ApiError(503, message, code="deadline_exceeded") from None
+            raise deadline_exceeded(request.seconds) from None
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "disconnected"
             raise
