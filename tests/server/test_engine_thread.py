@@ -346,6 +346,6 @@ def test_engine_is_touched_by_no_other_thread(monkeypatch: pytest.MonkeyPatch) -
             _ = engine.algorithm  # which the guard must notice
             assert trespasses[0] == "Engine.algorithm in scenario"
         finally:
-            await asyncio.to_thread(service.engine_thread.close)
+            await asyncio.to_thread(service.close)
 
     run(scenario)

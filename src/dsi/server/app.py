@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dsi import __version__
 from dsi.engine.engine import Engine
 from dsi.server import responses
+from dsi.server.body_route import body_route
 from dsi.server.errors import ApiError, ErrorBody, internal_error
 from dsi.server.limits import Limits
 from dsi.server.middleware import LimitsMiddleware
@@ -100,7 +101,7 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.engine_thread.close)
+        await asyncio.to_thread(service.close)
 
     app = Api(
         title="dsi",
@@ -122,15 +123,19 @@ def make_app(
 
 
 def _add_api(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions", responses={200: EVENT_STREAM | {"model": CompletionResponse}, **ERRORS})
+    router = APIRouter(route_class=body_route(service.workers))
+
+    @router.post("/v1/completions", responses={200: EVENT_STREAM | {"model": CompletionResponse}, **ERRORS})
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a text."""
         return await respond(service, body, request)
 
-    @app.post("/v1/chat/completions", responses={200: EVENT_STREAM | {"model": ChatCompletion}, **ERRORS})
+    @router.post("/v1/chat/completions", responses={200: EVENT_STREAM | {"model": ChatCompletion}, **ERRORS})
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
         return await respond(service, body, request)
+
+    app.include_router(router)
 
     @app.get("/v1/models", responses=ERRORS)
     async def models() -> dict[str, Any]:
@@ -145,7 +150,7 @@ def _add_api(app: FastAPI, service: Service) -> None:
     @app.get("/v1/traces/{id}", responses=ERRORS)
     async def traces(id: str) -> dict[str, Any]:
         """What each server computed for one of the last responses, for `dsi timeline --trace` and Perfetto."""
-        trace = service.traces.json(id)
+        trace = await service.workers.run(service.traces.json, id)
         if trace is None:
             raise ApiError(404, f"there is no trace {id[:200]!r}: the last {service.limits.traces} answers have one")
         return trace
@@ -205,7 +210,7 @@ def model_json(service: Service) -> dict[str, Any]:
 
 
 async def respond(service: Service, body: CompletionBody | ChatBody, http: Request) -> Response:
-    request = service.prepare(body)
+    request = await service.prepare(body)
     await service.begin(request)
     fields = {"request": http.state.request_id, "answer": request.id, "algorithm": request.algorithm}
     log.info("taken", extra=fields | {"texts": len(request.choices), "prompt_tokens": request.prompt_tokens})
@@ -213,7 +218,12 @@ async def respond(service: Service, body: CompletionBody | ChatBody, http: Reque
         return EventStream(lambda: stream_events(service, request))
     if not await run_until_disconnect(_run(service, request), http.receive):
         return Response(status_code=499)  # which nobody reads
-    return JSONResponse(responses.full_response(service.info, request))
+    content = await service.workers.run(_full_content, service, request)
+    return Response(content, media_type="application/json")
+
+
+def _full_content(service: Service, request: ApiRequest) -> bytes:
+    return responses.dumps(responses.full_response(service.info, request))
 
 
 async def _run(service: Service, request: ApiRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import socket
@@ -166,5 +167,6 @@ def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
 def serve(engine: Engine, model: str, listener: socket.socket, limits: Limits, keys: Sequence[str]) -> None:
     """Serve until a signal ends it."""
     configure_logging()
+    gc.freeze()  # else each full collection holds all threads while it traverses the imported modules
     app, service = make_app(engine, model, limits, keys, is_loopback(listener))
     UvicornServer(uvicorn_config(app, limits), service).run(sockets=[listener])

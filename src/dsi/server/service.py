@@ -25,11 +25,13 @@ from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
 from dsi.server.schema import Body, ChatBody, CompletionBody, Prompt
 from dsi.server.traces import Traces
+from dsi.server.workers import Workers
 
 log = logging.getLogger("dsi.server")
 
 MAX_TOKEN_LENGTH = 64  # characters: a longer prompt has more tokens than its characters divided by this
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
+TOKENIZER_THREADS = 2  # more would take the cores of the models
 TRACE_LOGPROBS = 3  # alternatives of each token that a trace shows
 T = TypeVar("T")
 
@@ -133,16 +135,24 @@ class Service:
         self.metrics = Metrics()
         self.traces = Traces(limits.traces)
         self.created = int(time.time())
+        # A fast tokenizer computes without the GIL, and its state is only read once it has encoded a text.
+        self.tokenizer.encode("a")
+        self.workers = Workers(TOKENIZER_THREADS if self.tokenizer.tokenizer.is_fast else 1)
 
-    def prepare(self, body: CompletionBody | ChatBody) -> ApiRequest:
+    def close(self) -> None:
+        self.workers.close()
+        self.engine_thread.close()
+
+    async def prepare(self, body: CompletionBody | ChatBody) -> ApiRequest:
         """Turn a request's body into choices with their jobs, or raise an `ApiError`."""
+        began = time.perf_counter()
         check_support(body)
         self._check_num_choices(body)
         if body.model is not None and body.model != self.model:
             message = f"the model {body.model[:200]!r} is not here; there is {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
         chat = isinstance(body, ChatBody)
-        prompts = self._prompts(body)
+        prompts = await self._prompts(body)
         algorithm = body.algorithm or default_algorithm(self.info.spec.algorithm, body.lookahead)
         request = ApiRequest(
             id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
@@ -157,9 +167,10 @@ class Service:
             usage=bool(body.stream_options and body.stream_options.include_usage),
             trace=bool(body.trace),
             echo=isinstance(body, CompletionBody) and bool(body.echo),
+            began=began,
         )
         try:
-            self._add_choices(request, body, prompts)
+            await self.workers.run(self._add_choices, request, body, prompts, asyncio.get_running_loop())
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         return request
@@ -171,13 +182,18 @@ class Service:
             message = f"{prompts} prompts times n {body.n or 1}: at most {self.limits.choices} texts"
             raise ApiError(400, message, param="n")
 
-    def _prompts(self, body: CompletionBody | ChatBody) -> list[Tokens]:
+    async def _prompts(self, body: CompletionBody | ChatBody) -> list[Tokens]:
         if isinstance(body, CompletionBody):
-            return [self._tokenize(prompt) for prompt in body.prompt]
+            for prompt in body.prompt:
+                self._check_length(len(prompt) if isinstance(prompt, str) else 0, "prompt")
+            return [await self.workers.run(self._tokenize, prompt) for prompt in body.prompt]
+        return [await self.workers.run(self._apply_chat_template, body)]
+
+    def _apply_chat_template(self, body: ChatBody) -> Tokens:
         messages = [{"role": message.role, "content": message.content} for message in body.messages]
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
         try:
-            return [self.tokenizer.apply_chat_template(messages)]
+            return self.tokenizer.apply_chat_template(messages)
         except Exception as error:  # a template may raise anything about roles that it does not know
             raise ApiError(400, "these messages do not fit the model's template", param="messages") from error
 
@@ -187,7 +203,6 @@ class Service:
             if invalid := [token for token in prompt if token >= size][:1]:
                 raise ApiError(400, f"token {invalid[0]}: the model knows {size} tokens, from 0 on", param="prompt")
             return prompt
-        self._check_length(len(prompt), "prompt")
         try:
             return self.tokenizer.encode(prompt)
         except (ValueError, TypeError) as error:  # a lone surrogate, say
@@ -199,13 +214,18 @@ class Service:
         if context and characters > context * MAX_TOKEN_LENGTH:
             raise context_length_exceeded(ContextLengthError(context, f"{characters} characters"), param)
 
-    def _add_choices(self, request: ApiRequest, body: CompletionBody | ChatBody, prompts: Sequence[Tokens]) -> None:
+    def _add_choices(
+        self,
+        request: ApiRequest,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Tokens],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
         stops, num_logprobs, n = self._stops(body), _num_logprobs(body), body.n or 1
         max_tokens = self._max_tokens(body, max(map(len, prompts)))
         min_draft = None if body.lookahead is None else min(self.info.min_draft, body.lookahead)
         spec = fill_spec(SpecConfig(request.algorithm, body.lookahead, min_draft, rule=request.rule), self.info.spec)
         seed = secrets.randbits(31) if body.seed is None else body.seed
-        loop = asyncio.get_running_loop()
         for index in range(len(prompts) * n):
             choice = ChoiceOutput(index, prompts[index // n], self.tokenizer, stops, num_logprobs)
             request.choices.append(choice)
@@ -309,7 +329,7 @@ class Service:
     async def _deltas(self, request: ApiRequest) -> AsyncIterator[Delta]:
         for choice in request.choices:
             if request.echo and choice.num_logprobs is None:
-                yield Delta(choice, *choice.echo_prompt(()), EngineOutput())
+                yield Delta(choice, *await self.workers.run(choice.echo_prompt, ()), EngineOutput())
             if choice.job is None:
                 choice.finish_reason = "length"
                 yield Delta(choice, "", (), EngineOutput(finish_reason="length"))
@@ -319,7 +339,7 @@ class Service:
             choice, output = await request.outputs.get()
             unfinished -= output.finish_reason is not None
             if choice not in stopped:
-                delta = self._delta(request, choice, output)
+                delta = await self._delta(request, choice, output)
                 if output.finish_reason or not choice.finish_reason:
                     yield delta
                 elif choice.job:
@@ -328,7 +348,7 @@ class Service:
             elif output.finish_reason:
                 yield stopped[choice]
 
-    def _delta(self, request: ApiRequest, choice: ChoiceOutput, output: EngineOutput) -> Delta:
+    async def _delta(self, request: ApiRequest, choice: ChoiceOutput, output: EngineOutput) -> Delta:
         if output.error:
             log.error("engine failed", extra={"answer": request.id, "why": output.error})
             raise ApiError(503, "no server could finish this text", code="engine_failed")
@@ -336,7 +356,7 @@ class Service:
             raise shutting_down()
         if request.echo and choice.num_logprobs is not None and not choice.tokens:
             choice.finish_reason = output.finish_reason  # set if nothing follows the prompt
-            return Delta(choice, *choice.echo_prompt(output.top_logprobs), output)
+            return Delta(choice, *await self.workers.run(choice.echo_prompt, output.top_logprobs), output)
         text, tokens = choice.add(output)
         if tokens:
             self.metrics.count_tokens(request, len(tokens), output.tip - output.root)
