@@ -20,7 +20,12 @@ from dsi.engine.config import EngineConfig, fill_spec, make_configs, make_spec, 
         ({"target": "no/such/folder"}, "no/such/folder: there is no such model folder"),
         ({"drafter": ("ngram", "/nowhere")}, "/nowhere: there is no such model folder"),
         ({"drafter_device": "cpu"}, "drafter device 'cpu': the targets need devices as well"),
-        ({"hang_seconds": 1.0}, "hang seconds 1: is for servers on Ray; say --fleet ray"),
+        ({"hang_seconds": 0.0}, "hang seconds 0: must be above 0"),
+        (
+            {"target_devices": "cpu,cpu", "hang_seconds": 1.0},
+            "hang seconds 1: is for servers in processes and on Ray, not on devices",
+        ),
+        ({"start_seconds": 1.0}, "start seconds 1: is for servers on Ray; say --fleet ray"),
         ({"target_resources": "cpus=2"}, "target resources 'cpus=2': are for --fleet ray"),
         ({"fleet": "ray", "start_seconds": 0.0}, "start seconds 0: must be above 0"),
         (

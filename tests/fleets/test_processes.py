@@ -7,18 +7,21 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dsi.core.generation import Policy
 from dsi.core.messages import Draft, Failed, Verified, Verify
-from dsi.core.policies import autoregressive, distributed
+from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import Server
-from dsi.fleets.worker_restarts import MAX_RESTARTS
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
 from dsi.models.wait import Latency, Wait
@@ -26,11 +29,24 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 SETTING = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
+ALGORITHMS = [autoregressive(), speculative(3), pearl(3), distributed(2, min_draft=1)]
 REQUEST = Request((1, 2, 3), 40, distributed(2))
 
 
-def make_fleet() -> ProcessFleet:
-    return ProcessFleet(SETTING.servers(3, unit=1000))
+Make = Callable[..., ProcessFleet]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[ProcessFleet] = []
+
+    def build(servers: list[Server] | None = None, **options: Any) -> ProcessFleet:
+        made.append(ProcessFleet(servers or SETTING.servers(3, unit=1000), **options))
+        return made[-1]
+
+    yield build
+    for fleet in made:
+        fleet.close()
 
 
 def plain_decoding() -> tuple[int, ...]:
@@ -50,8 +66,8 @@ def gone(pid: int) -> bool:
     return state in "ZX"
 
 
-def test_process_fleet_replaces_dead_workers() -> None:
-    fleet = make_fleet()
+def test_process_fleet_replaces_dead_workers(make: Make) -> None:
+    fleet = make()
     text: list[int] = []
     killed = False
     for tokens in EngineLoop(fleet).tokens(REQUEST):
@@ -64,51 +80,100 @@ def test_process_fleet_replaces_dead_workers() -> None:
     assert tuple(text) == plain_decoding()
     assert not set(pids(fleet)) & set(before)
     assert set(fleet.deaths) == {"target-1", "target-2", "drafter"}
-    fleet.close()
 
 
-def test_process_fleet_gives_up_a_server_that_keeps_dying() -> None:
+def test_process_fleet_never_gives_up_a_server_that_keeps_dying(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     class Deadly:
         def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
             os._exit(1)
 
-    fleet = ProcessFleet([Server("target-1", "target", Deadly())])
-    text = TokenSequence.of((1,))
-    reasons = []
-    for id in range(MAX_RESTARTS + 2):
-        fleet.start(Verify(id, text, 1))
-        event = fleet.next_event()
-        assert isinstance(event, Failed)
-        reasons.append(event.reason)
-    assert reasons == ["server target-1 died"] * (MAX_RESTARTS + 1) + ["no target server is left"]
-    fleet.close()
+    monkeypatch.setattr("dsi.fleets.worker_restarts.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("dsi.fleets.worker_restarts.MAX_PAUSE", 0.02)
+    fleet = make([Server("target-1", "target", Deadly())])
+    for id in range(12):
+        fleet.start(Verify(id, TokenSequence.of((1,)), 1))
+        assert fleet.next_event() == Failed(id, "server target-1 died")
+    assert fleet.death_causes == {"target-1": {"died": 12}}
+    assert fleet.restarts["target-1"] in (11, 12)
+    assert caplog.messages == ["server target-1: ended with status 1"] * 12
 
 
-def test_process_fleet_always_replaces_a_server_that_answers_between_deaths() -> None:
-    fleet = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
-    for id in range(MAX_RESTARTS + 3):
+def test_process_fleet_restarts_after_growing_pauses_while_idle(make: Make) -> None:
+    fleet = make([Server("target-1", "target", ToyTarget(3))])
+    for _ in range(2):
+        os.kill(pids(fleet)[0], signal.SIGKILL)
+        until(fleet, lambda: not fleet.servers()[0][2] or fleet.restarts["target-1"] == 1)
+    until(fleet, lambda: fleet.deaths == {"target-1": 2})
+    assert fleet.servers() == [("target-1", "target", False)]  # the second pause is not over yet
+    until(fleet, lambda: fleet.servers() == [("target-1", "target", True)])
+    fleet.start(Verify(1, TokenSequence.of((1,)), 1))
+    assert isinstance(fleet.next_event(), Verified)
+
+
+def until(fleet: ProcessFleet, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        fleet.check_workers()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("stopped", ["drafter", "target-1"])
+def test_process_fleet_replaces_a_worker_that_hangs(make: Make, stopped: str, algorithm: Policy) -> None:
+    fleet = make(hang_seconds=0.5)
+    text: list[int] = []
+    for tokens in EngineLoop(fleet).tokens(replace(REQUEST, policy=algorithm)):
+        text += tokens
+        if len(text) > 10 and stopped:
+            os.kill(fleet._workers[stopped].process.pid or 0, signal.SIGSTOP)
+            stopped, killed = "", stopped
+    assert tuple(text) == plain_decoding()
+    if algorithm is ALGORITHMS[1]:  # SI waits for either; the others may have gone on without
+        assert fleet.death_causes == {killed: {"hung": 1}}
+
+
+def test_process_fleet_replaces_a_worker_that_takes_no_message(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsi.fleets.processes.SEND_SECONDS", 0.2)
+    fleet = make([Server("target-1", "target", ToyTarget(3))])
+    os.kill(pids(fleet)[0], signal.SIGSTOP)
+    fleet.start(Verify(1, TokenSequence.of(range(300_000)), 1))
+    assert fleet.next_event() == Failed(1, "server target-1 died")
+
+
+def test_process_fleet_that_was_stopped_itself_drops_no_worker(make: Make) -> None:
+    fleet = make([Server("target-1", "target", Wait(ToyTarget(3), Latency(0.6)))], hang_seconds=2.0)
+    fleet.start(Verify(1, TokenSequence.of((1,)), 1))
+    fleet._checked_at -= 1000.0  # as after Ctrl-Z and fg
+    assert isinstance(fleet.next_event(), Verified)
+    assert fleet.deaths == {}
+
+
+def test_process_fleet_always_replaces_a_server_that_answers_between_deaths(make: Make) -> None:
+    fleet = make([Server("target-1", "target", ToyTarget(3))])
+    for id in range(8):
         fleet.start(Verify(id, TokenSequence.of((1,)), 1))
         assert isinstance(fleet.next_event(), Verified)
         fleet.kill("target-1")
     assert fleet.servers() == [("target-1", "target", True)]
-    assert fleet.deaths == {"target-1": MAX_RESTARTS + 3}
-    fleet.close()
+    assert fleet.deaths == fleet.restarts == {"target-1": 8}
 
 
-def test_worker_process_closes_its_parents_file_descriptors() -> None:
+def test_worker_process_closes_its_parents_file_descriptors(make: Make) -> None:
     one, other = socket.socketpair()
-    fleet = ProcessFleet([Server("target-1", "target", ToyTarget(3))])
+    fleet = make([Server("target-1", "target", ToyTarget(3))])
     fleet.start(Verify(1, TokenSequence.of((1,)), 1))
     fleet.next_event()  # it has begun
     one.close()
     other.settimeout(5)
     assert other.recv(1) == b""  # or it would wait for the server's end of it
     other.close()
-    fleet.close()
 
 
 def test_process_fleet_close_leaves_no_process() -> None:
-    fleet = make_fleet()
+    fleet = ProcessFleet(SETTING.servers(3, unit=1000))
     EngineLoop(fleet).submit(REQUEST)
     running = pids(fleet)
     fleet.close()
@@ -119,9 +184,10 @@ SCRIPT = """
     import os, signal, sys, time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a job in the background has not got
     sys.path.insert(0, {here!r})
-    from test_processes import REQUEST, make_fleet, pids
+    from test_processes import REQUEST, SETTING, pids
     from dsi.fleets.loop import EngineLoop
-    fleet = make_fleet()
+    from dsi.fleets.processes import ProcessFleet
+    fleet = ProcessFleet(SETTING.servers(3, unit=1000))
     EngineLoop(fleet).submit(REQUEST)
     print(*pids(fleet), flush=True)
     {ending}

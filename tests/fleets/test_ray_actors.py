@@ -16,7 +16,7 @@ from dsi.core.policies import autoregressive, distributed
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop, FleetError
-from dsi.fleets.ray_actors import HELLO, RayFleet, ResourceRequest, check_reachable, parse_resources, ray
+from dsi.fleets.ray_actors import HELLO, ActorWorker, RayFleet, ResourceRequest, check_reachable, parse_resources, ray
 from dsi.fleets.servers import Server
 from dsi.models.toy import ToyTarget
 from dsi.planning.latency import LatencyModel
@@ -112,7 +112,7 @@ def test_ray_fleet_without_targets_raises(make: Make) -> None:
         run.completion()
 
 
-def test_ray_fleet_gives_up_a_server_that_cannot_start(cluster: None) -> None:  # noqa: ARG001
+def test_ray_fleet_reports_a_server_that_cannot_start(cluster: None) -> None:  # noqa: ARG001
     fleet = RayFleet(
         [Server("target-1", "target", ToyTarget(3))],
         resources={"target": ResourceRequest(cpus=1000)},
@@ -120,9 +120,22 @@ def test_ray_fleet_gives_up_a_server_that_cannot_start(cluster: None) -> None:  
     )
     with pytest.raises(ValueError, match=r"target-1: not there after 2 s; the cluster has 4 CPUs and 0 GPUs"):
         fleet.wait_until_ready()
-    fleet.start(Verify(1, TokenSequence.of((1,)), 1))
-    assert "no target server is left" in getattr(fleet.next_event(), "reason", "")
     fleet.close()
+
+
+def test_ray_fleet_tries_again_after_an_actor_that_died_before_it_connected(make: Make) -> None:
+    class Starting(ActorWorker):
+        def run(self, address: tuple[str, int], secret: bytes, incarnation: int) -> None:
+            if incarnation in (2, 3):
+                os._exit(1)
+            super().run(address, secret, incarnation)
+
+    ray().cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    fleet = make([Server("target-1", "target", ToyTarget(3))], worker=Starting)
+    fleet.kill("target-1")
+    fleet.start(Verify(1, TokenSequence.of((1,)), 1))
+    assert isinstance(fleet.next_event(), Verified)
+    assert fleet.death_causes == {"target-1": {"died": 1, "not started": 2}}
 
 
 def test_ray_fleet_rejects_connections_without_the_secret(make: Make) -> None:

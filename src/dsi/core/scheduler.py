@@ -135,6 +135,10 @@ class Scheduler:
         self._cancelling.update(servers)
         return servers
 
+    def num_new(self, server: str, job: Job) -> int:
+        """How many tokens of a job's text the server has not computed yet, at least one."""
+        return max(1, len(job.context) - self._num_cached[server].get(job.context.origin, 0))
+
     def release(self, server: str) -> None:
         """The server has ended its job; the text of a cancelled one is not in its cache."""
         if server not in self.roles:

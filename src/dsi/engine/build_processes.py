@@ -67,7 +67,7 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     key = pair_key(config, sp)
     kept = kept_profile(key)
     every_core = bool(kept.every_core) if kept else uses_every_core(target, config, sp)
-    fleet = start_processes(target, models, sp, config.threads, process, every_core)
+    fleet = start_processes(target, models, sp, config.threads, process, every_core, config.hang_seconds)
     try:
         status("measuring the models")
         if kept is None:
@@ -158,6 +158,7 @@ def start_processes(
     threads: int | None,
     process: ProcessLogits | None = None,
     every_core: bool = False,
+    hang_seconds: float | None = None,
 ) -> ProcessFleet:
     """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core.
 
@@ -177,6 +178,7 @@ def start_processes(
         cores={} if threads else cores,
         prepare=lambda server: torch.set_num_threads(counts[server.name]),
         use_cores=use_cores if every_core else None,
+        hang_seconds=hang_seconds,
     )
 
 

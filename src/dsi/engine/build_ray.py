@@ -27,7 +27,7 @@ from dsi.engine.build import (
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.profile_fleet import FleetProfiler, sample_tokens
-from dsi.fleets.ray_actors import HANG_SECONDS, START_SECONDS, RayFleet, ResourceRequest, resources_of
+from dsi.fleets.ray_actors import START_SECONDS, RayFleet, ResourceRequest, resources_of
 from dsi.fleets.servers import make_servers
 from dsi.models.device_map import split_layers
 from dsi.models.hf import check_supported, context_length, load_model
@@ -113,7 +113,7 @@ def build_on_ray(config: EngineConfig, status: Status = no_status) -> Deployment
         make_servers(targets, {name: drafter.model for name, drafter in zip(names, drafters)}),
         address=config.ray_address,
         resources=resources,
-        hang_seconds=config.hang_seconds or HANG_SECONDS,
+        hang_seconds=config.hang_seconds,
         start_seconds=config.start_seconds or START_SECONDS,
     )
     try:

@@ -65,7 +65,9 @@ class EngineConfig:
     )
     drafter_resources: str | None = option("On Ray, what the drafter asks for, likewise.", None)
     hang_seconds: float | None = option(
-        "On Ray, how long a server may be silent at its work before it counts as dead: 60.", None
+        "How long a server may be silent at its work before it counts as dead; without it, ten times as long as "
+        "its slowest forward so far, and at least 2.",
+        None,
     )
     start_seconds: float | None = option("On Ray, how long a server may take to come, its model loaded: 120.", None)
     # From Python only.
@@ -82,6 +84,9 @@ class EngineConfig:
         check_at_least_1("target mp", self.target_mp)
         check_dtype(self.dtype)
         check_at_least_1("threads", self.threads)
+        for limit, seconds in (("hang", self.hang_seconds), ("start", self.start_seconds)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{limit} seconds {seconds:g}: must be above 0")
         if self.vocab not in VOCAB_METHODS:
             raise ValueError(f"vocab {self.vocab!r}: must be {', '.join(VOCAB_METHODS[:-1])} or {VOCAB_METHODS[-1]}")
         for name in (self.target, *self.drafter):
@@ -129,22 +134,14 @@ class EngineConfig:
         if self.target_devices is not None or self.drafter_device is not None:
             raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
         parse_fleet(fleet)
-        for name, seconds in self._ray_limits.items():
-            if not seconds > 0:
-                raise ValueError(f"{name} {seconds:g}: must be above 0")
         _ = self.requested_resources
 
     def _check_no_ray_options(self) -> None:
-        for name, seconds in self._ray_limits.items():
-            raise ValueError(f"{name} {seconds:g}: is for servers on Ray; say --fleet ray")
+        if self.start_seconds is not None:
+            raise ValueError(f"start seconds {self.start_seconds:g}: is for servers on Ray; say --fleet ray")
         for role, text in (("target", self.target_resources), ("drafter", self.drafter_resources)):
             if text is not None:
                 raise ValueError(f"{role} resources {text!r}: are for --fleet ray")
-
-    @property
-    def _ray_limits(self) -> dict[str, float]:
-        limits = {"hang seconds": self.hang_seconds, "start seconds": self.start_seconds}
-        return {name: seconds for name, seconds in limits.items() if seconds is not None}
 
     def _check_device_options(self, devices: str) -> None:
         if self.target_mp != 1:
@@ -157,6 +154,10 @@ class EngineConfig:
         if self.vocab not in (SAME, AUTO):
             raise ValueError(
                 f"vocab {self.vocab!r}: on devices the drafter must have the target's vocabulary; leave them out"
+            )
+        if self.hang_seconds is not None:
+            raise ValueError(
+                f"hang seconds {self.hang_seconds:g}: is for servers in processes and on Ray, not on devices"
             )
         if NGRAM in self.drafter:
             raise ValueError(f"{NGRAM}: is no model, and needs no device; leave out the devices to use it")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
 from dsi.core.messages import TARGET, Event, Job, Time
@@ -13,6 +13,8 @@ from dsi.core.sequence import TokenSequence
 from dsi.core.stats import ANSWERS, ServerUsage
 from dsi.fleets.servers import Server, by_name
 from dsi.fleets.spans import Span, span
+
+DIED, HUNG, NOT_STARTED = "died", "hung", "not started"  # why a server had to be replaced
 
 Observer = Callable[[Job, Time, int], None]  # a job, the time of its forward, and how many targets were busy
 
@@ -24,7 +26,8 @@ class BaseFleet(ABC):
         self.log = log
         self._servers = by_name(servers)
         self.usage = {name: ServerUsage(server.role) for name, server in self._servers.items()}
-        self.deaths: dict[str, int] = {}  # by server
+        self.death_causes: dict[str, Counter[str]] = {}  # how often each server died of what
+        self.restarts: Counter[str] = Counter()  # how often each server was replaced
         self.observe: Observer | None = None  # is told of every forward that was answered
         self._scheduler = Scheduler({name: server.role for name, server in self._servers.items()})
         self._events: deque[Event] = deque()
@@ -46,8 +49,16 @@ class BaseFleet(ABC):
         """Remove a dead server's worker, and replace it where the fleet restarts workers."""
 
     def _will_restart(self, name: str) -> bool:  # noqa: ARG002
-        """Whether a replacement comes later, so that jobs only this server could run wait for it."""
+        """Whether a replacement comes, so that jobs only this server could run wait for it."""
         return False
+
+    def check_workers(self) -> None:  # noqa: B027
+        """Notice dead workers and replace them, while no job runs and `next_event` is not called."""
+
+    @property
+    def deaths(self) -> dict[str, int]:
+        """How often each server has died; those that never did are left out."""
+        return {name: causes.total() for name, causes in self.death_causes.items()}
 
     @property
     def busy(self) -> dict[str, Time]:
@@ -79,17 +90,23 @@ class BaseFleet(ABC):
         for name in self._scheduler.cancel(id):
             self._cancel_job(name, id)
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, cause: str = DIED) -> None:
         """Remove a server that died or has to: its job fails."""
+        self._remove(name)
+        self._count_death(name, cause)
+
+    def _count_death(self, name: str, cause: str) -> None:
+        self.death_causes.setdefault(name, Counter())[cause] += 1
+
+    def _remove(self, name: str) -> None:
         self._scheduler.remove(name, restarts=self._will_restart(name))
-        self.deaths[name] = self.deaths.get(name, 0) + 1
         self._on_worker_death(name)
         self._events.extend(self._scheduler.orphaned())
 
     def close(self) -> None:
         """Kill every server; all open jobs fail."""
         for name in list(self._scheduler.roles):
-            self.kill(name)
+            self._remove(name)
 
     def _start_jobs(self) -> None:
         """Start queued jobs on idle servers; a server is idle only once its last answer was handled."""

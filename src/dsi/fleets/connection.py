@@ -39,8 +39,10 @@ class Connection:
         self._socket, self._buffer = end, b""
 
     @classmethod
-    def pair(cls) -> tuple[Connection, Connection]:
+    def pair(cls, timeout: float | None = None) -> tuple[Connection, Connection]:
+        """Return two connected ends; at the first, sending and receiving fail after `timeout` seconds."""
         one, other = socket.socketpair()
+        one.settimeout(timeout)
         return cls(one), cls(other)
 
     def fileno(self) -> int:

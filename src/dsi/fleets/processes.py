@@ -19,7 +19,7 @@ from typing import Any
 
 from dsi.core.messages import TARGET, Job, Prefill
 from dsi.fleets.connection import Connection, JobDecoder
-from dsi.fleets.remote import NO_JOB, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
+from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 from dsi.models.process_utils import close_other_fds, die_with_parent
@@ -66,7 +66,7 @@ class ProcessHandle(WorkerHandle):
     def __init__(
         self, server: Server, cores: Sequence[int], prepare: Prepare, use_cores: UseCores | None = None
     ) -> None:
-        ours, theirs = Connection.pair()
+        ours, theirs = Connection.pair(SEND_SECONDS)
         super().__init__(server, ours)
         self.cancelled_id = FORK.RawValue("q", NO_JOB)
         self.alone = FORK.RawValue(c_bool, False)  # whether its job may use every core
@@ -82,6 +82,13 @@ class ProcessHandle(WorkerHandle):
         self.process.kill()
         self.process.join(JOIN_SECONDS)
         self.connection.close()
+
+    @property
+    def ending(self) -> str:
+        status = self.process.exitcode
+        if status is None:
+            return super().ending
+        return f"ended with status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
 
 class ProcessFleet(RemoteFleet):
@@ -99,9 +106,10 @@ class ProcessFleet(RemoteFleet):
         prepare: Prepare = lambda _: None,
         use_cores: UseCores | None = None,
         restart: bool = True,
+        hang_seconds: float | None = None,
         log: list[Span] | None = None,
     ) -> None:
-        super().__init__(servers, restart, log)
+        super().__init__(servers, restart, hang_seconds, log)
         self._cores, self._prepare, self._use_cores = cores or {}, prepare, use_cores
         self.every_core = frozenset(self._servers if use_cores else ())
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
@@ -132,19 +140,19 @@ class ProcessFleet(RemoteFleet):
         self._start_worker(name)
         self._scheduler.add(name, self._servers[name].role)
 
-    def _wait_for_messages(self) -> list[tuple[SelectorKey, int]]:
+    def _wait_for_messages(self, timeout: float) -> list[tuple[SelectorKey, int]]:
         """Busy-wait while some core is idle: waking up takes longer than handling an answer."""
         affinity = os.sched_getaffinity(0)
         if idle := self._idle_cores(affinity):
             os.sched_setaffinity(0, idle)
             try:
-                end = time.perf_counter() + SPIN_SECONDS
+                end = time.perf_counter() + min(SPIN_SECONDS, timeout)
                 while time.perf_counter() < end:
                     if readable := self._selector.select(0):
                         return readable
             finally:
                 os.sched_setaffinity(0, affinity)
-        return self._selector.select()
+        return self._selector.select(timeout)
 
     def _idle_cores(self, cores: set[int]) -> set[int]:
         """Return the cores of no working server and of no target: a target should find its own core idle."""

@@ -22,18 +22,17 @@ from selectors import EVENT_READ, SelectorKey
 from types import SimpleNamespace
 from typing import Any
 
-from dsi.core.messages import TARGET, Job
+from dsi.core.messages import Job
 from dsi.core.stats import ServerUsage
+from dsi.fleets.base import NOT_STARTED
 from dsi.fleets.connection import Connection, JobDecoder
-from dsi.fleets.remote import NO_JOB, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
+from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 
 HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, its incarnation, its clock
 CANCEL = "cancel"
-HANG_SECONDS, START_SECONDS = 60.0, 120.0  # defaults
-SEND_SECONDS = 5.0
-CHECK_SECONDS = 0.25  # between two checks for workers that are overdue
+START_SECONDS = 120.0  # default
 
 
 def ray() -> Any:
@@ -135,11 +134,6 @@ class ActorHandle(WorkerHandle):
     def __init__(self, server: Server, connection: Connection, actor: Any) -> None:
         super().__init__(server, connection)
         self.actor = actor
-        self.last_message = time.perf_counter()  # from it, or with a job for it
-
-    def start(self, job: Job) -> None:
-        self.last_message = time.perf_counter()
-        super().start(job)
 
     def cancel(self, id: int) -> None:
         with suppress(OSError):  # it is dead, which will be detected
@@ -169,6 +163,7 @@ class PendingActor:
     """An actor that was started and has not connected yet."""
 
     actor: Any
+    run: Any  # what Ray returns for its method `run`
     incarnation: int
     started_at: float
 
@@ -176,9 +171,9 @@ class PendingActor:
 class RayFleet(RemoteFleet):
     """`address` joins a cluster; without it one is started here, and ends with the fleet.
 
-    A server that has not answered for `hang_seconds` counts as dead, and one that has not connected within
-    `start_seconds` is given up. The actors connect to the driver: at `listen`, or any port of this machine, or, where
-    there is a gateway between the machines, at `reach`. `worker` is the class that runs in an actor.
+    A server that has not connected within `start_seconds` counts as dead, too. The actors connect to the driver: at
+    `listen`, or any port of this machine, or, where there is a gateway between the machines, at `reach`. `worker` is
+    the class that runs in an actor.
     """
 
     def __init__(
@@ -188,17 +183,16 @@ class RayFleet(RemoteFleet):
         address: str | None = None,
         resources: Mapping[str, ResourceRequest] | None = None,
         restart: bool = True,
-        hang_seconds: float = HANG_SECONDS,
+        hang_seconds: float | None = None,
         start_seconds: float = START_SECONDS,
         listen: tuple[str, int] | None = None,
         reach: tuple[str, int] | None = None,
         worker: type[ActorWorker] = ActorWorker,
         log: list[Span] | None = None,
     ) -> None:
-        check_seconds(hang=hang_seconds, start=start_seconds)
-        super().__init__(servers, restart, log)
+        super().__init__(servers, restart, hang_seconds, log)
         self._resources, self._worker_class = dict(resources or {}), worker
-        self._hang_seconds, self._start_seconds = hang_seconds, start_seconds
+        self._start_seconds = start_seconds
         self._closed = False
         self._incarnations: dict[str, int] = {}
         self._pending_actors: dict[str, PendingActor] = {}
@@ -227,9 +221,8 @@ class RayFleet(RemoteFleet):
         """Block until all actors have connected."""
         timeout = self._start_seconds if seconds is None else seconds
         expected, end = list(self._pending_actors), time.perf_counter() + timeout
-        while self._pending_actors and time.perf_counter() < end:
-            for key, _ in self._wait_for_messages():
-                self._on_other_socket(key)
+        while time.perf_counter() < end and any(name not in self._workers for name in expected):
+            self._wait_for_events()
         if late := [name for name in expected if name not in self._workers]:
             raise ValueError(f"{', '.join(late)}: not there after {timeout:g} s; {self._cluster.describe()}")
         self._clock_start = time.perf_counter()
@@ -238,27 +231,21 @@ class RayFleet(RemoteFleet):
         incarnation = self._incarnations[name] = self._incarnations.get(name, 0) + 1
         bundle = list(self._servers).index(name)
         actor = self._cluster.start(self._worker_class, self._servers[name], self._resources_of(name), bundle)
-        actor.run.remote(self._reach, self._secret, incarnation)
-        self._pending_actors[name] = PendingActor(actor, incarnation, time.perf_counter())
+        run = actor.run.remote(self._reach, self._secret, incarnation)
+        self._pending_actors[name] = PendingActor(actor, run, incarnation, time.perf_counter())
 
-    def _wait_for_messages(self) -> list[tuple[SelectorKey, int]]:
-        """Wait a while for messages, then drop what is overdue: workers, actors and connections."""
-        readable = self._selector.select(CHECK_SECONDS)
+    def _drop_overdue(self, elapsed: float) -> None:
+        """Drop the actors that do not come and the connections that stay silent, too."""
+        super()._drop_overdue(elapsed)
         now = time.perf_counter()
-        for name in list(self._scheduler.running):
-            if now - self._workers[name].last_message > self._hang_seconds:
-                self.kill(name)
         for name, pending in list(self._pending_actors.items()):
-            if now - pending.started_at > self._start_seconds:
-                self._give_up(name)
+            if self._cluster.has_ended(pending.run):
+                self._on_not_started(name, "its actor ended before it connected")
+            elif now - pending.started_at > self._start_seconds:
+                self._on_not_started(name, f"not there after {self._start_seconds:g} s")
         for connection in list(self._pending_connections):
             if now - connection.accepted_at > SEND_SECONDS:
                 self._reject(connection)
-        return readable
-
-    def _on_messages(self, name: str) -> None:
-        self._workers[name].last_message = time.perf_counter()
-        super()._on_messages(name)
 
     def _on_other_socket(self, key: SelectorKey) -> None:
         if key.fileobj is self._listen_socket:
@@ -304,17 +291,19 @@ class RayFleet(RemoteFleet):
         self._forget_pending(pending)
         pending.socket.close()
 
-    def _will_restart(self, name: str) -> bool:
-        """Jobs wait for a target's replacement, but not for a drafter's: texts go on without it."""
-        return self._scheduler.roles.get(name) == TARGET and self._restarts.allowed(name)
-
     def _replace_dead_worker(self, name: str) -> None:
         self._start_actor(name)
 
-    def _give_up(self, name: str) -> None:
-        """Stop waiting for an actor to connect."""
+    def _on_not_started(self, name: str, detail: str) -> None:
+        self._give_up(name, for_good=not self._restarts.enabled)
+        self._restarts.on_death(name, time.perf_counter())
+        self._count_death(name, NOT_STARTED)
+        self._report(name, NOT_STARTED, detail)
+
+    def _give_up(self, name: str, for_good: bool = True) -> None:
+        """Stop waiting for an actor to connect; jobs go on waiting for a target that is tried again."""
         kill_actor(self._pending_actors.pop(name).actor)
-        if name in self._scheduler.starting:
+        if for_good and name in self._scheduler.starting:
             self._scheduler.give_up(name)
         self._events.extend(self._scheduler.orphaned())
 
@@ -330,12 +319,6 @@ class RayFleet(RemoteFleet):
         super().close()
         self._listen_socket.close()
         self._cluster.close()
-
-
-def check_seconds(**limits: float) -> None:
-    for name, seconds in limits.items():
-        if not seconds > 0:
-            raise ValueError(f"{name} seconds {seconds:g}: must be above 0")
 
 
 def check_reachable(address: str) -> None:
@@ -398,6 +381,10 @@ class RayCluster:
             num_cpus=resources.cpus, num_gpus=resources.gpus, max_restarts=0, scheduling_strategy=strategy
         )
         return actor_class.remote(server)
+
+    def has_ended(self, call: Any) -> bool:
+        """Whether a method of an actor has returned, or its actor has died."""
+        return bool(self._ray.wait([call], timeout=0, fetch_local=False)[0])
 
     def describe(self) -> str:
         """Say what the cluster has, for a message about what it lacks."""

@@ -1,7 +1,11 @@
-"""Fleets whose workers answer over sockets, in processes or on other machines: messages, deaths, replacements."""
+"""Fleets whose workers answer over sockets, in processes or on other machines: messages, deaths, replacements.
+
+A worker that is silent at work for too long counts as dead, and a dead one is replaced.
+"""
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -10,18 +14,23 @@ from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any
 
-from dsi.core.messages import WOKEN, Drafted, Job
+from dsi.core.messages import TARGET, WOKEN, Drafted, Failed, Job
 from dsi.core.sequence import TokenSequence
-from dsi.fleets.base import RealTimeFleet
+from dsi.fleets.base import DIED, HUNG, NOT_STARTED, RealTimeFleet
 from dsi.fleets.connection import READ_BYTES, Connection, JobEncoder, decode_event, encode_event
+from dsi.fleets.hang_limits import HangLimits
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 from dsi.fleets.worker import work
 from dsi.fleets.worker_restarts import WorkerRestarts
 from dsi.models.protocol import Cancelled
 
+log = logging.getLogger("dsi.fleets")
+
 NO_JOB = -1  # an id that no job has
 POLL_SECONDS = 0.0005
+CHECK_SECONDS = 0.25  # between two checks for workers that are silent
+SEND_SECONDS = 5.0  # for a worker to take a job
 BATCH_SECONDS = 0.0015  # draft tokens that come faster than this travel together: each message costs the driver
 
 Forward = tuple[tuple[Any, ...] | None, float, float]  # its encoded event, None if cancelled; its start and end
@@ -77,9 +86,11 @@ class WorkerHandle(ABC):
         self.job: Job | None = None
         self.context = TokenSequence.of(())  # of its current forward
         self.clock_offset = 0.0  # this machine's clock less the worker's
+        self.num_new = 0  # tokens that its current forward computes
+        self.silence = 0.0  # seconds at work without a message
 
-    def start(self, job: Job) -> None:
-        self.job, self.context = job, job.context
+    def start(self, job: Job, num_new: int) -> None:
+        self.job, self.context, self.num_new, self.silence = job, job.context, num_new, 0.0
         self.connection.send(self.encoder.encode(job))
 
     @abstractmethod
@@ -90,13 +101,26 @@ class WorkerHandle(ABC):
     def kill(self) -> None:
         """Kill the worker and close its connection."""
 
+    @property
+    def ending(self) -> str:
+        """How a worker that was not told to has ended."""
+        return "its connection was closed"
+
 
 class RemoteFleet(RealTimeFleet):
-    """Exchanges messages with workers, and has a subclass replace those that die."""
+    """Exchanges messages with workers, and has a subclass replace those that die.
 
-    def __init__(self, servers: Iterable[Server], restart: bool, log: list[Span] | None) -> None:
+    A worker counts as dead after `hang_seconds` of silence at work; without it, after a multiple of the slowest
+    forward seen.
+    """
+
+    def __init__(
+        self, servers: Iterable[Server], restart: bool, hang_seconds: float | None, log: list[Span] | None
+    ) -> None:
         super().__init__(servers, log)
-        self._restarts = WorkerRestarts(self._replace_dead_worker, restart)
+        self._restarts = WorkerRestarts(restart)
+        self._hang_limits = HangLimits(hang_seconds)
+        self._checked_at = time.perf_counter()
         self._selector = DefaultSelector()
         self._wake_receiver, self._wake_sender = socket.socketpair()  # written by other threads
         self._wake_receiver.setblocking(False)
@@ -104,28 +128,77 @@ class RemoteFleet(RealTimeFleet):
         self._selector.register(self._wake_receiver, EVENT_READ, None)
         self._workers: dict[str, Any] = {}
 
-    @abstractmethod
-    def _wait_for_messages(self) -> list[tuple[SelectorKey, int]]:
-        """Block until a socket is readable; return those that are."""
+    def _wait_for_messages(self, timeout: float) -> list[tuple[SelectorKey, int]]:
+        """Wait until a socket is readable; return those that are."""
+        return self._selector.select(timeout)
 
     @abstractmethod
     def _replace_dead_worker(self, name: str) -> None:
-        """Start another worker for a server whose worker has died."""
+        """Start another worker for a server whose worker has died, or raise OSError."""
 
     def _add_worker(self, worker: WorkerHandle) -> None:
         self._workers[worker.server.name] = worker
         self._selector.register(worker.connection, EVENT_READ, worker.server.name)
 
+    def _will_restart(self, name: str) -> bool:
+        """Jobs wait for a target's replacement, but not for a drafter's: texts go on without it."""
+        return self._restarts.enabled and self._servers[name].role == TARGET
+
     def _on_worker_death(self, name: str) -> None:
         worker = self._workers.pop(name)
         self._selector.unregister(worker.connection)
         worker.kill()
-        self._restarts.on_death(name)
+        self._restarts.on_death(name, time.perf_counter())
+
+    def kill(self, name: str, cause: str = DIED) -> None:
+        worker: WorkerHandle = self._workers.get(name)  # type: ignore[assignment]
+        super().kill(name, cause)
+        self._report(name, cause, worker.ending if cause == DIED else f"silent at work for {worker.silence:.1f} s")
+        self._replace_due()
+
+    def _report(self, name: str, cause: str, detail: str) -> None:
+        log.warning("server %s: %s", name, detail, extra={"server": name, "cause": cause})
+
+    def _replace_due(self) -> None:
+        """Replace the dead workers whose pause is over."""
+        for name in self._restarts.take_due(time.perf_counter()):
+            try:
+                self._replace_dead_worker(name)
+            except OSError as error:  # no memory, or no file descriptors
+                self._restarts.on_death(name, time.perf_counter())
+                self._count_death(name, NOT_STARTED)
+                self._report(name, NOT_STARTED, f"cannot be started ({error.strerror})")
+            else:
+                self.restarts[name] += 1
+
+    def check_workers(self) -> None:
+        self._handle(self._selector.select(0))
+        self._drop_and_replace()
+
+    def _drop_and_replace(self) -> None:
+        """Drop overdue workers every so often, replace those whose pause is over, and start what waited for them."""
+        now = time.perf_counter()
+        if now - self._checked_at >= CHECK_SECONDS:
+            # If this process itself was stopped or suspended, that is nobody's silence.
+            elapsed, self._checked_at = min(now - self._checked_at, 2 * CHECK_SECONDS), now
+            self._drop_overdue(elapsed)
+        if now >= self._restarts.next_due:
+            self._replace_due()
+        if not self._events:
+            self._start_jobs()
+
+    def _drop_overdue(self, elapsed: float) -> None:
+        """Kill the workers that have been silent at work for too long."""
+        for name in list(self._scheduler.running):
+            worker = self._workers[name]
+            worker.silence += elapsed
+            if worker.silence > self._hang_limits.seconds(worker.server.role, worker.num_new):
+                self.kill(name, HUNG)
 
     def _assign(self, name: str, job: Job) -> None:
         try:
-            self._workers[name].start(job)
-        except OSError:  # it died unnoticed
+            self._workers[name].start(job, self._scheduler.num_new(name, job))
+        except OSError:  # it died unnoticed, or takes no message
             self.kill(name)
 
     def _cancel_job(self, name: str, id: int) -> None:
@@ -144,7 +217,12 @@ class RemoteFleet(RealTimeFleet):
             self._wake_sender.send(b".")
 
     def _wait_for_events(self) -> None:
-        for key, _ in self._wait_for_messages():
+        timeout = min(CHECK_SECONDS, max(0.0, self._restarts.next_due - time.perf_counter()))
+        self._handle(self._wait_for_messages(timeout))
+        self._drop_and_replace()
+
+    def _handle(self, readable: list[tuple[SelectorKey, int]]) -> None:
+        for key, _ in readable:
             if key.fileobj is self._wake_receiver:
                 self._wake_receiver.recv(READ_BYTES)
                 self._events.append(WOKEN)
@@ -158,6 +236,7 @@ class RemoteFleet(RealTimeFleet):
 
     def _on_messages(self, name: str) -> None:
         worker = self._workers[name]
+        worker.silence = 0.0
         try:
             messages = worker.connection.read_once()
         except (EOFError, OSError):
@@ -183,5 +262,7 @@ class RemoteFleet(RealTimeFleet):
         self._record(worker.server.name, job, worker.context, start + offset, end + offset, event)
         if event is not None:
             self._events.append(event)
+            if not isinstance(event, Failed):
+                self._hang_limits.observe(worker.server.role, worker.num_new, end - start)
         if isinstance(event, Drafted):
-            worker.context = worker.context.then(event.token)
+            worker.context, worker.num_new = worker.context.then(event.token), 1

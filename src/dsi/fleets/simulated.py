@@ -15,7 +15,7 @@ from random import Random
 
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job, Time
 from dsi.core.sequence import TokenSequence
-from dsi.fleets.base import BaseFleet
+from dsi.fleets.base import DIED, BaseFleet
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 from dsi.fleets.worker import work
@@ -139,9 +139,9 @@ class SimulatedFleet(BaseFleet):
         self._schedule_end(name, forward)
         self._apply_contention()
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, cause: str = DIED) -> None:
         self._outages.pop(name, None)  # it does not recover
-        super().kill(name)
+        super().kill(name, cause)
 
     def _on_worker_death(self, name: str) -> None:
         if forward := self._forwards.pop(name, None):

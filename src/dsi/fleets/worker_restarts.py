@@ -1,29 +1,41 @@
-"""Where dead workers are replaced: each time one dies, unless it keeps dying without an answer."""
+"""When a dead worker is replaced: at once, then after pauses that grow while its server dies without an answer."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from math import inf
 
-MAX_RESTARTS = 5  # of one server without an answer between them, after which it stays dead
+FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0  # seconds; each pause is twice the one before
+MAX_DOUBLINGS = 16
 
 
 class WorkerRestarts:
-    """Counts the deaths of each server's workers and has dead ones replaced."""
+    """Decides when dead servers are replaced. There is no last try. Times are seconds of one clock."""
 
-    def __init__(self, replace_worker: Callable[[str], None], enabled: bool) -> None:
-        self._replace_worker, self.enabled = replace_worker, enabled
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
         self._deaths_in_a_row: Counter[str] = Counter()  # of each server since its last answer
+        self._due: dict[str, float] = {}  # when each dead server is to be replaced
 
-    def allowed(self, name: str) -> bool:
-        """Whether the next worker of this server that dies is replaced."""
-        return self.enabled and self._deaths_in_a_row[name] < MAX_RESTARTS
-
-    def on_death(self, name: str) -> None:
-        replaced = self.allowed(name)
+    def on_death(self, name: str, now: float) -> None:
+        if self.enabled:
+            self._due[name] = now + self._pause(self._deaths_in_a_row[name])
         self._deaths_in_a_row[name] += 1
-        if replaced:
-            self._replace_worker(name)
 
     def on_answer(self, name: str) -> None:
         self._deaths_in_a_row.pop(name, None)
+
+    def take_due(self, now: float) -> list[str]:
+        """Return the servers to replace now, each once for a death."""
+        due = [name for name, at in self._due.items() if at <= now]
+        for name in due:
+            del self._due[name]
+        return due
+
+    @property
+    def next_due(self) -> float:
+        return min(self._due.values(), default=inf)
+
+    def _pause(self, deaths_before: int) -> float:
+        doublings = min(deaths_before - 1, MAX_DOUBLINGS)
+        return min(MAX_PAUSE, FIRST_PAUSE * 2**doublings) if deaths_before else 0.0
