@@ -55,6 +55,10 @@ class Live:
         task = Path(f"/proc/{self.process.pid}/task")
         return [int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()]
 
+    def workers(self, role: str) -> list[int]:
+        """The processes of its servers whose names begin like this."""
+        return [pid for pid in self.children if _process_name(pid).startswith(f"dsi {role}")]
+
     def stop(self) -> int:
         """Send SIGTERM; returns the exit status."""
         self.process.terminate()
@@ -65,6 +69,13 @@ class Live:
         self.process.wait()
         self._log_reader.join(10)
         self.process.stderr.close()
+
+
+def _process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:  # it is gone
+        return ""
 
 
 Serving = Callable[..., Live]

@@ -242,9 +242,9 @@ def test_engine_thread_fails_all_jobs_when_no_target_is_left(engine_thread: Engi
         for client in clients:
             assert "no target server is left" in ((await client.last()).error or "")
         assert not (await engine_thread.status()).has_target
-        with pytest.raises(ApiError, match="no target server is left") as refused:
+        with pytest.raises(ApiError, match="no target server is up") as refused:
             await engine_thread.submit(jobs(Client(9)))
-        assert refused.value.status == 503
+        assert (refused.value.status, refused.value.code) == (503, "no_target")
 
     run(scenario)
 

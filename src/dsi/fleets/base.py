@@ -14,7 +14,7 @@ from dsi.core.stats import ANSWERS, ServerUsage
 from dsi.fleets.servers import Server, by_name
 from dsi.fleets.spans import Span, span
 
-DIED, HUNG, NOT_STARTED = "died", "hung", "not started"  # why a server had to be replaced
+DIED, HUNG, NOT_STARTED = DEATH_CAUSES = ("died", "hung", "not started")  # why a server had to be replaced
 
 Observer = Callable[[Job, Time, int], None]  # a job, the time of its forward, and how many targets were busy
 

@@ -22,7 +22,7 @@ from dsi.fleets.connection import Connection, JobDecoder
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
-from dsi.models.process_utils import close_other_fds, die_with_parent
+from dsi.models.process_utils import close_other_fds, die_with_parent, set_process_name
 
 FORK = multiprocessing.get_context("fork")
 Prepare = Callable[[Server], None]
@@ -42,6 +42,7 @@ def run_worker(
 ) -> None:
     """Run jobs in a worker process until the connection closes."""
     die_with_parent()
+    set_process_name(f"dsi {server.name}")
     close_other_fds(connection.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if cores:

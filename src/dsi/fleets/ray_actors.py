@@ -29,6 +29,7 @@ from dsi.fleets.connection import Connection, JobDecoder
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
+from dsi.models.process_utils import set_process_name
 
 HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, its incarnation, its clock
 CANCEL = "cancel"
@@ -100,6 +101,7 @@ class ActorWorker:
 
     def run(self, address: tuple[str, int], secret: bytes, incarnation: int) -> None:
         """Connect to the driver and run jobs until it closes the connection."""
+        set_process_name(f"dsi {self._server.name}")
         with socket.create_connection(address, timeout=30) as end:
             end.settimeout(None)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

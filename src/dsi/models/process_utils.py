@@ -1,4 +1,4 @@
-"""What a forked process does first: tie its life to its parent's, and close inherited file descriptors."""
+"""What a forked process does first: tie its life to its parent's, close inherited file descriptors, take a name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def die_with_parent() -> None:
     """PR_SET_PDEATHSIG: the kernel kills this process when its parent dies, however it dies."""
     if hasattr(signal, "SIGKILL"):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def set_process_name(name: str) -> None:
+    """PR_SET_NAME: what `ps` and `top` show, up to 15 characters."""
+    if hasattr(signal, "SIGKILL"):
+        ctypes.CDLL(None).prctl(15, name.encode())
 
 
 def close_other_fds(keep: int) -> None:

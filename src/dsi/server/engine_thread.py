@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,11 +22,12 @@ from dsi.core.spec import Decision, SpecConfig
 from dsi.engine.engine import Engine
 from dsi.fleets.loop import ActiveRequest
 from dsi.fleets.spans import Span
-from dsi.server.errors import ApiError, queue_full, shutting_down
+from dsi.server.errors import ApiError, no_target, queue_full, shutting_down
 from dsi.server.limits import Limits
 
 log = logging.getLogger("dsi.server")
 
+CHECK_SECONDS = 0.25  # between two checks for dead workers while no job runs
 TRACE_INTERVAL = 0.04  # seconds between two outputs of a traced job while no token is generated
 MAX_SPANS = 10_000  # forwards of one job that are recorded
 MAX_RETRY_SECONDS = 60  # clients wait no longer
@@ -54,11 +55,18 @@ class ServerStatus:
     name: str
     role: str
     alive: bool
+    deaths: Mapping[str, int]  # by cause
     restarts: int
     busy: float  # seconds
 
     def json(self) -> dict[str, Any]:
-        return {"name": self.name, "role": self.role, "alive": self.alive, "restarts": self.restarts}
+        return {
+            "name": self.name,
+            "role": self.role,
+            "alive": self.alive,
+            "restarts": self.restarts,
+            "deaths": dict(self.deaths),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,7 @@ class EngineOutput:
     tip: int = 0
     spans: Sequence[Span] = ()
     decisions: Sequence[tuple[float, Decision]] = ()
-    servers: Sequence[ServerStatus] = ()  # of a traced job, if one of them has died
+    servers: Sequence[ServerStatus] = ()  # of a traced job, if one of them has died or was replaced
     finish_reason: str | None = None  # stop, length or cancelled, in the last output
     error: str | None = None
     stats: JobStats | None = None  # in the last output of a job that was admitted
@@ -120,7 +128,7 @@ class JobState:
     num_tokens: int = 0
     num_spans: int = 0
     num_decisions: int = 0
-    num_deaths: int = 0
+    num_incidents: int = 0
     time: float = 0.0
 
     def decisions(self, run: ActiveRequest, skip: int = 0) -> tuple[tuple[float, Decision], ...]:
@@ -235,7 +243,8 @@ class EngineThread:
         if self._running:
             self._step()
         elif not self._stopped and not self._commands:
-            self._signal.wait()
+            if not self._signal.wait(CHECK_SECONDS):
+                self._fleet.check_workers()
             self._signal.clear()
 
     def _stop(self) -> None:
@@ -246,10 +255,12 @@ class EngineThread:
         return EngineStatus(len(self._running), len(self._waiting), self._accepts, self._servers())
 
     def _servers(self) -> tuple[ServerStatus, ...]:
-        busy, deaths = self._fleet.busy, self._fleet.deaths
+        fleet, busy = self._fleet, self._fleet.busy
         servers = [
-            ServerStatus(name, role, alive, deaths.get(name, 0), float(busy[name]))
-            for name, role, alive in self._fleet.servers()
+            ServerStatus(
+                name, role, alive, dict(fleet.death_causes.get(name, {})), fleet.restarts[name], float(busy[name])
+            )
+            for name, role, alive in fleet.servers()
         ]
         return tuple(sorted(servers, key=lambda server: server.role == TARGET))
 
@@ -262,7 +273,7 @@ class EngineThread:
         if not self._accepts:
             raise shutting_down()
         if not status.has_target:
-            raise ApiError(503, "no target server is left")
+            raise no_target()
         if len(self._states) + len(jobs) > self._limits.running + self._limits.waiting:
             raise queue_full(len(self._states), self._retry_seconds(jobs))
         self._states.update(zip(jobs, states))
@@ -291,7 +302,7 @@ class EngineThread:
             state = self._waiting.popleft()
             state.queued = time.perf_counter() - state.submitted
             state.admitted = float(self._fleet.now())
-            state.num_deaths = self._num_deaths()
+            state.num_incidents = self._num_incidents()
             try:
                 self._begin(state)
             except Exception as error:
@@ -360,15 +371,16 @@ class EngineThread:
 
     def _with_trace(self, output: EngineOutput, state: JobState, run: ActiveRequest) -> EngineOutput:
         spans, decisions = state.spans[state.num_spans :], state.decisions(run, state.num_decisions)
-        deaths = self._num_deaths()
-        servers = self._servers() if deaths > state.num_deaths else ()
+        incidents = self._num_incidents()
+        servers = self._servers() if incidents > state.num_incidents else ()
         state.num_spans += len(spans)
         state.num_decisions += len(decisions)
-        state.num_deaths = deaths
+        state.num_incidents = incidents
         return replace(output, spans=spans, decisions=decisions, servers=servers)
 
-    def _num_deaths(self) -> int:
-        return sum(self._fleet.deaths.values())
+    def _num_incidents(self) -> int:
+        """Deaths and replacements of servers so far."""
+        return sum(self._fleet.deaths.values()) + self._fleet.restarts.total()
 
     def _cancel(self, job: GenerationJob) -> None:
         state = self._states.get(job)

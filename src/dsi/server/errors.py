@@ -67,6 +67,11 @@ def context_length_exceeded(error: ContextLengthError, param: str | None = None)
     return ApiError(400, str(error), param=param, code="context_length_exceeded")
 
 
+def no_target() -> ApiError:
+    message = "no target server is up: new ones are being started"
+    return ApiError(503, message, code="no_target", headers={"retry-after": "2"})
+
+
 def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
 

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from dsi.core.generation import ACCEPTED
+from dsi.fleets.base import DEATH_CAUSES
 from dsi.server.engine_thread import EngineStatus, JobStats
 
 if TYPE_CHECKING:
@@ -33,12 +34,16 @@ class StatusCollector(Collector):
         yield GaugeMetricFamily("dsi:num_requests_running", "Texts being written.", status.running)
         yield GaugeMetricFamily("dsi:num_requests_waiting", "Texts that wait for their turn.", status.waiting)
         busy = CounterMetricFamily("dsi:server_busy_seconds", "Time each server has computed.", labels=labels)
-        deaths = CounterMetricFamily("dsi:server_deaths", "Times each server has died.", labels=labels)
+        deaths = CounterMetricFamily("dsi:server_deaths", "Times each server has died.", labels=(*labels, "cause"))
+        restarts = CounterMetricFamily("dsi:server_restarts", "Times each server was replaced.", labels=labels)
+        alive = GaugeMetricFamily("dsi:server_up", "Whether each server is there.", labels=labels)
         for server in status.servers:
             busy.add_metric((server.role, server.name), server.busy)
-            deaths.add_metric((server.role, server.name), server.restarts)
-        yield busy
-        yield deaths
+            restarts.add_metric((server.role, server.name), server.restarts)
+            alive.add_metric((server.role, server.name), server.alive)
+            for cause in DEATH_CAUSES:
+                deaths.add_metric((server.role, server.name, cause), server.deaths.get(cause, 0))
+        yield from (busy, deaths, restarts, alive)
 
 
 class Metrics:

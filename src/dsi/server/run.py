@@ -141,7 +141,7 @@ class UvicornServer(uvicorn.Server):
 def configure_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogFormatter())
-    for name in ("dsi.server", "uvicorn.error"):
+    for name in ("dsi.server", "dsi.fleets", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO if name == "dsi.server" else logging.WARNING)
