@@ -42,7 +42,7 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(scope="session")
 def live() -> Iterator[Live]:
     """One server for all tests that do not change its state."""
-    server = start("--sp", "2", "--max-running", "8", "--max-waiting", "16", "--max-tokens", "400")
+    server = start("--sp", "2", "--max-running", "8", "--max-waiting", "64", "--max-tokens", "400")
     yield server
     server.kill()
 

@@ -266,6 +266,15 @@ def test_auto_reports_decisions_in_stream_trace_and_metrics(live: Live) -> None:
     assert live.metric("dsi:decisions_total") == before + len(decisions)
 
 
+def test_completion_of_64_prompts_is_served_by_a_queue_of_8(live: Live) -> None:
+    prompts = [f"{STORY} {i}" for i in range(64)]
+    done = live.post("/v1/completions", prompt=prompts, max_tokens=2, temperature=0).json()
+    assert [choice["index"] for choice in done["choices"]] == list(range(64))
+    assert done["usage"]["completion_tokens"] == 128
+    [alone] = live.post("/v1/completions", prompt=prompts[63], max_tokens=2, temperature=0).json()["choices"]
+    assert done["choices"][63]["text"] == alone["text"]
+
+
 def test_auto_refuses_a_lookahead(live: Live) -> None:
     answer = live.post("/v1/completions", prompt="a", algorithm="auto", lookahead=4)
     assert answer.status_code == 400
@@ -308,7 +317,7 @@ def test_metrics_count_tokens_and_speculation(live: Live) -> None:
     [
         (404, {"model": "other", "prompt": "a"}),
         (400, {"prompt": "a", "max_tokens": 401}),
-        (400, {"prompt": "a", "n": 17}),
+        (400, {"prompt": "a", "n": 65}),
         (400, {"prompt": [1 << 20]}),
         (400, {"prompt": "word " * 2000}),
         (400, {"prompt": "a", "presence_penalty": 0.5}),

@@ -150,7 +150,7 @@ def check_absurd(client: httpx.Client, path: str, field: str, **sound: object) -
     [
         [],
         [[]],
-        [""] * 17,
+        [""] * 65,
         [[1], []],
         [["a"]],
         [1, "a"],
@@ -405,6 +405,14 @@ def test_api_key_is_accepted_and_never_shown(locked: Live) -> None:
     for key in KEYS:
         assert key not in shown
         assert key not in "".join(locked.log)
+
+
+def test_trace_is_read_with_the_key_of_its_request_only(locked: Live) -> None:
+    body = {"prompt": "a", "max_tokens": 1}
+    done = httpx.post(locked.url + COMPLETIONS, json=body, headers=bearer(KEYS[1]), timeout=30).json()
+    own, other = (httpx.get(f"{locked.url}/v1/traces/{done['id']}", headers=bearer(key)) for key in reversed(KEYS))
+    assert own.json()["traceEvents"]
+    check_refused(other, 404)
 
 
 # Overload.

@@ -29,6 +29,7 @@ from dsi.planning.simulation import SimulationConfig
 from dsi.server.app import make_app
 from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob
 from dsi.server.errors import ApiError
+from dsi.server.fair_queue import FairQueue
 from dsi.server.limits import Limits
 
 CONFIG = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
@@ -187,6 +188,46 @@ def test_engine_thread_traces_a_jobs_own_forwards(engine_thread: EngineThread) -
             assert all(0 <= span.start <= span.end for span in spans)
 
     run(scenario)
+
+
+def test_engine_thread_serves_clients_in_turn(engine_thread: EngineThread) -> None:
+    """The first client fills its own places; the second has its own, and does not wait for all of the first's."""
+
+    async def scenario() -> None:
+        first = [Client(last, 40) for last in range(5)]
+        second = [Client(last, 40, client=1) for last in range(5, 8)]
+        await engine_thread.submit(jobs(*first))
+        with pytest.raises(ApiError, match="5 texts of at most 5 ") as refused:
+            await engine_thread.submit(jobs(Client(9)))
+        assert (refused.value.status, refused.value.code) == (429, "queue_full")
+        with pytest.raises(ApiError, match="5 texts of at most 5 "):
+            await engine_thread.check_room(0, [1])
+        await engine_thread.check_room(1, [1] * 5)
+        await engine_thread.submit(jobs(*second))
+        ended: list[int] = []
+
+        async def follow(client: Client) -> None:
+            await client.check_tokens()
+            ended.append(client.prompt[-1])
+
+        await asyncio.gather(*map(follow, (*first, *second)))
+        assert ended.index(5) < ended.index(4)  # admitted as 2, 5, 3, 6, 4, 7, two at once
+        assert ended.index(3) < ended.index(7)
+        await until(engine_thread, 0, 0)
+        await engine_thread.check_room(0, [1] * 5)
+
+    run(scenario)
+
+
+def test_fair_queue_takes_one_item_of_each_client_in_turn() -> None:
+    queue = FairQueue[str]()
+    for item in ("a1", "a2", "a3", "a4", "b1", "b2", "c1"):
+        queue.append(ord(item[0]), item)
+    taken = [queue.popleft()]
+    queue.append(ord("d"), "d1")
+    queue.remove(ord("a"), "a3")
+    taken += [queue.popleft() for _ in range(len(queue))]
+    assert taken == ["a1", "b1", "c1", "a2", "d1", "b2", "a4"]
 
 
 def test_engine_thread_scores_the_prompt_first(engine_thread: EngineThread) -> None:

@@ -20,7 +20,7 @@ def test_read_keys_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(KEYS_VARIABLE, " one, two ,,")
     assert read_keys(None) == ["one", "two"]
     path = tmp_path / "keys"
-    path.write_text("# mine\nthree\n\n four \n")
+    path.write_text("# mine\nthree\n\n  # indented\n four \n\t#five\n")
     assert read_keys(path) == ["three", "four"]
 
 
@@ -47,10 +47,24 @@ def test_listen_binds_or_says_why_not() -> None:
         assert not is_loopback(listener)
 
 
-@pytest.mark.parametrize("bad", [{"running": 0}, {"waiting": -1}, {"seconds": float("nan")}])
+@pytest.mark.parametrize("bad", [{"running": 0}, {"waiting": -1}, {"per_key": 0}, {"seconds": float("nan")}])
 def test_limits_refuse_impossible_values(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         Limits(**bad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limits", "texts"),
+    [
+        (Limits(), 64),
+        (Limits(running=1, waiting=1), 2),
+        (Limits(per_key=8), 8),
+        (Limits(per_key=8, choices=4), 4),
+        (Limits(running=2, waiting=1, per_key=9), 3),
+    ],
+)
+def test_limits_allow_no_request_that_could_never_be_queued(limits: Limits, texts: int) -> None:
+    assert limits.texts == texts
 
 
 def test_log_formatter_writes_json() -> None:

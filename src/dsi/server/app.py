@@ -147,13 +147,10 @@ def _add_api(app: FastAPI, service: Service) -> None:
             raise ApiError(404, f"the model {model[:200]!r} is not here; there is {service.model!r}")
         return model_json(service)
 
-    @app.get("/v1/traces/{id}", responses=ERRORS)
-    async def traces(id: str) -> dict[str, Any]:
+    @app.get("/v1/traces/{id}", response_model=dict[str, Any], responses=ERRORS)
+    async def traces(id: str, request: Request) -> Response:
         """What each server computed for one of the last responses, for `dsi timeline --trace` and Perfetto."""
-        trace = await service.workers.run(service.traces.json, id)
-        if trace is None:
-            raise ApiError(404, f"there is no trace {id[:200]!r}: the last {service.limits.traces} answers have one")
-        return trace
+        return await service.workers.run(_trace_response, service, request.state.client, id)
 
 
 def _add_monitoring(app: FastAPI, service: Service) -> None:
@@ -210,7 +207,7 @@ def model_json(service: Service) -> dict[str, Any]:
 
 
 async def respond(service: Service, body: CompletionBody | ChatBody, http: Request) -> Response:
-    request = await service.prepare(body)
+    request = await service.prepare(body, http.state.client)
     await service.begin(request)
     fields = {"request": http.state.request_id, "answer": request.id, "algorithm": request.algorithm}
     log.info("taken", extra=fields | {"texts": len(request.choices), "prompt_tokens": request.prompt_tokens})
@@ -218,12 +215,18 @@ async def respond(service: Service, body: CompletionBody | ChatBody, http: Reque
         return EventStream(lambda: stream_events(service, request))
     if not await run_until_disconnect(_run(service, request), http.receive):
         return Response(status_code=499)  # which nobody reads
-    content = await service.workers.run(_full_content, service, request)
-    return Response(content, media_type="application/json")
+    return await service.workers.run(_full_response, service, request)
 
 
-def _full_content(service: Service, request: ApiRequest) -> bytes:
-    return responses.dumps(responses.full_response(service.info, request))
+def _full_response(service: Service, request: ApiRequest) -> Response:
+    return JSONResponse(responses.full_response(service.info, request))
+
+
+def _trace_response(service: Service, client: int, id: str) -> Response:
+    trace = service.traces.json(client, id)
+    if trace is None:
+        raise ApiError(404, f"there is no trace {id[:200]!r}: the last {service.limits.traces} answers have one")
+    return JSONResponse(trace)
 
 
 async def _run(service: Service, request: ApiRequest) -> None:

@@ -20,7 +20,7 @@ def read_keys(path: Path | None) -> list[str]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as a file of API keys") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
     if not keys:
         raise ValueError(f"{path}: has no API key in it")
     return keys

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +23,7 @@ from dsi.engine.engine import Engine
 from dsi.fleets.loop import ActiveRequest
 from dsi.fleets.spans import Span
 from dsi.server.errors import ApiError, no_target, queue_full, shutting_down
+from dsi.server.fair_queue import FairQueue
 from dsi.server.limits import Limits
 
 log = logging.getLogger("dsi.server")
@@ -46,6 +47,7 @@ class GenerationJob:
     deliver: Callable[[EngineOutput], object]
     prompt_logprobs: int | None = None  # score the prompt first, naming this many of the likeliest tokens
     trace: bool = False
+    client: int = 0  # whose it is: the number of an API key
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class JobState:
 
 
 class EngineThread:
-    """Schedules jobs on the engine: some run, others wait in order, more are refused."""
+    """Schedules jobs on the engine: some run, others wait, the clients in turn, and more of one client are refused."""
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self._engine, self._fleet, self._limits = engine, engine.deployment.fleet, limits
@@ -162,7 +164,8 @@ class EngineThread:
         self._signal = Event()
         self._accepts, self._stopped = True, False
         self._states: dict[GenerationJob, JobState] = {}  # waiting and running
-        self._waiting: deque[JobState] = deque()
+        self._num_open: Counter[int] = Counter()  # the same, by client
+        self._waiting: FairQueue[JobState] = FairQueue()
         self._running: dict[ActiveRequest, JobState] = {}
         self._by_prompt: dict[TokenSequence, JobState] = {}  # a span's context says whose it is
         self._job_seconds = 0.0  # that jobs ran, on average; 0: none has finished yet
@@ -177,6 +180,11 @@ class EngineThread:
     async def submit(self, jobs: Sequence[GenerationJob]) -> EngineStatus:
         """Queue all of the jobs, or raise an `ApiError` and queue none."""
         return await self._call(partial(self._enqueue, jobs))
+
+    async def check_room(self, client: int, num_tokens: Sequence[int]) -> None:
+        """Raise an `ApiError` if texts of these lengths would find the queue full, before any work is done for them."""
+        if self._num_open[client] + len(num_tokens) > self._limits.open_texts:  # perhaps no longer
+            await self._call(partial(self._check_room, client, num_tokens))
 
     async def status(self) -> EngineStatus:
         return await self._call(self._status)
@@ -274,17 +282,25 @@ class EngineThread:
             raise shutting_down()
         if not status.has_target:
             raise no_target()
-        if len(self._states) + len(jobs) > self._limits.running + self._limits.waiting:
-            raise queue_full(len(self._states), self._retry_seconds(jobs))
+        for client in {job.client for job in jobs}:
+            self._check_room(client, [job.max_new_tokens for job in jobs])
         self._states.update(zip(jobs, states))
-        self._waiting.extend(states)
+        for state in states:
+            self._num_open[state.job.client] += 1
+            self._waiting.append(state.job.client, state)
         return status
 
-    def _retry_seconds(self, jobs: Sequence[GenerationJob]) -> int:
+    def _check_room(self, client: int, num_tokens: Sequence[int]) -> None:
+        """Each client has its own places in the queue, so that none can fill it for the others."""
+        limit, num_open = self._limits.open_texts, self._num_open[client]
+        if num_open + len(num_tokens) > limit:
+            raise queue_full(num_open, limit, self._retry_seconds(num_tokens))
+
+    def _retry_seconds(self, num_tokens: Sequence[int]) -> int:
         """When places are likely free: clients that are refused are asked to come back one after the other."""
         now, deployment = time.perf_counter(), self._engine.deployment
-        tokens = sum(job.max_new_tokens or 1 for job in jobs)
-        seconds = len(jobs) * self._job_seconds / self._limits.running
+        tokens = sum(max(1, number) for number in num_tokens)
+        seconds = len(num_tokens) * self._job_seconds / self._limits.running
         seconds = seconds or tokens * deployment.latency.target_ms / deployment.sp / 1000
         self._next_place = min(max(self._next_place, now) + seconds, now + MAX_RETRY_SECONDS)
         return math.ceil(self._next_place - now)
@@ -387,7 +403,7 @@ class EngineThread:
         if state is None:
             return
         if state.run is None:
-            self._waiting.remove(state)
+            self._waiting.remove(job.client, state)
         elif not state.run.done:
             self._engine.loop.cancel(state.run)
         self._end(state, EngineOutput(finish_reason="cancelled"))
@@ -407,6 +423,7 @@ class EngineThread:
     def _end(self, state: JobState, output: EngineOutput) -> None:
         self._leave(state)
         del self._states[state.job]
+        self._num_open[state.job.client] -= 1
         if state.run is not None:
             weight = FINISHED_WEIGHT if self._job_seconds else 1
             self._job_seconds += weight * (self._elapsed(state) - self._job_seconds)

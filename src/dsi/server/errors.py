@@ -53,8 +53,8 @@ class ErrorBody(BaseModel):
     error: ErrorObject
 
 
-def queue_full(open: int, seconds: int) -> ApiError:
-    message = f"{open} texts are being written or wait for their turn: try again in {seconds} s"
+def queue_full(open: int, limit: int, seconds: int) -> ApiError:
+    message = f"{open} texts of at most {limit} are being written or wait for their turn: try again in {seconds} s"
     return ApiError(429, message, code="queue_full", headers={"retry-after": str(seconds)})
 
 

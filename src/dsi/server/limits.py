@@ -12,8 +12,9 @@ MAX_STOP_LENGTH = 1000  # characters of one stop string
 @dataclass(frozen=True)
 class Limits:
     running: int = option("Texts generated at once; on devices 1.", 16, "max-running")
-    waiting: int = option("Texts in the queue; then 429.", 64, "max-waiting")
-    choices: int = option("Texts of one request at most: prompts times n.", 16, "max-choices")
+    waiting: int = option("Texts in the queue, of each API key; then 429.", 256, "max-waiting")
+    per_key: int | None = option("Texts of one API key at once, running or waiting; then 429.", None, "max-per-key")
+    choices: int = option("Texts of one request at most: prompts times n.", 64, "max-choices")
     new_tokens: int = option("New tokens of one text at most.", 4096, "max-tokens")
     stops: int = 16  # stop strings of one request
     body_bytes: int = option("Of one request.", 1 << 20, "max-body-bytes")
@@ -25,8 +26,18 @@ class Limits:
     shutdown_seconds: float = option("Seconds that running requests have to end.", 10.0, "shutdown-timeout")
     traces: int = 32  # of finished requests that are kept
 
+    @property
+    def open_texts(self) -> int:
+        """Of one client, running or waiting."""
+        return min(self.per_key or self.running + self.waiting, self.running + self.waiting)
+
+    @property
+    def texts(self) -> int:
+        """Of one request; more could never be queued."""
+        return min(self.choices, self.open_texts)
+
     def __post_init__(self) -> None:
         for field in fields(self):
             value, least = getattr(self, field.name), 0 if field.name in ("waiting", "traces") else 1
-            if not least <= value < float("inf"):
+            if value is not None and not least <= value < float("inf"):
                 raise ValueError(f"{field.name} {value}: must be at least {least}")

@@ -70,7 +70,9 @@ class LimitsMiddleware:
         headers = Headers(scope=scope)
         if self._local and not LOOPBACK.fullmatch(headers.get("host", "")):
             raise ApiError(400, "this server answers only to the names of the machine it runs on")
-        if self._keys and scope["path"].startswith("/v1/") and not self._has_valid_key(headers):
+        client = self._client(headers)
+        scope["state"]["client"] = client or 0
+        if client is None and scope["path"].startswith("/v1/"):
             message, challenge = "a valid API key is needed: Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
         # Request smuggling: a proxy may read it otherwise.
@@ -81,12 +83,14 @@ class LimitsMiddleware:
         if int(headers.get("content-length", "0")) > self._limits.body_bytes:
             raise self._too_large()
 
-    def _has_valid_key(self, headers: Headers) -> bool:
-        """Compare with every key, in constant time."""
+    def _client(self, headers: Headers) -> int | None:
+        """The number of the request's key, 0 without keys, None without a valid one; compared in constant time."""
+        if not self._keys:
+            return 0
         given = headers.get("authorization", "")
         key = given[7:].encode("latin-1") if given[:7].lower() == "bearer " else b""
         matches = [hmac.compare_digest(key, valid) for valid in self._keys]
-        return any(matches)
+        return matches.index(True) if any(matches) else None
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request is larger than {self._limits.body_bytes} bytes", code="request_too_large")

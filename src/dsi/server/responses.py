@@ -18,13 +18,9 @@ from dsi.server.service import ApiRequest, Delta, EngineInfo
 DONE = b"data: [DONE]\n\n"
 
 
-def dumps(document: dict[str, Any]) -> bytes:
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
-
-
 def event(document: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + dumps(document) + b"\n\n"
+    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def envelope(request: ApiRequest, chunk: bool) -> dict[str, Any]:

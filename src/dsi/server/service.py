@@ -73,6 +73,7 @@ class ApiRequest:
     """One request of a client."""
 
     id: str
+    client: int
     chat: bool
     model: str
     choices: list[ChoiceOutput]
@@ -143,7 +144,7 @@ class Service:
         self.workers.close()
         self.engine_thread.close()
 
-    async def prepare(self, body: CompletionBody | ChatBody) -> ApiRequest:
+    async def prepare(self, body: CompletionBody | ChatBody, client: int = 0) -> ApiRequest:
         """Turn a request's body into choices with their jobs, or raise an `ApiError`."""
         began = time.perf_counter()
         check_support(body)
@@ -151,11 +152,14 @@ class Service:
         if body.model is not None and body.model != self.model:
             message = f"the model {body.model[:200]!r} is not here; there is {self.model!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        if body.max_tokens != 0:
+            await self.engine_thread.check_room(client, [body.max_tokens or DEFAULT_MAX_TOKENS] * _num_texts(body))
         chat = isinstance(body, ChatBody)
         prompts = await self._prompts(body)
         algorithm = body.algorithm or default_algorithm(self.info.spec.algorithm, body.lookahead)
         request = ApiRequest(
             id=("chatcmpl-" if chat else "cmpl-") + secrets.token_hex(12),
+            client=client,
             chat=chat,
             model=self.model,
             choices=[],
@@ -177,9 +181,9 @@ class Service:
 
     def _check_num_choices(self, body: CompletionBody | ChatBody) -> None:
         """Before any prompt is tokenized, which takes a while where there are many."""
-        prompts = len(body.prompt) if isinstance(body, CompletionBody) else 1
-        if prompts * (body.n or 1) > self.limits.choices:
-            message = f"{prompts} prompts times n {body.n or 1}: at most {self.limits.choices} texts"
+        if _num_texts(body) > self.limits.texts:
+            prompts = _num_texts(body) // (body.n or 1)
+            message = f"{prompts} prompts times n {body.n or 1}: at most {self.limits.texts} texts"
             raise ApiError(400, message, param="n")
 
     async def _prompts(self, body: CompletionBody | ChatBody) -> list[Tokens]:
@@ -240,6 +244,7 @@ class Service:
                 partial(loop.call_soon_threadsafe, partial(self._receive, request, choice)),
                 num_logprobs if scores else None,
                 request.trace,
+                request.client,
             )
 
     def _sampling(
@@ -306,7 +311,7 @@ class Service:
     def _complete(self, request: ApiRequest) -> None:
         """All statistics are there, whether or not the client still is."""
         self.metrics.count_speculation(request.algorithm, request.stats)
-        self.traces.keep(request.id, request.algorithm, request.stats)
+        self.traces.keep(request.client, request.id, request.algorithm, request.stats)
 
     async def follow(self, request: ApiRequest) -> AsyncIterator[Delta]:
         """Yield the deltas of a request as they come; closing the iterator cancels the request."""
@@ -361,6 +366,10 @@ class Service:
         if tokens:
             self.metrics.count_tokens(request, len(tokens), output.tip - output.root)
         return Delta(choice, text, tokens, output)
+
+
+def _num_texts(body: CompletionBody | ChatBody) -> int:
+    return (len(body.prompt) if isinstance(body, CompletionBody) else 1) * (body.n or 1)
 
 
 def _num_logprobs(body: CompletionBody | ChatBody) -> int | None:

@@ -12,20 +12,22 @@ from dsi.server.engine_thread import JobStats
 
 
 class Traces:
-    """The last few by response id; most are never requested, so JSON is made on demand."""
+    """The last few by client and response id; most are never requested, so JSON is made on demand."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._stats: OrderedDict[str, tuple[str, Sequence[JobStats]]] = OrderedDict()
+        self._stats: OrderedDict[tuple[int, str], tuple[str, Sequence[JobStats]]] = OrderedDict()
 
-    def keep(self, id: str, algorithm: str, stats: Sequence[JobStats]) -> None:
-        self._stats[id] = algorithm, stats
+    def keep(self, client: int, id: str, algorithm: str, stats: Sequence[JobStats]) -> None:
+        self._stats[client, id] = algorithm, stats
         while len(self._stats) > self._capacity:
             self._stats.popitem(last=False)
 
-    def json(self, id: str) -> dict[str, Any] | None:
-        if id not in self._stats:
+    def json(self, client: int, id: str) -> dict[str, Any] | None:
+        """None: there is none, or it is another client's."""
+        kept = self._stats.get((client, id))
+        if kept is None:
             return None
-        algorithm, stats = self._stats[id]
+        algorithm, stats = kept
         runs = [(tuple(job.servers), job.spans, job.completion) for job in stats]
         return trace([recorded(algorithm, "measured", *run, 1000) for run in runs])
