@@ -69,9 +69,9 @@ def cases(engine: Engine) -> list[Case]:
 
 
 @contextmanager
-def server(streams: int) -> Iterator[tuple[str, int]]:
+def server(streams: int, sp: int = 1) -> Iterator[tuple[str, int]]:
     """Its address and its process."""
-    command = [sys.executable, "-m", "dsi", "serve", "--port", "0", "--sp", "1"]
+    command = [sys.executable, "-m", "dsi", "serve", "--port", "0", "--sp", str(sp)]
     command += ["--lookahead", str(LOOKAHEAD), "--min-draft", str(MIN_DRAFT), "--max-running", str(streams)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
