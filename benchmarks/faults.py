@@ -102,7 +102,7 @@ def busy_server(engine: Engine, role: str) -> str:
     """The server of a role that computes now, or else the first."""
     fleet: Any = engine.fleet
     servers = [name for name, own, _ in fleet.servers() if own == role]
-    return next((name for name in servers if name in fleet._scheduler.running), servers[0])
+    return str(next((name for name in servers if name in fleet._scheduler.running), servers[0]))
 
 
 def generate(

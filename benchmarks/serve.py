@@ -144,6 +144,7 @@ async def one(client: httpx.AsyncClient, case: Case, algorithm: str, score: Scor
     async with client.stream("POST", "/v1/completions", json=case.body(algorithm)) as response:
         if response.status_code != 200:
             score.refused += 1
+            await asyncio.sleep(float(response.headers.get("retry-after", 0)))
             return
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
