@@ -77,6 +77,8 @@ def test_log_formatter_writes_json() -> None:
     ("options", "words"),
     [
         (["--max-running", "0"], "running 0: must be at least 1"),
+        (["--cors-origin", "example.org"], "cors-origin 'example.org': must be a scheme and a host"),
+        (["--cors-origin", "https://example.org/path"], "must be a scheme and a host"),
         (["--api-key-file", "/nowhere"], "/nowhere: cannot be read"),
         (["--target", "/nowhere"], "/nowhere: there is no such model folder"),
         (["--algorithm", "magic"], "algorithm 'magic'"),

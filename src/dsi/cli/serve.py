@@ -28,13 +28,16 @@ def serve(
     api_key_file: Annotated[
         Path | None, typer.Option(help="Keys, one on a line; without it, those in $DSI_API_KEYS, if any.")
     ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Whose pages may use the API, as https://example.org; can be repeated.")
+    ] = None,
     limits: Limits,
 ) -> None:
     """Serve OpenAI's API, and at / a page that shows who computes what, when."""
-    from dsi.server.auth import read_keys
+    from dsi.server.auth import check_origins, read_keys
     from dsi.server.sockets import listen
 
-    keys = read_keys(api_key_file)
+    keys, origins = read_keys(api_key_file), check_origins(cors_origin or ())
     listener = listen(host, port)
     if config.target_devices is None:
         config = replace(config, max_num_seqs=limits.running + 1)
@@ -44,5 +47,5 @@ def serve(
         from dsi.server.run import serve as run
 
         report_ignored_defaults(config)
-        run(engine, name or config.target, listener, limits, keys)
+        run(engine, name or config.target, listener, limits, keys, origins)
     print("dsi: stopped", file=sys.stderr)

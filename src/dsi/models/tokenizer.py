@@ -27,9 +27,11 @@ class Tokenizer:
         """The number of tokens in the vocabulary."""
         return len(self.tokenizer)
 
-    def encode(self, text: str) -> Tokens:
-        tokens = tuple(self.tokenizer(check_unicode("text", text))["input_ids"])
-        if tokens:
+    def encode(self, text: str, add_special_tokens: bool = True) -> Tokens:
+        """Encode a text; with special tokens it has at least one."""
+        check_unicode("text", text)
+        tokens = tuple(self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+        if tokens or not add_special_tokens:
             return tokens
         start = self.tokenizer.bos_token_id
         if start is None:
@@ -56,11 +58,13 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> Tokens:
         """Encode a conversation with the chat template; without one, as the messages joined by spaces."""
         if not self.has_chat_template:
             return self.encode(" ".join(message["content"] for message in messages))
-        encoded = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+        encoded = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=add_generation_prompt, tokenize=True
+        )
         return tuple(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
 
     def same_vocabulary(self, other: Tokenizer) -> bool:

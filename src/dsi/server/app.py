@@ -6,13 +6,16 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsi import __version__
@@ -22,7 +25,16 @@ from dsi.server.body_route import body_route
 from dsi.server.errors import ApiError, ErrorBody, internal_error
 from dsi.server.limits import Limits
 from dsi.server.middleware import LimitsMiddleware
-from dsi.server.schema import ChatBody, ChatCompletion, CompletionBody, CompletionResponse
+from dsi.server.schema import (
+    ChatBody,
+    ChatCompletion,
+    CompletionBody,
+    CompletionResponse,
+    DetokenizeBody,
+    DetokenizeResponse,
+    TokenizeBody,
+    TokenizeResponse,
+)
 from dsi.server.service import ApiRequest, Service
 
 log = logging.getLogger("dsi.server")
@@ -94,7 +106,12 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 
 def make_app(
-    engine: Engine, model: str, limits: Limits, keys: Sequence[str] = (), local: bool = False
+    engine: Engine,
+    model: str,
+    limits: Limits,
+    keys: Sequence[str] = (),
+    local: bool = False,
+    origins: Sequence[str] = (),
 ) -> tuple[ASGIApp, Service]:
     service = Service(engine, limits, model)
 
@@ -112,42 +129,69 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.router.route_class = body_route(service.workers)
     app.add_exception_handler(ApiError, _handle_api_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
     app.add_exception_handler(HTTPException, _handle_http_error)
     app.add_exception_handler(Exception, _handle_internal_error)
-    _add_api(app, service)
+    _add_api(app, service, [Security(HTTPBearer(auto_error=False))] if keys else [])
     _add_monitoring(app, service)
     _add_page(app)
-    return LimitsMiddleware(app, limits, keys, local), service
+
+    def count(scope: Scope, status: int) -> None:
+        service.metrics.count_http(scope["method"], route_template(app, scope), status)
+
+    return LimitsMiddleware(app, limits, keys, local, origins, count), service
 
 
-def _add_api(app: FastAPI, service: Service) -> None:
-    router = APIRouter(route_class=body_route(service.workers))
+def route_template(app: FastAPI, scope: Scope) -> str:
+    """The path as it was declared; all that are not are one."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    return next((route.path_format for route in routes if route.matches(scope)[0] is not Match.NONE), "other")
 
-    @router.post("/v1/completions", responses={200: EVENT_STREAM | {"model": CompletionResponse}, **ERRORS})
+
+def _add_api(app: FastAPI, service: Service, security: Sequence[Any]) -> None:
+    """What needs a key: the middleware asks for it, `security` documents it."""
+
+    @app.post(
+        "/v1/completions",
+        dependencies=security,
+        responses={200: EVENT_STREAM | {"model": CompletionResponse}, **ERRORS},
+    )
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue a text."""
         return await respond(service, body, request)
 
-    @router.post("/v1/chat/completions", responses={200: EVENT_STREAM | {"model": ChatCompletion}, **ERRORS})
+    @app.post(
+        "/v1/chat/completions",
+        dependencies=security,
+        responses={200: EVENT_STREAM | {"model": ChatCompletion}, **ERRORS},
+    )
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
         return await respond(service, body, request)
 
-    app.include_router(router)
+    @app.post("/tokenize", dependencies=security, responses={200: {"model": TokenizeResponse}, **ERRORS})
+    async def tokenize(body: TokenizeBody, request: Request) -> Response:  # noqa: ARG001
+        """The tokens of a text or a conversation, as in vLLM."""
+        return JSONResponse(await service.workers.run(service.tokenize, body))
 
-    @app.get("/v1/models", responses=ERRORS)
+    @app.post("/detokenize", dependencies=security, responses={200: {"model": DetokenizeResponse}, **ERRORS})
+    async def detokenize(body: DetokenizeBody, request: Request) -> Response:  # noqa: ARG001
+        """The text of tokens, as in vLLM."""
+        return JSONResponse(await service.workers.run(service.detokenize, body))
+
+    @app.get("/v1/models", dependencies=security, responses=ERRORS)
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_json(service)]}
 
-    @app.get("/v1/models/{model:path}", responses=ERRORS)
+    @app.get("/v1/models/{model:path}", dependencies=security, responses=ERRORS)
     async def model(model: str) -> dict[str, Any]:
         if model != service.model:
             raise ApiError(404, f"the model {model[:200]!r} is not here; there is {service.model!r}")
         return model_json(service)
 
-    @app.get("/v1/traces/{id}", response_model=dict[str, Any], responses=ERRORS)
+    @app.get("/v1/traces/{id}", dependencies=security, response_model=dict[str, Any], responses=ERRORS)
     async def traces(id: str, request: Request) -> Response:
         """What each server computed for one of the last responses, for `dsi timeline --trace` and Perfetto."""
         return await service.workers.run(_trace_response, service, request.state.client, id)
@@ -173,6 +217,8 @@ def _add_monitoring(app: FastAPI, service: Service) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
+    _page_files()  # read now: later there may be no file left to open
+
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def page() -> Response:
         return _page_file("index.html")
@@ -184,11 +230,16 @@ def _add_page(app: FastAPI) -> None:
 
 def _page_file(name: str) -> Response:
     """A file of the page; names are compared, never joined to a path."""
-    for path in PAGE.iterdir():
-        media_type = MEDIA_TYPES.get("." + path.name.rpartition(".")[2])
-        if path.name == name and media_type:
-            return Response(path.read_bytes(), media_type=media_type, headers={"cache-control": "no-cache"})
-    raise ApiError(404, "there is nothing here")
+    if name not in _page_files():
+        raise ApiError(404, "there is nothing here")
+    media_type = MEDIA_TYPES["." + name.rpartition(".")[2]]
+    return Response(_page_files()[name], media_type=media_type, headers={"cache-control": "no-cache"})
+
+
+@cache
+def _page_files() -> dict[str, bytes]:
+    files = {path.name: path for path in PAGE.iterdir() if path.name.endswith((*MEDIA_TYPES,))}
+    return {name: path.read_bytes() for name, path in files.items()}
 
 
 def model_json(service: Service) -> dict[str, Any]:

@@ -1,11 +1,24 @@
-"""API keys, read before any model is loaded."""
+"""API keys and allowed origins, read before any model is loaded."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 KEYS_VARIABLE = "DSI_API_KEYS"  # in the environment: keys, separated by commas
+
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s@]+", re.IGNORECASE)
+
+
+def check_origins(origins: Iterable[str]) -> list[str]:
+    """What browsers send as the Origin of a page, without the slash that people copy with it; `*` is any."""
+    stripped = [origin.strip().rstrip("/").lower() for origin in origins]
+    for origin in stripped:
+        if not ORIGIN.fullmatch(origin):
+            raise ValueError(f"cors-origin {origin!r}: must be a scheme and a host, as https://example.org, or *")
+    return stripped
 
 
 def read_keys(path: Path | None) -> list[str]:

@@ -16,10 +16,12 @@ from dsi.server.workers import Workers
 
 
 def body_route(workers: Workers) -> type[APIRoute]:
-    """The class of routes whose endpoint takes `body`, a model, and `request`; FastAPI documents them."""
+    """The class of routes: an endpoint with a body takes `body`, a model, and `request`; FastAPI documents it."""
 
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            if not self.dependant.body_params:
+                return super().get_route_handler()
             [field] = self.dependant.body_params
             model: type[BaseModel] = field.field_info.annotation  # type: ignore[assignment]
 

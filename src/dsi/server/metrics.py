@@ -6,7 +6,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -20,6 +28,7 @@ if TYPE_CHECKING:
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 LEADS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
+METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}  # any others count as one
 LAST_POSITION = 31  # later ones count as this one, which bounds the number of labels
 
 
@@ -51,12 +60,16 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._collector = StatusCollector()
         self.registry.register(self._collector)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self._http = self._counter("http_requests", "HTTP requests by their answer.", "method", "route", "status")
         self._requests = self._counter("requests", "Requests that have ended.", "endpoint", "outcome")
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._new_tokens = self._counter("generation_tokens", "Tokens written.")
         self._ttft = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
         self._itl = self._histogram("inter_token_latency_seconds", "Between two chunks of a stream.")
         self._tpot = self._histogram("time_per_output_token_seconds", "The time per token after the first.")
+        self._queue_time = self._histogram("request_queue_time_seconds", "From a text's arrival to its turn.")
         self._e2e = self._histogram("e2e_request_latency_seconds", "From a request to its end.")
         self._drafts = self._counter("spec_decode_num_drafts", "Drafts that were verified.")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
@@ -90,6 +103,9 @@ class Metrics:
         self._collector.status = status
         return generate_latest(self.registry)
 
+    def count_http(self, method: str, route: str, status: int) -> None:
+        self._http.labels(method if method in METHODS else "other", route, str(status)).inc()
+
     def count_tokens(self, request: ApiRequest, count: int, lead: int) -> None:
         now = time.perf_counter()
         if request.ttft is None:
@@ -119,6 +135,7 @@ class Metrics:
     def _count_job(self, job: JobStats) -> None:
         for _, decision in job.completion.decisions:
             self._count_decision(decision)
+        self._queue_time.observe(job.queued)
         tally = job.completion.tally
         hidden = max(0, tally.useful - tally.exposed)
         self._drafts.inc(tally.useful if tally.drafted else 0)

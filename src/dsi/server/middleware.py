@@ -8,13 +8,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsi.server.errors import ApiError, internal_error, shutting_down
@@ -24,6 +25,8 @@ log = logging.getLogger("dsi.server")
 
 REQUEST_ID = re.compile(r"[\w.-]{1,64}")
 LOOPBACK = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?", re.IGNORECASE)
+PROTECTED = ("/v1/", "/tokenize", "/detokenize")  # by keys
+EXPOSED = ("x-request-id", "retry-after")  # to pages of other origins
 SECURITY_HEADERS = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -39,12 +42,23 @@ class LimitsMiddleware:
     """Checks each request before the application sees it.
 
     With `keys` the API requires one of them. With `local` the Host header must name this machine, which
-    prevents DNS rebinding.
+    prevents DNS rebinding. Pages of `origins` may use the API. `count` gets each request and its status.
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, keys: Sequence[str] = (), local: bool = False) -> None:
-        self._app, self._limits, self._local = app, limits, local
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        keys: Sequence[str] = (),
+        local: bool = False,
+        origins: Sequence[str] = (),
+        count: Callable[[Scope, int], None] = lambda scope, status: None,  # noqa: ARG005
+    ) -> None:
+        self._app, self._limits, self._local, self._count = app, limits, local, count
         self._keys = [os.fsencode(key) for key in keys]
+        self._answer: ASGIApp = self._answer_or_refuse
+        if origins:  # around what asks for the key, which a preflight does not have
+            self._answer = CORSMiddleware(self._answer, origins, ("GET", "POST"), ("*",), expose_headers=EXPOSED)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,10 +66,8 @@ class LimitsMiddleware:
             return
         request_log = RequestLog(scope, send)
         try:
-            self._check(scope)
-            body = await self._read_body(receive)
-            if body is not None:
-                await self._app(scope, _replay_body(body, receive), request_log.send)
+            self._check_host(scope)
+            await self._answer(scope, receive, request_log.send)
         except ApiError as error:
             await request_log.send_error(error)
         except asyncio.CancelledError:  # the time to shut down is over
@@ -65,14 +77,27 @@ class LimitsMiddleware:
             await request_log.send_error(internal_error())
         finally:
             request_log.write()
+            self._count(scope, request_log.status)
+
+    async def _answer_or_refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+            body = await self._read_body(receive)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replay_body(body, receive), send)
+
+    def _check_host(self, scope: Scope) -> None:
+        if self._local and not LOOPBACK.fullmatch(Headers(scope=scope).get("host", "")):
+            raise ApiError(400, "this server answers only to the names of the machine it runs on")
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if self._local and not LOOPBACK.fullmatch(headers.get("host", "")):
-            raise ApiError(400, "this server answers only to the names of the machine it runs on")
         client = self._client(headers)
         scope["state"]["client"] = client or 0
-        if client is None and scope["path"].startswith("/v1/"):
+        if client is None and scope["path"].startswith(PROTECTED):
             message, challenge = "a valid API key is needed: Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=challenge)
         # Request smuggling: a proxy may read it otherwise.
@@ -131,6 +156,11 @@ def _replay_body(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
+def error_response(error: ApiError) -> Response:
+    """An answer before the request's body is read: the rest of it will not be."""
+    return JSONResponse(error.json(), error.status, headers=error.headers | {"connection": "close"})
+
+
 class RequestLog:
     """Follows one request to its response and writes one line of log about it."""
 
@@ -154,14 +184,13 @@ class RequestLog:
     async def send_error(self, error: ApiError) -> None:
         if self.status:
             return  # the response has begun: it can only break off
-        headers = error.headers | {"connection": "close"}  # the rest of the request's body is not read
-        response = JSONResponse(error.json(), error.status, headers=headers)
         with suppress(OSError):
-            await response(self._scope, _disconnected, self.send)
+            await error_response(error)(self._scope, _disconnected, self.send)
 
     def write(self) -> None:
         fields = {"request": self.id, "method": self._scope["method"], "path": self._scope["path"][:200]}
-        fields["status"] = self.status or 499  # the client disconnected before there was a response
+        self.status = self.status or 499  # the client disconnected before there was a response
+        fields["status"] = self.status
         log.info("answered", extra=fields | {"ms": round(1000 * (time.perf_counter() - self._began), 1)})
 
 

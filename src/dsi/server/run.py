@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import logging
@@ -24,9 +25,12 @@ from dsi.server.errors import ApiError
 from dsi.server.limits import Limits
 from dsi.server.middleware import SECURITY_HEADERS
 from dsi.server.service import Service
-from dsi.server.sockets import is_loopback
+from dsi.server.sockets import BACKLOG, is_loopback, raise_file_limit
 
-BACKLOG = 256  # with the accepted connections still below the usual limit on open files
+log = logging.getLogger("dsi.server")
+
+OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+ACCEPT_LOG_SECONDS = 10.0  # between two lines of log about connections that cannot be accepted
 RECORD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -112,6 +116,24 @@ class ConnectionLimitsProtocol(H11Protocol):
             timer.cancel()
 
 
+class LoopErrors:
+    """The event loop's exception handler: a line of log for each, but few for connections that cannot be accepted.
+
+    The loop tries again each second, and reports as many errors each time as the backlog is long.
+    """
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "socket" not in context or not isinstance(error, OSError) or error.errno not in OUT_OF_FILES:
+            log.error(context["message"], exc_info=error)
+        elif loop.time() - self._last >= ACCEPT_LOG_SECONDS:
+            self._last = loop.time()
+            log.error("connections are refused until others are closed", extra={"why": error.strerror})
+
+
 class UvicornServer(uvicorn.Server):
     """On a signal it accepts no more requests, lets running ones finish for a while, then ends them with an error."""
 
@@ -125,6 +147,7 @@ class UvicornServer(uvicorn.Server):
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(LoopErrors())
         await super().startup(sockets)
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
@@ -139,12 +162,17 @@ class UvicornServer(uvicorn.Server):
 
 
 def configure_logging() -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    """Every logger, and every warning, writes lines of JSON."""
+    handler, loggers = logging.StreamHandler(sys.stderr), [*logging.root.manager.loggerDict.values()]
     handler.setFormatter(LogFormatter())
-    for name in ("dsi.server", "dsi.fleets", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO if name == "dsi.server" else logging.WARNING)
+    for logger in loggers:
+        if isinstance(logger, logging.Logger):
+            logger.handlers, logger.propagate = [], True
+    logging.root.handlers = [handler]
+    logging.root.setLevel(logging.WARNING)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    log.setLevel(logging.INFO)
+    logging.captureWarnings(True)
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
@@ -164,9 +192,17 @@ def uvicorn_config(app: ASGIApp, limits: Limits) -> uvicorn.Config:
     )
 
 
-def serve(engine: Engine, model: str, listener: socket.socket, limits: Limits, keys: Sequence[str]) -> None:
+def serve(
+    engine: Engine,
+    model: str,
+    listener: socket.socket,
+    limits: Limits,
+    keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
+) -> None:
     """Serve until a signal ends it."""
     configure_logging()
+    raise_file_limit(limits.connections)
     gc.freeze()  # else each full collection holds all threads while it traverses the imported modules
-    app, service = make_app(engine, model, limits, keys, is_loopback(listener))
+    app, service = make_app(engine, model, limits, keys, is_loopback(listener), origins)
     UvicornServer(uvicorn_config(app, limits), service).run(sockets=[listener])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
 MAX_INT = 1 << 31  # of any number; a server's own limits are lower
 
@@ -119,7 +119,40 @@ class ChatBody(Body):
     response_format: dict[str, Any] | None = None
 
 
+class TokenizeBody(BaseModel):
+    """A text or a conversation to tokenize, as in vLLM."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, fail_fast=True)
+    add_special_tokens: bool = Field(True, description="Of a prompt: those that begin every text.")
+    add_generation_prompt: bool = Field(True, description="Of messages: what begins the answer.")
+    return_token_strs: bool | None = False
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("must have either prompt or messages")
+        return self
+
+
+class DetokenizeBody(BaseModel):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(strict=True, ge=0, lt=MAX_INT)]] = Field(fail_fast=True)
+
+
 # Responses, for `/openapi.json`.
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
 
 
 class Usage(BaseModel):

@@ -23,7 +23,7 @@ from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, 
 from dsi.server.errors import ApiError, context_length_exceeded, deadline_exceeded, shutting_down
 from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
-from dsi.server.schema import Body, ChatBody, CompletionBody, Prompt
+from dsi.server.schema import Body, ChatBody, CompletionBody, DetokenizeBody, Message, Prompt, TokenizeBody
 from dsi.server.traces import Traces
 from dsi.server.workers import Workers
 
@@ -149,9 +149,7 @@ class Service:
         began = time.perf_counter()
         check_support(body)
         self._check_num_choices(body)
-        if body.model is not None and body.model != self.model:
-            message = f"the model {body.model[:200]!r} is not here; there is {self.model!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        self.check_model(body.model)
         if body.max_tokens != 0:
             await self.engine_thread.check_room(client, [body.max_tokens or DEFAULT_MAX_TOKENS] * _num_texts(body))
         chat = isinstance(body, ChatBody)
@@ -179,6 +177,11 @@ class Service:
             raise ApiError(400, str(error)) from error
         return request
 
+    def check_model(self, model: str | None) -> None:
+        if model is not None and model != self.model:
+            message = f"the model {model[:200]!r} is not here; there is {self.model!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def _check_num_choices(self, body: CompletionBody | ChatBody) -> None:
         """Before any prompt is tokenized, which takes a while where there are many."""
         if _num_texts(body) > self.limits.texts:
@@ -191,26 +194,44 @@ class Service:
             for prompt in body.prompt:
                 self._check_length(len(prompt) if isinstance(prompt, str) else 0, "prompt")
             return [await self.workers.run(self._tokenize, prompt) for prompt in body.prompt]
-        return [await self.workers.run(self._apply_chat_template, body)]
+        self._check_length(sum(len(message.content) for message in body.messages), "messages")
+        return [await self.workers.run(self._apply_chat_template, body.messages)]
 
-    def _apply_chat_template(self, body: ChatBody) -> Tokens:
-        messages = [{"role": message.role, "content": message.content} for message in body.messages]
-        self._check_length(sum(len(message["content"]) for message in messages), "messages")
+    def _apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> Tokens:
+        plain = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(messages)
+            return self.tokenizer.apply_chat_template(plain, add_generation_prompt)
         except Exception as error:  # a template may raise anything about roles that it does not know
             raise ApiError(400, "these messages do not fit the model's template", param="messages") from error
 
-    def _tokenize(self, prompt: Prompt) -> Tokens:
+    def _tokenize(self, prompt: Prompt, add_special_tokens: bool = True) -> Tokens:
         if isinstance(prompt, tuple):
-            size = self.tokenizer.size
-            if invalid := [token for token in prompt if token >= size][:1]:
-                raise ApiError(400, f"token {invalid[0]}: the model knows {size} tokens, from 0 on", param="prompt")
+            self._check_tokens(prompt, "prompt")
             return prompt
         try:
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, add_special_tokens)
         except (ValueError, TypeError) as error:  # a lone surrogate, say
             raise ApiError(400, "the prompt is no text that can be read", param="prompt") from error
+
+    def _check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        size = self.tokenizer.size
+        if invalid := [token for token in tokens if token >= size][:1]:
+            raise ApiError(400, f"token {invalid[0]}: the model knows {size} tokens, from 0 on", param=param)
+
+    def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        self.check_model(body.model)
+        if body.messages is not None:
+            tokens = self._apply_chat_template(body.messages, body.add_generation_prompt)
+        else:
+            tokens = self._tokenize(body.prompt or "", body.add_special_tokens)
+        spellings = self.tokenizer.tokenizer.convert_ids_to_tokens(list(tokens)) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": self.info.context, "tokens": tokens, "token_strs": spellings}
+
+    def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """Special tokens are spelled, too."""
+        self.check_model(body.model)
+        self._check_tokens(body.tokens, "tokens")
+        return {"prompt": self.tokenizer.tokenizer.decode(body.tokens, clean_up_tokenization_spaces=False)}
 
     def _check_length(self, characters: int, param: str) -> None:
         """Refuse a text that is too long however it is tokenized, which would take a while."""

@@ -1,9 +1,16 @@
-"""The socket that a server listens on, opened before any model is loaded."""
+"""The socket that a server listens on, opened before any model is loaded, and the files that connections need."""
 
 from __future__ import annotations
 
+import logging
+import resource
 import socket
 from ipaddress import ip_address
+
+log = logging.getLogger("dsi.server")
+
+BACKLOG = 256  # connections that are accepted at once, before any of them can be closed
+OTHER_FILES = 128  # of the servers, the models and the log
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -25,3 +32,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 def is_loopback(listener: socket.socket) -> bool:
     return ip_address(listener.getsockname()[0]).is_loopback
+
+
+def raise_file_limit(connections: int) -> None:
+    """Raise the limit on open files to what so many connections need, or as far as it goes and say so."""
+    needed = connections + BACKLOG + OTHER_FILES
+    soft, hard = (
+        needed if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if soft < min(needed, hard):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    if hard < needed:
+        message = "too few files may be open for --max-connections: raise ulimit -n"
+        log.warning(message, extra={"connections": connections, "files": hard, "needed": needed})
