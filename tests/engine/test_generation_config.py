@@ -43,7 +43,6 @@ def test_process_logits_has_what_depends_on_the_text_alone() -> None:
     assert process is not None
     assert sorted(type(processor).__name__ for processor in process.processors) == [
         "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
         "SuppressTokensLogitsProcessor",
     ]
 
@@ -90,6 +89,12 @@ def test_engine_writes_what_transformers_writes_with_the_folders_configuration(t
             done = engine.generate(PROMPT, max_new_tokens=24, algorithm=algorithm)
             assert (*done.prompt, *done.tokens) == tuple(expected[0].tolist())
         assert "corrected" not in engine.generate(PROMPT, max_new_tokens=24, algorithm="si").origins
+        other = TEXT | {"repetition_penalty": 1.0}
+        expected = model.generate(
+            ids["input_ids"], attention_mask=torch.ones_like(ids["input_ids"]), **other, **options
+        )
+        done = engine.generate(PROMPT, max_new_tokens=24, repetition_penalty=1.0)
+        assert (*done.prompt, *done.tokens) == tuple(expected[0].tolist())  # a request's own penalty takes precedence
 
 
 @pytest.mark.slow

@@ -320,7 +320,7 @@ def test_metrics_count_tokens_and_speculation(live: Live) -> None:
         (400, {"prompt": "a", "n": 65}),
         (400, {"prompt": [1 << 20]}),
         (400, {"prompt": "word " * 2000}),
-        (400, {"prompt": "a", "presence_penalty": 0.5}),
+        (400, {"prompt": "a", "presence_penalty": 2.5}),
         (400, {"prompt": "a", "stop": ["x"] * 17}),
         (400, {}),
         (400, {"prompt": "a", "temperature": -1}),

@@ -9,7 +9,7 @@ from dsi.core.generation import ACCEPTED, CORRECTED, PLAIN
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.spans import Span
 from dsi.models.names import model_path
-from dsi.models.tokenizer import Tokenizer
+from dsi.models.tokenizer import TextOutput, Tokenizer
 from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput
 from dsi.server.engine_thread import EngineOutput
@@ -31,7 +31,7 @@ def engine_outputs(tokenizer: Tokenizer, text: str, width: int = 1) -> list[Engi
 @pytest.mark.parametrize("width", [1, 2, 5])
 @pytest.mark.parametrize("text", ["The dog ran to the big red house.", "naïve café 雪 🙂 end"])
 def test_choice_deltas_join_to_the_text(tokenizer: Tokenizer, text: str, width: int) -> None:
-    choice = ChoiceOutput(0, (1,), tokenizer, [])
+    choice = ChoiceOutput(0, (1,), TextOutput(tokenizer, (1,), []))
     deltas = [choice.add(output)[0] for output in engine_outputs(tokenizer, text, width)]
     assert "".join(deltas) == choice.text == tokenizer.decode(tokenizer.encode(text))
     assert choice.finish_reason == "length"
@@ -39,7 +39,7 @@ def test_choice_deltas_join_to_the_text(tokenizer: Tokenizer, text: str, width: 
 
 
 def test_choice_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
-    choice = ChoiceOutput(0, (1,), tokenizer, ["big r"])
+    choice = ChoiceOutput(0, (1,), TextOutput(tokenizer, (1,), ["big r"]))
     for output in engine_outputs(tokenizer, "The dog ran to the big red house."):
         choice.add(output)
         if choice.finish_reason:
@@ -50,7 +50,7 @@ def test_choice_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
 
 
 def test_choice_shows_an_incomplete_stop_string_at_the_end(tokenizer: Tokenizer) -> None:
-    choice = ChoiceOutput(0, (1,), tokenizer, ["house and garden"])
+    choice = ChoiceOutput(0, (1,), TextOutput(tokenizer, (1,), ["house and garden"]))
     for output in engine_outputs(tokenizer, "The dog saw a house"):
         choice.add(output)
     assert choice.text == "The dog saw a house"
@@ -58,7 +58,7 @@ def test_choice_shows_an_incomplete_stop_string_at_the_end(tokenizer: Tokenizer)
 
 
 def test_choice_top_logprobs_include_the_token_itself(tokenizer: Tokenizer) -> None:
-    choice = ChoiceOutput(0, (1,), tokenizer, [], num_logprobs=1)
+    choice = ChoiceOutput(0, (1,), TextOutput(tokenizer, (1,), []), num_logprobs=1)
     cat, dog = (tokenizer.encode(f" {word}")[-1] for word in ("cat", "dog"))
     _, tokens = choice.add(EngineOutput([dog], [PLAIN], [((cat, -0.2), (dog, -3.0))]))
     logprobs = choice.completion_logprobs(tokens)

@@ -11,7 +11,7 @@ from dsi.cli import output as show
 from dsi.cli.budget import BudgetComparison, BudgetOptions, check_given
 from dsi.cli.engine import SPEC, load_engine, report_ignored_defaults, sampling_arguments
 from dsi.cli.options import Algorithms, Fields, Json, MaxNewTokens, algorithms, given, options, read_text, whole_numbers
-from dsi.core.messages import Sampling
+from dsi.core.messages import PENALTIES, Sampling
 from dsi.core.spec import SpecConfig
 from dsi.engine.config import EngineConfig
 
@@ -34,7 +34,7 @@ def compare(
     *,
     config: EngineConfig,
     spec: Annotated[SpecConfig, OWN_SPEC],
-    sampling: Annotated[Sampling, Fields(without=("min_p",))],
+    sampling: Annotated[Sampling, Fields(without=("min_p", *PENALTIES))],
     budget: Annotated[
         bool,
         typer.Option(

@@ -82,8 +82,9 @@ def text_document(engine: Engine, spec: SpecConfig, completion: Completion) -> d
 
 
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
-    """The arguments of `Engine.stream` and `Engine.generate` for these sampling parameters."""
-    return {field.name: getattr(sampling, field.name) for field in fields(sampling) if field.name != "candidates"}
+    """The arguments of `Engine.stream` and `Engine.generate`; the repetition penalty is left to the engine."""
+    names = [field.name for field in fields(sampling) if "help" in field.metadata]
+    return {name: getattr(sampling, name) for name in names if name != "repetition_penalty"}
 
 
 def generation_arguments(
@@ -96,7 +97,8 @@ def generation_arguments(
     defaults = {name: value for name, value in request_defaults(stored).items() if name not in given}
     has_limit = "max_new_tokens" in {*given, *defaults}
     _report_ignored(config, ignored_fields(stored, config, has_limit))
-    return {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling), **defaults}
+    penalty = {"repetition_penalty": sampling.repetition_penalty} if "repetition_penalty" in given else {}
+    return {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling), **penalty, **defaults}
 
 
 def report_ignored_defaults(config: EngineConfig) -> None:

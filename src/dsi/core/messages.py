@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dsi.core.fields import option
@@ -13,6 +14,15 @@ Time = Any  # float seconds, or a Fraction where virtual time is to be exact
 TARGET = "target"
 DRAFTER = "drafter"
 RULES = ("match", "reject", "block", "specinfer")
+PENALTIES = (  # fields of `Sampling` that process logits before all others
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+)
 RULE_HELP = "How draft tokens are accepted: match, reject, block or specinfer; all are lossless."
 
 TopLogprobs = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the likeliest first
@@ -38,6 +48,43 @@ class Sampling:
     rule: str = option(RULE_HELP, "match")
     candidates: int = 2  # specinfer: draft tokens for each position
     logprobs: int | None = None  # how many of the likeliest tokens to return for each position; None: no logprobs
+    repetition_penalty: float = option("Above 1, what is in prompt or text is less likely to come again.", 1.0)
+    presence_penalty: float = option("Subtracted from the logit of each token that is in the text.", 0.0)
+    frequency_penalty: float = option("The same, times how often it is there.", 0.0)
+    min_tokens: int = option("Tokens before which the text does not end by itself.", 0)
+    end_token_ids: Tokens = ()  # which are not sampled before
+    logit_bias: tuple[tuple[int, float], ...] = ()  # tokens, and what is added to their logits
+    bad_words: tuple[Tokens, ...] = ()  # that the text must not contain
+    allowed_token_ids: Tokens | None = None  # None: all
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits are processed before temperature, top-k, top-p and min-p."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.min_tokens
+            or self.logit_bias
+            or self.bad_words
+            or self.allowed_token_ids
+        )
+
+    @property
+    def penalties(self) -> list[str]:
+        """The names of the fields that make it so."""
+        return [
+            field.name
+            for field in fields(self)
+            if field.name in PENALTIES and getattr(self, field.name) != field.default
+        ]
+
+    @property
+    def token_ids(self) -> Iterator[int]:
+        """All tokens that are named."""
+        yield from (token for token, _ in self.logit_bias)
+        yield from (token for word in self.bad_words for token in word)
+        yield from self.allowed_token_ids or ()
 
     @property
     def needs_draft(self) -> bool:
@@ -57,12 +104,30 @@ class Sampling:
             raise ValueError(f"logprobs {self.logprobs}: must be at least 0")
         if not self.temperature >= 0 or self.temperature == float("inf"):
             raise ValueError(f"temperature {self.temperature}: must be 0 (greedy) or a positive number")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids: there must be at least 1, or no token could be sampled")
         if self.top_k < 0:
             raise ValueError(f"top_k {self.top_k}: must be 0 (all tokens) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p}: must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p {self.min_p}: must be between 0 and 1")
+        if self.has_penalties:
+            self._check_penalties()
+
+    def _check_penalties(self) -> None:
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty {self.repetition_penalty}: must be a number above 0; 1 has no effect")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                raise ValueError(f"{name} {getattr(self, name)}: must be between -2 and 2")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens {self.min_tokens}: must be at least 0")
+        for token, bias in self.logit_bias:
+            if not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias {bias} of token {token}: must be between -100 and 100")
+        if not all(self.bad_words):
+            raise ValueError("bad_words: one of them has no token")
 
 
 GREEDY = Sampling()

@@ -87,6 +87,7 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         names,
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=info.vocab_size,
+        repetition_penalty=getattr(weights.generation_config, "repetition_penalty", None) or 1.0,
         profile_key=key,
     )
 

@@ -47,6 +47,7 @@ class Deployment:
     warnings: tuple[str, ...] = ()
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
+    repetition_penalty: float = 1.0  # of the target's generation configuration, for requests that give none
     profile_key: str = ""  # under which what is measured of these models is kept; empty: nowhere
     _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
 
@@ -103,16 +104,28 @@ class Deployment:
 
     def check_request(self, prompt: Tokens, sampling: Sampling, new_tokens: int = 1) -> None:
         """Refuse a prompt that the target cannot continue, and sampling that these models do not support."""
-        if self.plans and (sampling.rule != "match" or sampling.logprobs is not None):
-            name = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
-            raise ValueError(f"{name}: on devices there are only match and no logprobs; leave them out")
+        if self.plans:
+            self._check_on_devices(sampling)
         if not prompt:
             raise ValueError("an empty prompt: must have at least one token")
-        if self.vocab_size is not None and not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
-            invalid = next(token for token in prompt if not 0 <= token < self.vocab_size)
-            raise ValueError(f"token {invalid}: the target's tokens are 0 to {self.vocab_size - 1}")
+        self.check_tokens(prompt)
+        self.check_tokens(tuple(sampling.token_ids))
         if self.context and len(prompt) + new_tokens > self.context:
             raise ContextLengthError(self.context, len(prompt), new_tokens)
+
+    @staticmethod
+    def _check_on_devices(sampling: Sampling) -> None:
+        if sampling.rule != "match" or sampling.logprobs is not None:
+            name = "logprobs" if sampling.rule == "match" else f"rule {sampling.rule}"
+            raise ValueError(f"{name}: on devices there are only match and no logprobs; leave them out")
+        if sampling.has_penalties:
+            raise ValueError(f"{sampling.penalties[0]}: is not supported on devices; leave it out")
+
+    def check_tokens(self, tokens: Tokens) -> None:
+        """Refuse tokens that the target does not have."""
+        if tokens and self.vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            invalid = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise ValueError(f"token {invalid}: the target's tokens are 0 to {self.vocab_size - 1}")
 
     def limit_new_tokens(self, prompt: Tokens, max_new_tokens: int) -> int:
         """At most as many tokens as the target's context has room for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
@@ -34,7 +34,8 @@ class TextStream:
 
     def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, request: Request, stops: Sequence[str]) -> None:
         self._loop, self._request = loop, request
-        self._output = TextOutput(tokenizer, request.prompt, stops)
+        min_tokens = request.sampling.min_tokens
+        self._output = TextOutput(tokenizer, request.prompt, stops, request.stop, min_tokens=min_tokens)
         self._run = loop.submit(request)
         self._text: list[str] = []
         self._iterator = self._generate()
@@ -182,7 +183,16 @@ class Engine(AbstractContextManager["Engine"]):
         seed: int = 0,
         rule: str | None = None,
         logprobs: int | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        min_tokens: int = 0,
+        logit_bias: Mapping[int, float] | None = None,
+        bad_words: Sequence[str] = (),
+        allowed_token_ids: Sequence[int] | None = None,
         stop: str | Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
         spec: SpecConfig | None = None,
         **fields: Any,
     ) -> TextStream:
@@ -190,22 +200,53 @@ class Engine(AbstractContextManager["Engine"]):
 
         `spec`, or its fields as keyword arguments, replaces the engine's. With the rule `match` a seed gives one
         text, whatever the algorithm; with `reject`, `block` and `specinfer` one for each algorithm and lookahead,
-        all of them distributed exactly as the target's.
+        all of them distributed exactly as the target's. The penalties are vLLM's: that of repetition counts the
+        prompt and the text, those of presence and frequency only the text; without a repetition penalty, that of
+        the target's generation configuration applies.
         """
         spec = make_spec(spec or self.spec, fields)
-        sampling = Sampling(temperature, top_k, top_p, min_p, seed, rule or spec.rule, logprobs=logprobs)
+        sampling = Sampling(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            seed,
+            rule or spec.rule,
+            logprobs=logprobs,
+            repetition_penalty=self.deployment.repetition_penalty if repetition_penalty is None else repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            min_tokens=min_tokens,
+            logit_bias=tuple((logit_bias or {}).items()),
+            bad_words=tuple(tokens for word in bad_words for tokens in self.tokenizer.encode_word(word)),
+            allowed_token_ids=None if allowed_token_ids is None else tuple(allowed_token_ids),
+        )
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
-        request = self.make_request(tokens, max_new_tokens, spec, sampling)
+        request = self.make_request(tokens, max_new_tokens, spec, sampling, stop_token_ids, ignore_eos)
         return TextStream(self.loop, self.tokenizer, request, [stop] if isinstance(stop, str) else stop)
 
-    def make_request(self, prompt: Tokens, max_new_tokens: int, spec: SpecConfig, sampling: Sampling) -> Request:
+    def make_request(
+        self,
+        prompt: Tokens,
+        max_new_tokens: int,
+        spec: SpecConfig,
+        sampling: Sampling,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+    ) -> Request:
         """Prepare a request for `loop.submit`, with no more new tokens than the target's context has room for.
 
         What `spec` leaves open is as in the engine's own, or else chosen by the deployment.
         """
+        if sampling.min_tokens > max(0, max_new_tokens):
+            raise ValueError(f"min_tokens {sampling.min_tokens}: there are {max_new_tokens} new tokens at most")
+        eos, more = self.tokenizer.eos_token_ids, frozenset(stop_token_ids)
+        if sampling.min_tokens:
+            sampling = replace(sampling, end_token_ids=tuple(sorted(eos | more)))
         self.deployment.check_request(prompt, sampling)
+        self.deployment.check_tokens(tuple(stop_token_ids))
         limit = self.deployment.limit_new_tokens(prompt, max_new_tokens)
-        ends, contexts = self.tokenizer.eos_token_ids, self.deployment.drafter_contexts
+        ends, contexts = more if ignore_eos else eos | more, self.deployment.drafter_contexts
         return Request(prompt, limit, self.policy(spec), sampling, ends, contexts)
 
     def score_request(self, prompt: Tokens, logprobs: int) -> ScoreRequest:

@@ -16,7 +16,6 @@ from dsi.models.names import model_path
 # Fields, with the value at which they have no effect; None never has one.
 PROCESSORS = {  # which make logits processors that depend on the text alone
     "sequence_bias": None,
-    "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "bad_words_ids": None,
     "min_length": 0,
@@ -24,6 +23,7 @@ PROCESSORS = {  # which make logits processors that depend on the text alone
     "remove_invalid_values": False,
     "suppress_tokens": None,
 }
+PENALTY = {"repetition_penalty": 1.0}  # which is the default of a request's own
 WARPERS = {"typical_p": 1.0, "top_h": None, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0}  # where it samples
 OTHER_SEARCHES = {  # which DSI, one text token by token, is not
     "num_beams": 1,
@@ -75,7 +75,7 @@ def process_logits(model: Any) -> LogitsProcessors | None:
     config = copy.deepcopy(model.generation_config)
     if not set_fields(config, PROCESSORS):
         return None
-    for name in (*IGNORED, *WARPERS):
+    for name in (*IGNORED, *WARPERS, *PENALTY):
         setattr(config, name, None)
     config.do_sample = False
     model._prepare_special_tokens(config, device="cpu")
@@ -87,7 +87,7 @@ def ignored_fields(config: Any, engine: EngineConfig, has_limit: bool) -> list[s
     ignored = [name for name in set_fields(config, IGNORED) if name != "max_length" or not has_limit]
     ignored += set_fields(config, WARPERS) if config.do_sample else []
     if engine.fleet is not None or engine.target_devices is not None:
-        ignored += set_fields(config, PROCESSORS)
+        ignored += set_fields(config, PENALTY | PROCESSORS)
     return ignored
 
 

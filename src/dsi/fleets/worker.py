@@ -66,7 +66,8 @@ def _one_forward(
     width = job.width if isinstance(job, Verify) else 0
     sampling, guesses = (job.sampling, job.draft_tokens) if isinstance(job, Verify) else (GREEDY, ())
     start = len(prefix.tokens) + 1 - width
-    request = ForwardRequest(prefix.tokens, start, prefix.num_cached, sampling, cancelled, guesses)
+    prompt_length = len(job.context.origin)
+    request = ForwardRequest(prefix.tokens, start, prefix.num_cached, sampling, cancelled, guesses, prompt_length)
     model = server.model
     if server.prefixes.shared_kv:
         prefix.num_cached = len(prefix.tokens)
@@ -98,9 +99,10 @@ def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Can
         for token in model.poll_draft(request, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
-    plain = job.branches == 1 and not job.sampling.needs_draft
+    plain, prompt_length = job.branches == 1 and not job.sampling.needs_draft, len(job.context.origin)
     for _ in range(job.count):
-        request = ForwardRequest(prefix.tokens, len(prefix.tokens), prefix.num_cached, job.sampling, cancelled)
+        at, num_cached = len(prefix.tokens), prefix.num_cached
+        request = ForwardRequest(prefix.tokens, at, num_cached, job.sampling, cancelled, prompt_length=prompt_length)
         yield Drafted(job.id, model.answer(request)[0]) if plain else _draft_token(job, model, request)
 
 

@@ -13,6 +13,7 @@ from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
 from dsi.sampling.logits import top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
+from dsi.sampling.penalties import apply_penalties
 from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
 
 
@@ -55,6 +56,7 @@ class ForwardRequest:
     sampling: Sampling = GREEDY
     cancelled: CancelFlag = NEVER
     guesses: tuple[tuple[DraftToken, ...], ...] = ()  # draft tokens for each position, where the rule needs them
+    prompt_length: int = 0  # tokens before the generated text
 
     @property
     def num_positions(self) -> int:
@@ -166,9 +168,13 @@ class SamplingModel:
         return self.backend.forward(request.tokens, request.start, request.cancelled)
 
     def _processed(self, request: ForwardRequest, logits: Array) -> Array:
-        if self.process is None or not request.num_positions:
+        if not request.num_positions:
             return logits
-        return self.process(logits, request.tokens, request.start)
+        if self.process is not None:
+            logits = self.process(logits, request.tokens, request.start)
+        if request.sampling.has_penalties:
+            logits = apply_penalties(logits, request.sampling, request.tokens, request.start, request.prompt_length)
+        return logits
 
     def _verify(self, request: ForwardRequest, logits: Array) -> Tokens:
         return verify_block(logits, request.sampling, request.start, request.guesses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +41,15 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def encode_word(self, word: str) -> list[Tokens]:
+        """The tokens of a word at the beginning of a text and, if other ones as many, within it: as vLLM does."""
+        first, inside = (
+            tuple(self.tokenizer(space + check_unicode("word", word).lstrip(), add_special_tokens=False)["input_ids"])
+            for space in ("", " ")
+        )
+        differs = len(inside) == len(first) and inside[:1] != first[:1]
+        return [first, inside] if differs else [first]
+
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The tokens that decoding skips."""
@@ -58,12 +67,28 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return getattr(self.tokenizer, "chat_template", None) is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> Tokens:
-        """Encode a conversation with the chat template; without one, as the messages joined by spaces."""
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool | None = None,
+    ) -> Tokens:
+        """Encode a conversation with the chat template; without one, as the messages joined by spaces.
+
+        By default, special tokens are added only without a template, which has its own.
+        """
         if not self.has_chat_template:
-            return self.encode(" ".join(message["content"] for message in messages))
+            text = " ".join(message["content"] for message in messages)
+            return self.encode(text, add_special_tokens is not False)
+        conversation: Any = list(messages)
+        if add_special_tokens:
+            return self.encode(
+                self.tokenizer.apply_chat_template(
+                    conversation, add_generation_prompt=add_generation_prompt, tokenize=False
+                )
+            )
         encoded = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=add_generation_prompt, tokenize=True
+            conversation, add_generation_prompt=add_generation_prompt, tokenize=True
         )
         return tuple(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
 
@@ -130,20 +155,21 @@ def _common_length(before: str, text: str) -> int:
 
 
 class StopStrings:
-    """End a text before any of these strings, independently of token boundaries."""
+    """End a text before any of these strings, or with it, independently of token boundaries."""
 
-    def __init__(self, stops: Iterable[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+    def __init__(self, stops: Iterable[str], include: bool = False) -> None:
+        self._stops, self._include = [stop for stop in stops if stop], include
         self._held_back = ""
         self.stopped = False
 
     def push(self, new_text: str) -> str:
         """Return what can be shown: up to the first stop string, or to where one may be beginning."""
         text = self._held_back + new_text
-        matches = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        matches = [(at, len(stop)) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches:
             self.stopped, self._held_back = True, ""
-            return text[: min(matches)]
+            at, length = min(matches)
+            return text[: at + length * self._include]
         overlap = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held_back = text[len(text) - overlap :]
         return text[: len(text) - overlap]
@@ -162,11 +188,24 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class TextOutput:
-    """The text of a growing sequence: detokenized without half characters, and ended before a stop string."""
+    """The text of a growing sequence: detokenized without half characters, and ended before a stop string.
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stops: Iterable[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
-        self._stops = StopStrings(stops)
+    The tokens `ends`, which end a text, are not shown, unless `include_stop` shows them and stop strings. Stop
+    strings do not count in the first `min_tokens` tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stops: Iterable[str] = (),
+        ends: Collection[int] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self.tokenizer, self._detokenizer = tokenizer, Detokenizer(tokenizer, prompt)
+        self._stops = StopStrings(stops, include_stop)
+        self._hidden, self._min_tokens = () if include_stop else ends, min_tokens
         self.num_tokens = 0  # up to the one that completed a stop string
 
     @property
@@ -182,9 +221,10 @@ class TextOutput:
         for token in tokens:
             if self.stopped:
                 break
-            characters = self._detokenizer.push([token])
-            added, shown = added + characters, shown + self._stops.push(characters)
+            characters = "" if token in self._hidden else self._detokenizer.push([token])
             self.num_tokens += 1
+            added += characters
+            shown += self._stops.push(characters) if self.num_tokens > self._min_tokens else characters
         return added, shown
 
     def finish(self) -> str:

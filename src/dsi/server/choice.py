@@ -36,8 +36,7 @@ class ChoiceOutput:
 
     index: int
     prompt: Tokens
-    tokenizer: Tokenizer
-    stops: Sequence[str]
+    output: TextOutput
     num_logprobs: int | None = None  # of the likeliest tokens, in the response; None: no log-probabilities
     job: GenerationJob | None = None
     stats: JobStats | None = None  # once the job has ended
@@ -46,27 +45,28 @@ class ChoiceOutput:
     text: str = ""
     finish_reason: str | None = None
 
-    def __post_init__(self) -> None:
-        self._output = TextOutput(self.tokenizer, self.prompt, self.stops)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.output.tokenizer
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has ended the text."""
-        return self._output.stopped
+        return self.output.stopped
 
     def add(self, output: EngineOutput) -> tuple[str, list[TokenText]]:
         """Append an output; returns the new characters and tokens, up to a stop string."""
         tokens, text = [], ""
         top_logprobs: Sequence[TopLogprobs | None] = output.top_logprobs or [None] * len(output.tokens)
         for token, origin, top in zip(output.tokens, output.origins, top_logprobs):
-            characters, shown = self._output.push([token])
+            characters, shown = self.output.push([token])
             tokens.append(TokenText(token, characters, self.offset, top, origin, output.time))
             self.offset += len(characters)
             text += shown
             if self.stopped:
                 break
         if output.finish_reason:
-            text += self._output.finish()
+            text += self.output.finish()
         self.tokens += tokens
         self.text += text
         self.finish_reason = "stop" if self.stopped else output.finish_reason

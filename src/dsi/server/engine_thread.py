@@ -48,6 +48,8 @@ class GenerationJob:
     prompt_logprobs: int | None = None  # score the prompt first, naming this many of the likeliest tokens
     trace: bool = False
     client: int = 0  # whose it is: the number of an API key
+    stop_token_ids: Tokens = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +312,8 @@ class EngineThread:
         if job.prompt_logprobs is not None:
             requests.append(self._engine.score_request(job.prompt, job.prompt_logprobs))
         if job.max_new_tokens:
-            requests.append(self._engine.make_request(job.prompt, job.max_new_tokens, job.spec, job.sampling))
+            ends = job.stop_token_ids, job.ignore_eos
+            requests.append(self._engine.make_request(job.prompt, job.max_new_tokens, job.spec, job.sampling, *ends))
         return requests
 
     def _admit(self) -> None:

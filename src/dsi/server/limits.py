@@ -17,6 +17,7 @@ class Limits:
     choices: int = option("Texts of one request at most: prompts times n.", 64, "max-choices")
     new_tokens: int = option("New tokens of one text at most.", 4096, "max-tokens")
     stops: int = 16  # stop strings of one request
+    token_ids: int = 1024  # in a logit_bias and the like, and bad words: each forward is sent them
     body_bytes: int = option("Of one request.", 1 << 20, "max-body-bytes")
     head_bytes: int = 1 << 14  # request line and headers
     connections: int = option("At once; more are closed.", 512, "max-connections")

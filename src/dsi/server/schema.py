@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInfo, WithJsonSchema, model_validator
 
+from dsi.core.sequence import Tokens
+
 MAX_INT = 1 << 31  # of any number; a server's own limits are lower
+MAX_BIAS = 100  # of a logit, either way
+TOKEN_ID = re.compile(r"^[0-9]{1,9}$")
 
 # Unions are parsed by functions, so that an error names the field and not a member of the union.
 
@@ -20,6 +25,10 @@ PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+TOKEN_IDS = {"anyOf": [TOKENS | {"minItems": 0}, {"type": "null"}]}
+BIAS = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+LOGIT_BIAS = {"anyOf": [{"type": "object", "patternProperties": {TOKEN_ID.pattern: BIAS}}, {"type": "null"}]}
+WORDS = {"anyOf": [{"type": "array", "items": {"type": "string", "minLength": 1}}, {"type": "null"}]}
 CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}, {"type": "null"}]}
 
 
@@ -63,14 +72,43 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
+def parse_token_ids(value: Any) -> Tokens | None:
+    if value is not None and not (isinstance(value, list) and all(map(_is_token, value))):
+        raise ValueError("must be a list of token ids")
+    return None if value is None else tuple(value)
+
+
+def parse_logit_bias(value: Any) -> dict[int, float]:
+    """Biases by token id: the keys of a JSON object are strings."""
+    value = {} if value is None else value
+    if not isinstance(value, dict) or not all(TOKEN_ID.fullmatch(token) for token in value):
+        raise ValueError("must be an object of token ids and numbers")
+    for token, bias in value.items():
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ValueError(f"the bias of token {token} must be a number between -{MAX_BIAS} and {MAX_BIAS}")
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def parse_words(value: Any) -> list[str]:
+    words = [] if value is None else value
+    if not isinstance(words, list) or not all(isinstance(word, str) and word.strip() for word in words):
+        raise ValueError("must be a list of words, none of them empty")
+    return words
+
+
+TokenIds = Annotated[Tokens | None, PlainValidator(parse_token_ids), WithJsonSchema(TOKEN_IDS)]
+LogitBias = Annotated[dict[int, float], PlainValidator(parse_logit_bias), WithJsonSchema(LOGIT_BIAS)]
+Words = Annotated[list[str], PlainValidator(parse_words), WithJsonSchema(WORDS)]
+
+
 class StreamOptions(BaseModel):
     include_usage: bool | None = False
 
 
 class Body(BaseModel):
-    """Fields of both kinds of completion. Unknown fields are ignored."""
+    """Fields of both kinds of completion. Others are kept, for `check_unknown` to refuse some of them by name."""
 
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
 
     model: str | None = None
     stream: bool | None = False
@@ -79,29 +117,35 @@ class Body(BaseModel):
     max_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     temperature: float | None = Field(1.0, ge=0, le=100)
     top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=0, le=MAX_INT, description="0: all tokens")
+    top_k: int | None = Field(0, ge=-1, le=MAX_INT, description="0 or -1: all tokens")
     min_p: float | None = Field(0.0, ge=0, le=1)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Annotated[list[str], PlainValidator(parse_stops), WithJsonSchema(STOP)] = []
-    user: str | None = None
+    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
+    logit_bias: LogitBias = {}
+    # As in vLLM.
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_INT)
+    min_tokens: int | None = Field(0, ge=0, le=MAX_INT)
+    stop_token_ids: TokenIds = None
+    ignore_eos: bool | None = False
+    bad_words: Words = []
+    allowed_token_ids: TokenIds = None
+    include_stop_str_in_output: bool | None = False
+    add_special_tokens: bool | None = Field(None, description="By default true for a prompt, false for a chat.")
     # Extensions.
     algorithm: Literal["nonsi", "si", "pearl", "dsi", "auto"] | None = None
     lookahead: int | None = Field(None, ge=1, le=512)
     rule: Literal["match", "reject", "block", "specinfer"] | None = None
     timeout: float | None = Field(None, gt=0, description="Seconds until the answer must be complete.")
     trace: bool | None = Field(False, description="Report the origin of each token and what the servers computed.")
-    # Not supported: other values than these are refused.
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    logit_bias: dict[str, Any] | None = None
 
 
 class CompletionBody(Body):
     prompt: Annotated[list[Prompt], PlainValidator(parse_prompts), WithJsonSchema(PROMPT)]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
-    suffix: str | None = None
-    best_of: int | None = Field(None, ge=1, le=MAX_INT)
+    best_of: int | None = Field(None, ge=1, le=MAX_INT, description="Must be n.")
 
 
 class Message(BaseModel):
@@ -114,9 +158,6 @@ class ChatBody(Body):
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_INT)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Any] | None = None
-    functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class TokenizeBody(BaseModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,18 +18,21 @@ from dsi.core.spec import ALGORITHMS, AUTO, SpecConfig
 from dsi.engine.config import default_algorithm, fill_spec
 from dsi.engine.deployment import ContextLengthError
 from dsi.engine.engine import Engine
+from dsi.models.tokenizer import TextOutput
 from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, JobStats, ServerStatus
 from dsi.server.errors import ApiError, context_length_exceeded, deadline_exceeded, shutting_down
 from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
+from dsi.server.parameters import check_unknown, unsupported
 from dsi.server.schema import Body, ChatBody, CompletionBody, DetokenizeBody, Message, Prompt, TokenizeBody
 from dsi.server.traces import Traces
 from dsi.server.workers import Workers
 
 log = logging.getLogger("dsi.server")
 
+MAX_WORD_LENGTH = 16  # characters of a bad word, on average
 MAX_TOKEN_LENGTH = 64  # characters: a longer prompt has more tokens than its characters divided by this
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 TOKENIZER_THREADS = 2  # more would take the cores of the models
@@ -46,7 +50,9 @@ class EngineInfo:
     lookaheads: Mapping[str, int]  # by algorithm
     min_draft: int
     latency: LatencyModel
-    supports_logprobs: bool
+    vocab_size: int
+    repetition_penalty: float  # of requests that leave it open
+    on_devices: bool  # where there are neither log-probabilities nor penalties
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
@@ -60,7 +66,9 @@ class EngineInfo:
             {algorithm: deployment.lookahead(algorithm) for algorithm in ALGORITHMS},
             engine.min_draft,
             deployment.latency,
-            supports_logprobs=not deployment.plans,
+            engine.tokenizer.size if deployment.vocab_size is None else deployment.vocab_size,
+            deployment.repetition_penalty,
+            on_devices=bool(deployment.plans),
         )
 
     def lookahead(self, algorithm: str) -> int | None:
@@ -147,8 +155,9 @@ class Service:
     async def prepare(self, body: CompletionBody | ChatBody, client: int = 0) -> ApiRequest:
         """Turn a request's body into choices with their jobs, or raise an `ApiError`."""
         began = time.perf_counter()
-        check_support(body)
+        check_parameters(body)
         self._check_num_choices(body)
+        self._check_named_tokens(body)
         self.check_model(body.model)
         if body.max_tokens != 0:
             await self.engine_thread.check_room(client, [body.max_tokens or DEFAULT_MAX_TOKENS] * _num_texts(body))
@@ -173,8 +182,9 @@ class Service:
         )
         try:
             await self.workers.run(self._add_choices, request, body, prompts, asyncio.get_running_loop())
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+        except ValueError as error:  # a sentence that begins with the field's name
+            name = re.split(r"\W", str(error), maxsplit=1)[0]
+            raise ApiError(400, str(error), param=name if name in type(body).model_fields else None) from error
         return request
 
     def check_model(self, model: str | None) -> None:
@@ -193,14 +203,17 @@ class Service:
         if isinstance(body, CompletionBody):
             for prompt in body.prompt:
                 self._check_length(len(prompt) if isinstance(prompt, str) else 0, "prompt")
-            return [await self.workers.run(self._tokenize, prompt) for prompt in body.prompt]
+            special = _or(body.add_special_tokens, True)
+            return [await self.workers.run(self._tokenize, prompt, special) for prompt in body.prompt]
         self._check_length(sum(len(message.content) for message in body.messages), "messages")
-        return [await self.workers.run(self._apply_chat_template, body.messages)]
+        return [await self.workers.run(self._apply_chat_template, body.messages, True, body.add_special_tokens)]
 
-    def _apply_chat_template(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> Tokens:
+    def _apply_chat_template(
+        self, messages: Sequence[Message], add_generation_prompt: bool = True, add_special_tokens: bool | None = None
+    ) -> Tokens:
         plain = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(plain, add_generation_prompt)
+            return self.tokenizer.apply_chat_template(plain, add_generation_prompt, add_special_tokens)
         except Exception as error:  # a template may raise anything about roles that it does not know
             raise ApiError(400, "these messages do not fit the model's template", param="messages") from error
 
@@ -249,10 +262,14 @@ class Service:
         stops, num_logprobs, n = self._stops(body), _num_logprobs(body), body.n or 1
         max_tokens = self._max_tokens(body, max(map(len, prompts)))
         min_draft = None if body.lookahead is None else min(self.info.min_draft, body.lookahead)
+        min_tokens, stop_ids = body.min_tokens or 0, frozenset(body.stop_token_ids or ())
+        ends = stop_ids if body.ignore_eos else stop_ids | self.tokenizer.eos_token_ids
         spec = fill_spec(SpecConfig(request.algorithm, body.lookahead, min_draft, rule=request.rule), self.info.spec)
         seed = secrets.randbits(31) if body.seed is None else body.seed
         for index in range(len(prompts) * n):
-            choice = ChoiceOutput(index, prompts[index // n], self.tokenizer, stops, num_logprobs)
+            prompt = prompts[index // n]
+            output = TextOutput(self.tokenizer, prompt, stops, ends, bool(body.include_stop_str_in_output), min_tokens)
+            choice = ChoiceOutput(index, prompt, output, num_logprobs)
             request.choices.append(choice)
             scores = request.echo and num_logprobs is not None
             if not (scores or max_tokens):
@@ -266,28 +283,55 @@ class Service:
                 num_logprobs if scores else None,
                 request.trace,
                 request.client,
+                body.stop_token_ids or (),
+                bool(body.ignore_eos),
             )
 
     def _sampling(
         self, request: ApiRequest, body: CompletionBody | ChatBody, seed: int, num_logprobs: int | None
     ) -> Sampling:
-        traced = request.trace and self.info.supports_logprobs
-        return Sampling(
+        traced = request.trace and not self.info.on_devices
+        sampling = Sampling(
             _or(body.temperature, 1.0),
-            body.top_k or 0,
+            max(0, body.top_k or 0),  # -1: all
             _or(body.top_p, 1.0),
             body.min_p or 0.0,
             seed,
             request.rule,
             logprobs=TRACE_LOGPROBS if num_logprobs is None and traced else num_logprobs,
+            repetition_penalty=_or(body.repetition_penalty, self.info.repetition_penalty),
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            min_tokens=body.min_tokens or 0,
+            logit_bias=tuple(body.logit_bias.items()),
+            bad_words=tuple(tokens for word in body.bad_words for tokens in self.tokenizer.encode_word(word)),
+            allowed_token_ids=body.allowed_token_ids,
         )
+        if self.info.on_devices and sampling.has_penalties:
+            raise unsupported(sampling.penalties[0])
+        return sampling
+
+    def _check_named_tokens(self, body: Body) -> None:
+        """Refuse more tokens or words than every forward can be given, and tokens that the model does not have."""
+        most, size = self.limits.token_ids, self.info.vocab_size
+        named = {"stop_token_ids": body.stop_token_ids or (), "allowed_token_ids": body.allowed_token_ids or ()}
+        for name, tokens in {"logit_bias": tuple(body.logit_bias), **named}.items():
+            if len(tokens) > most:
+                raise ApiError(400, f"{name}: {len(tokens)} tokens, at most {most}", param=name)
+            if tokens and max(tokens) >= size:
+                message = f"{name}: token {max(tokens)}, but the model's tokens are 0 to {size - 1}"
+                raise ApiError(400, message, param=name)
+        words, characters = len(body.bad_words), sum(map(len, body.bad_words))
+        if words > most or characters > MAX_WORD_LENGTH * most:
+            message = f"bad_words: {words} of {characters} characters, at most {most} of {MAX_WORD_LENGTH * most}"
+            raise ApiError(400, message, param="bad_words")
 
     def _stops(self, body: Body) -> list[str]:
         stops = body.stop
         if len(stops) > self.limits.stops or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
             longest = max(len(stop) for stop in stops)
             raise ValueError(
-                f"{len(stops)} stops of up to {longest} characters: at most {self.limits.stops} of {MAX_STOP_LENGTH}"
+                f"stop: {len(stops)} of up to {longest} characters, at most {self.limits.stops} of {MAX_STOP_LENGTH}"
             )
         return stops
 
@@ -306,7 +350,12 @@ class Service:
         if given is not None and given > self.limits.new_tokens:
             message = f"{name} {given}: must be at most {self.limits.new_tokens}, the limit of this server"
             raise ApiError(400, message, param=name)
-        return _or(given, default)
+        max_tokens = _or(given, default)
+        most = min(max_tokens, context - prompt) if context else max_tokens
+        if (body.min_tokens or 0) > most:
+            message = f"min_tokens {body.min_tokens}: there are {most} new tokens at most"
+            raise ApiError(400, message, param="min_tokens")
+        return max_tokens
 
     async def begin(self, request: ApiRequest) -> None:
         """Submit the jobs of a request, or raise an `ApiError`; a request that has begun must be followed."""
@@ -406,19 +455,8 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def check_support(body: CompletionBody | ChatBody) -> None:
-    """Refuse parameters of OpenAI's API that are not supported here, rather than ignore them silently."""
-    unsupported: dict[str, Any] = {
-        "frequency_penalty": body.frequency_penalty,
-        "presence_penalty": body.presence_penalty,
-        "logit_bias": body.logit_bias,
-    }
-    if isinstance(body, CompletionBody):
-        unsupported |= {"suffix": body.suffix, "best_of": body.best_of if body.best_of != (body.n or 1) else None}
-    else:
-        format = (body.response_format or {}).get("type", "text")
-        unsupported |= {"tools": body.tools, "functions": body.functions}
-        unsupported |= {"response_format": format if format != "text" else None}
-    for name, value in unsupported.items():
-        if value:
-            raise ApiError(400, f"{name}: is not supported here", param=name, code="unsupported_parameter")
+def check_parameters(body: CompletionBody | ChatBody) -> None:
+    """Refuse what could change the answer and is not supported, rather than ignore it silently."""
+    check_unknown(body.model_extra or {})
+    if isinstance(body, CompletionBody) and body.best_of not in (None, body.n or 1):
+        raise unsupported("best_of")
