@@ -1,6 +1,7 @@
 # Every target works alone on a fresh clone: each one sets up what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
+AXE_VERSION := 4.10.3
 
 .PHONY: setup browser demo check test pytest lint bench clean
 
@@ -18,6 +19,9 @@ browser:
 		(test "$$(id -u)" = 0 && command -v apt-get >/dev/null && \
 		apt-get update -qq && apt-get install -qq --yes chromium chromium-driver >/dev/null) || \
 		echo "there is no chromedriver here, and it cannot be installed: the page is not tested"
+	@test -f build/node_modules/axe-core/axe.min.js || \
+		(command -v npm >/dev/null && npm install --silent --no-save --prefix build axe-core@$(AXE_VERSION)) || \
+		echo "there is no axe-core here, and npm cannot install it: the page's accessibility is not tested"
 
 demo: setup
 	$(BIN)/dsi generate "Once upon a time" --max-new-tokens 160

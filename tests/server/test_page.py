@@ -23,6 +23,39 @@ from selenium.webdriver.support.wait import WebDriverWait
 
 DRIVER = which("chromedriver")
 PROMPT = "Once upon a time there was a little fox"
+AXE = Path(__file__).parents[2] / "build" / "node_modules" / "axe-core" / "axe.min.js"
+RUN_AXE = """
+const done = arguments[arguments.length - 1];
+const rules = {"label-content-name-mismatch": {enabled: true}, "target-size": {enabled: true}};
+axe.run(document, {rules, resultTypes: ["violations"]}).then(({violations}) => done(violations.map(
+  ({id, nodes}) => [id, nodes.map(({html, failureSummary}) => [html.slice(0, 200), failureSummary])])),
+  (error) => done([["axe failed", String(error)]]));
+"""
+FOCUS = """
+const node = document.activeElement;
+const outlined = (one) => {
+  const {outlineStyle, outlineWidth} = getComputedStyle(one);
+  return outlineStyle !== "none" && parseFloat(outlineWidth) >= 2;
+};
+const name = node.id || [node.tagName, node.name, node.value, node.textContent.slice(0, 20)].join(" ").trim();
+const inside = node.id === "prompt" ? node.form : node.matches("input[type=radio]") ? node.nextElementSibling : node;
+return [node === document.body ? "" : name, outlined(node) || outlined(inside)];
+"""  # what is focused, and whether it, its label or its frame has an outline
+CUT = """
+const clips = (node) => ["hidden", "clip"].includes(getComputedStyle(node).overflowX);
+const bound = (node) => {
+  for (let up = node; up; up = up.parentElement) if (clips(up)) return up.getBoundingClientRect();
+  return {left: 0, right: innerWidth};
+};
+return [...document.querySelectorAll("main *, header *, footer *")]
+  .filter((node) => node.checkVisibility() && !node.closest(".vh") && node.getClientRects().length)
+  .filter((node) => [...node.childNodes].some((child) => child.data?.trim()) || node.matches("input, select, canvas"))
+  .filter((node) => {
+    const box = node.getBoundingClientRect(), {left, right} = bound(node);
+    return box.left < left - 0.5 || box.right > right + 0.5 || (clips(node) && node.scrollWidth > node.clientWidth + 1);
+  })
+  .map((node) => node.outerHTML.slice(0, 120));
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,6 +118,22 @@ class Page:
     @property
     def overflows(self) -> bool:
         return bool(self.script("return document.documentElement.scrollWidth > innerWidth"))
+
+    @property
+    def cut(self) -> list[str]:
+        """Elements with text that end beyond the window or the element that clips them."""
+        return list(self.script(CUT))
+
+    def prefer(self, scheme: str) -> None:
+        features = [{"name": "prefers-color-scheme", "value": scheme}] if scheme else []
+        self.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def check_accessibility(self) -> None:
+        """Run axe-core, around the content security policy as a browser's extension would."""
+        if not self.script("return Boolean(window.axe)"):
+            self.script(AXE.read_text())
+        findings = self.browser.execute_async_script(RUN_AXE)
+        assert findings == [], findings
 
 
 @pytest.fixture(scope="module")
@@ -331,18 +380,93 @@ def test_page_asks_for_an_api_key_and_keeps_it_in_the_tab(serving: Serving, page
 
 
 def test_page_fits_a_phone(live: Live, page: Page, tmp_path: Path) -> None:
+    def check() -> None:
+        assert not page.overflows
+        assert page.cut == []
+
     page.open(live.url, 360, 780)
-    assert not page.overflows
+    check()
     page.one("#more").click()
-    assert not page.overflows
+    check()
     page.generate(24)
     page.until(lambda: page.count == 24)
     page.finished()
-    assert not page.overflows
+    check()
     page.browser.save_screenshot(str(tmp_path / "phone.png"))
     page.one("#race").click()
-    page.until(lambda: page.one("#verdict").is_displayed())
-    assert not page.overflows
+    page.until(lambda: len(page.all(".column.over")) == 3)
+    check()
+    boxes = [column.rect for column in page.all(".column")]
+    assert all(0 <= box["x"] < box["x"] + box["width"] <= 360 for box in boxes)
+    assert boxes[-1]["y"] + boxes[-1]["height"] - boxes[0]["y"] <= 780  # all in one window
+    page.script("document.querySelector('#columns').scrollIntoView()")
+    page.browser.save_screenshot(str(tmp_path / "race.png"))
+
+
+needs_axe = pytest.mark.skipif(not AXE.exists(), reason="there is no axe-core: make browser installs it")
+
+
+@needs_axe
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 360)])  # they do not depend on each other
+def test_page_has_no_accessibility_finding(live: Live, page: Page, scheme: str, width: int) -> None:
+    page.prefer(scheme)
+    page.open(live.url, width)
+    page.check_accessibility()
+    page.one("#more").click()
+    page.generate(300)
+    page.until(lambda: page.count > 4)
+    page.check_accessibility()
+    page.press(Keys.ESCAPE)
+    page.finished()
+    page.write("#prompt", "def f(x):")
+    for algorithm in page.all("#algorithm input"):
+        algorithm.click()
+        page.generate(8)
+        page.finished()
+        page.check_accessibility()
+    page.one("details.table summary").click()
+    page.script("document.querySelector('.token[tabindex=\"0\"]').focus()")
+    page.check_accessibility()
+    page.generate(0)
+    page.until(lambda: page.content("#alert"))
+    page.check_accessibility()
+    page.write("#max_tokens", 24)
+    page.one("#race").click()
+    page.until(lambda: len(page.all(".column.over")) == 3)
+    page.check_accessibility()
+    page.prefer("")
+
+
+def test_page_names_tokens_that_are_only_space(live: Live, page: Page) -> None:
+    page.open(live.url)
+    page.generate(64)
+    page.finished()
+    tokens = page.all("#text .token")
+    named = {str(token.get_attribute("textContent")): token.accessible_name for token in tokens}
+    blank = {text: name for text, name in named.items() if not text.strip()}
+    assert any("\n" in text for text in blank)
+    assert all("newline" in name for text, name in blank.items() if "\n" in text)
+    assert all(named.values())
+    assert page.one("[data-zoom=fit]").accessible_name == "fit: show the whole request"
+
+
+def test_page_shows_where_the_keyboard_is(live: Live, page: Page) -> None:
+    """Each element that Tab reaches, from the first to the last, has an outline of two pixels."""
+    page.open(live.url)
+    page.one("#more").click()
+    page.generate(8)
+    page.finished()
+    page.script("document.querySelector('.skip').focus()")
+    seen: dict[str, bool] = {}
+    while True:
+        page.press(Keys.TAB)
+        name, shown = page.script(FOCUS)
+        if not name or name in seen:
+            break
+        seen[name] = shown
+    assert {"theme", "prompt", "max_tokens", "more", "rule", "race", "generate", "copy", "trace"} <= seen.keys()
+    assert any(name.startswith("SPAN") for name in seen)  # a token
+    assert [name for name, shown in seen.items() if not shown] == []
 
 
 def test_page_theme_follows_the_system_until_changed(live: Live, page: Page) -> None:

@@ -17,6 +17,13 @@ export function duration(s) {
 
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣") || "(nothing)";
 
+/** What a screen reader says of a token without a letter to say; null of others. */
+function spoken(text) {
+  if (text.trim()) return null;
+  const names = { "\n": "newline", "\t": "tab", " ": "space", "\r": "carriage return" };
+  return [...text].map((character) => names[character] ?? "blank").join(" ") || "no text";
+}
+
 const ORIGINS = {
   accepted: "guessed by the drafter, accepted",
   corrected: "the target’s, for a wrong guess",
@@ -86,6 +93,8 @@ export class Text {
     }
     for (const token of tokens) {
       const node = element("span", { class: `token ${token.how}`, role: "option", tabindex: "-1", "aria-selected": "false" }, token.text);
+      const name = spoken(token.text);
+      if (name) node.setAttribute("aria-label", name);
       node.dataset.index = this.tokens.length;
       this.tokens.push(token);
       this.list.append(node);
