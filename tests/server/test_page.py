@@ -252,7 +252,8 @@ def test_timeline_describes_the_forward_under_the_pointer(live: Live, page: Page
     # A narrow bar of the other lane may be the first that the pointer meets.
     for right in range(-300, 300, 4):
         ActionChains(page.browser, duration=0).move_to_element_with_offset(canvas, right, last_lane).perform()
-        range_of_tokens = re.match(r"target-2 verifies tokens? (\d+)(?: to (\d+))?\n", page.content("#tip") + "\n")
+        tip = "".join(line.text for line in page.all("#tip .tip-head"))
+        range_of_tokens = re.fullmatch(r"target-2 verifies tokens? (\d+)(?: to (\d+))?", tip)
         if range_of_tokens:
             break
     assert range_of_tokens
