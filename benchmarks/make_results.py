@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import faults
 import harness
 
 ROOT = harness.RESULTS.parents[1]
@@ -23,13 +24,19 @@ H200_ROW = "| DSI's speed over SI's, several targets on one H200 in slices"
 Row = dict[str, Any]
 
 
-def newest() -> Path:
-    """Return the newest run of `h200.py` that has every target, the whole GPU, and Table 2."""
-    complete = [path for path in harness.RESULTS.glob("h200-*.json") if is_complete(json.loads(path.read_text()))]
-    return max(complete, key=lambda path: (json.loads(path.read_text())["date"], path.stat().st_mtime, path.name))
+def newest(name: str = "h200") -> Path:
+    """Return the newest complete run of a benchmark."""
+    runs = {path: json.loads(path.read_text()) for path in harness.RESULTS.glob(f"{name}-*.json")}
+    complete = [path for path, run in runs.items() if COMPLETE[name](run)]
+    return max(complete, key=lambda path: (date_of(runs[path]), path.stat().st_mtime, path.name))
+
+
+def date_of(run: Row) -> str:
+    return str(run.get("date") or run["machine"]["date"])
 
 
 def is_complete(run: Row) -> bool:
+    """Whether a run of `h200.py` has every target, the whole GPU, and Table 2."""
     whole = {target["shape"] for target in run["targets"] if "whole_gpu" in target}
     return whole == set(SHAPES) and bool(run["table2"])
 
@@ -132,33 +139,48 @@ def source(_: Row) -> Iterator[str]:
     yield f"From `{newest().name}` in `benchmarks/results`."
 
 
-SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {
+def fault_table(run: Row) -> Iterator[str]:
+    return faults.table(run["rows"])
+
+
+def has_every_fault(run: Row) -> bool:
+    """Whether a run of `faults.py` has both kinds of fleet, and the server."""
+    return {row["fleet"] for row in run["rows"]} == {"processes", "ray"} and "server" in run
+
+
+COMPLETE: dict[str, Callable[[Row], bool]] = {"h200": is_complete, "faults": has_every_fault}
+SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the name of its benchmark
     "h200 source": source,
     "h200 slices": slices,
     "h200 table 2": table2,
     "h200 whole": whole_gpu,
+    "faults": fault_table,
 }
 
 
-def rewritten(text: str, run: Row) -> str:
-    """Return the page with its generated sections and lines made from this run."""
+def rewritten(text: str, runs: dict[str, Row]) -> str:
+    """Return the page with its generated sections and lines made from these runs."""
     for name, section in SECTIONS.items():
         pattern = rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)"
-        body = "\n".join(section(run))
+        body = "\n".join(section(runs[name.partition(" ")[0]]))
         text = re.sub(pattern, rf"\1\n{body}\n\n\2", text, flags=re.DOTALL)
-    lines = [h200_row(run) if line.startswith(H200_ROW) else line for line in text.split("\n")]
+    lines = [h200_row(runs["h200"]) if line.startswith(H200_ROW) else line for line in text.split("\n")]
     return "\n".join(lines)
+
+
+def newest_runs() -> dict[str, Row]:
+    return {name: json.loads(newest(name).read_text()) for name in COMPLETE}
 
 
 def main() -> None:
     parser = harness.Parser(prog="make_results.py", description=__doc__, epilog="example: make_results.py --check")
     parser.add_argument("--check", action="store_true", help="only say which pages are out of date")
     options = parser.parse_args()
-    run = json.loads(newest().read_text())
+    runs = newest_runs()
     stale = []
     for name in PAGES:
         before = (ROOT / name).read_text()
-        after = rewritten(before, run)
+        after = rewritten(before, runs)
         if before != after:
             stale.append(name)
             if not options.check:
