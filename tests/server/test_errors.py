@@ -143,6 +143,16 @@ def test_assistant_message_may_have_no_content(live: Live) -> None:
     assert len({text["choices"][0]["message"]["content"] for text in texts}) == 1
 
 
+def test_calls_of_tools_in_a_message_need_a_chat_template(live: Live) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    found = error(live, CHAT, messages=[{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert found["param"] == "messages.0.tool_calls"
+    message = "messages.0.tool_calls: needs a chat template, which this model does not have"
+    assert (found["code"], found["message"]) == ("unsupported_parameter", message)
+    answer = live.post(CHAT, messages=[{"role": "user", "content": "Hello", "name": "Ann"}], max_tokens=1)
+    assert answer.status_code == 200
+
+
 def test_openapi_has_no_status_422(live: Live) -> None:
     document = live.get("/openapi.json").json()
     statuses = {status for path in document["paths"].values() for op in path.values() for status in op["responses"]}

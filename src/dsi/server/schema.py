@@ -149,6 +149,10 @@ class CompletionBody(Body):
 
 
 class Message(BaseModel):
+    """Other fields than these two, `name` and `tool_calls` say, are given to the model's chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[str, PlainValidator(parse_content), WithJsonSchema(CONTENT)] = Field(None, validate_default=True)
 

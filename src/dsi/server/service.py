@@ -37,6 +37,7 @@ MAX_TOKEN_LENGTH = 64  # characters: a longer prompt has more tokens than its ch
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 TOKENIZER_THREADS = 2  # more would take the cores of the models
 TRACE_LOGPROBS = 3  # alternatives of each token that a trace shows
+CALL_FIELDS = frozenset({"tool_calls", "tool_call_id", "function_call"})  # of a message
 T = TypeVar("T")
 
 
@@ -211,7 +212,9 @@ class Service:
     def _apply_chat_template(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, add_special_tokens: bool | None = None
     ) -> Tokens:
-        plain = [{"role": message.role, "content": message.content} for message in messages]
+        plain = [message.model_dump(exclude_none=True) for message in messages]
+        if not self.tokenizer.has_chat_template:
+            _check_no_calls(plain)
         try:
             return self.tokenizer.apply_chat_template(plain, add_generation_prompt, add_special_tokens)
         except Exception as error:  # a template may raise anything about roles that it does not know
@@ -440,6 +443,15 @@ class Service:
 
 def _num_texts(body: CompletionBody | ChatBody) -> int:
     return (len(body.prompt) if isinstance(body, CompletionBody) else 1) * (body.n or 1)
+
+
+def _check_no_calls(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse calls of tools in a conversation that no template would put into the prompt."""
+    for i, message in enumerate(messages):
+        for name in CALL_FIELDS.intersection(message):
+            param = f"messages.{i}.{name}"
+            problem = f"{param}: needs a chat template, which this model does not have"
+            raise ApiError(400, problem, param=param, code="unsupported_parameter")
 
 
 def _num_logprobs(body: CompletionBody | ChatBody) -> int | None:
