@@ -198,10 +198,11 @@ def test_engine_thread_serves_clients_in_turn(engine_thread: EngineThread) -> No
     """The first client fills its own places; the second has its own, and does not wait for all of the first's."""
 
     async def scenario() -> None:
-        first = [Client(last, 40) for last in range(5)]
-        second = [Client(last, 40, client=1) for last in range(5, 8)]
+        first = [Client(last, 200) for last in range(5)]
+        second = [Client(last, 200, client=1) for last in range(5, 8)]
         Client.ended.clear()
         await engine_thread.submit(jobs(*first))
+        await until(engine_thread, 2, 3)
         with pytest.raises(ApiError, match="5 texts of at most 5 ") as refused:
             await engine_thread.submit(jobs(Client(9)))
         assert (refused.value.status, refused.value.code) == (429, "queue_full")
