@@ -196,7 +196,7 @@ def under_load(streams: int, faults: int, seed: int) -> dict[str, Any]:
     with Engine.load() as engine:
         requests = cases(engine)
     score, began = Score(), time.perf_counter()
-    with server(streams, sp=2) as (url, pid), random_faults(pid, 0.5, seed) as counts:
+    with server(streams, "--sp", "2") as (url, pid), random_faults(pid, 0.5, seed) as counts:
         while counts.total() < faults:
             for algorithm in ALGORITHMS:
                 part = asyncio.run(load(url, requests, algorithm, streams, 3.0))

@@ -31,6 +31,7 @@ import harness
 from dsi.engine.engine import Engine
 
 LOOKAHEAD, MIN_DRAFT = 8, 4  # the same for the engine and the server: each would measure its own
+FIXED = ("--sp", "1", "--lookahead", str(LOOKAHEAD), "--min-draft", str(MIN_DRAFT))
 WORDS = "fox cat dog girl boy bear tree king bird fish cow hen pig owl car ball".split()  # noqa: SIM905
 PROMPTS = [f"Once upon a time there was a little {word}" for word in WORDS]
 NEW_TOKENS = 48
@@ -69,11 +70,10 @@ def cases(engine: Engine) -> list[Case]:
 
 
 @contextmanager
-def server(streams: int, sp: int = 1) -> Iterator[tuple[str, int]]:
+def server(streams: int, *options: str) -> Iterator[tuple[str, int]]:
     """Its address and its process."""
-    command = [sys.executable, "-m", "dsi", "serve", "--port", "0", "--sp", str(sp)]
-    command += ["--lookahead", str(LOOKAHEAD), "--min-draft", str(MIN_DRAFT), "--max-running", str(streams)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "dsi", "serve", "--port", "0", "--max-running", str(streams)]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         for line in process.stderr or ():
             if address := re.search(r"listening on (\S+)", line):
@@ -267,7 +267,7 @@ def main() -> None:
     options = parser.parse_args()
     random.seed(options.seed)
     results: dict[str, Any] = {}
-    with Engine.load(lookahead=LOOKAHEAD, min_draft=MIN_DRAFT) as engine, server(options.streams) as (url, pid):
+    with Engine.load(lookahead=LOOKAHEAD, min_draft=MIN_DRAFT) as engine, server(options.streams, *FIXED) as (url, pid):
         requests = cases(engine)
         results["one_stream"] = overhead(engine, url, options.rounds)
         results["load"] = throughput(url, requests, options.streams, options.seconds / 3)
