@@ -1,0 +1,370 @@
+"""Compiled kernels for forwards of few tokens on a CPU, at the speed of its memory; they need numba.
+
+Every product accumulates in the same order whatever the number of rows beside it, so a token's logits do not depend on
+how many tokens a forward computes. Weights are float32, bfloat16 (as unsigned 16-bit integers) or int8 with
+a scale for each output; activations are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+LANES = 16  # two registers of AVX2, or one of AVX-512
+FLOAT, INT32, INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR, INT_VECTOR = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+ROW_TILE = 3  # rows and columns of a tile whose sums stay in registers
+COLUMN_TILE = 2
+WIDE_TILE = 4  # columns for a single row
+
+Builder = Any
+
+
+def index(value: int) -> ir.Constant:
+    return ir.Constant(INDEX, value)
+
+
+def splat(builder: Builder, value: Any) -> Any:
+    """A vector with one value in every lane."""
+    first = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), value, ir.Constant(INT32, 0))
+    zeros = ir.Constant(INT_VECTOR, [0] * LANES)
+    return builder.shuffle_vector(first, ir.Constant(VECTOR, ir.Undefined), zeros)
+
+
+def constant(value: float) -> ir.Constant:
+    return ir.Constant(VECTOR, [value] * LANES)
+
+
+def call(builder: Builder, name: str, *args: Any) -> Any:
+    """Call an intrinsic of LLVM on vectors."""
+    signature = ir.FunctionType(VECTOR, [VECTOR] * len(args))
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}.v{LANES}f32"), args)
+
+
+def row_pointer(builder: Builder, array: Any, row: Any) -> Any:
+    """The first element of a row; rows may be strided, elements may not."""
+    bytes_ = builder.bitcast(array.data, ir.IntType(8).as_pointer())
+    offset = builder.mul(row, builder.extract_value(array.strides, 0))
+    return builder.bitcast(builder.gep(bytes_, [offset]), array.data.type)
+
+
+def load(builder: Builder, pointer: Any, at: Any) -> Any:
+    """Load a vector as floats: from float32, from the bits of bfloat16, or from int8."""
+    element = pointer.type.pointee
+    vector = ir.VectorType(element, LANES)
+    value = builder.load(builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer()), align=element_bytes(element))
+    if element == FLOAT:
+        return value
+    if element.width == 16:
+        bits = builder.shl(builder.zext(value, INT_VECTOR), ir.Constant(INT_VECTOR, [16] * LANES))
+        return builder.bitcast(bits, VECTOR)
+    return builder.sitofp(builder.sext(value, INT_VECTOR), VECTOR)
+
+
+def element_bytes(element: Any) -> int:
+    return 4 if element == FLOAT else element.width // 8
+
+
+def store(builder: Builder, value: Any, pointer: Any, at: Any) -> None:
+    builder.store(value, builder.bitcast(builder.gep(pointer, [at]), VECTOR.as_pointer()), align=4)
+
+
+def loop(
+    builder: Builder, start: Any, end: Any, step: int, initial: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """Run `body(i, values) -> values` for each i; return the values after the last."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "inside", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    i = builder.phi(INDEX)
+    i.add_incoming(start, before)
+    values = [builder.phi(value.type) for value in initial]
+    for value, first in zip(values, initial):
+        value.add_incoming(first, before)
+    builder.cbranch(builder.icmp_signed("<", i, end), inside, after)
+    builder.position_at_end(inside)
+    changed = body(i, list(values))
+    i.add_incoming(builder.add(i, index(step)), builder.block)
+    for value, new in zip(values, changed):
+        value.add_incoming(new, builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return list(values)
+
+
+def horizontal_sum(builder: Builder, vector: Any) -> Any:
+    """Add the lanes pairwise, always in the same order."""
+    lanes = [builder.extract_element(vector, ir.Constant(INT32, lane)) for lane in range(LANES)]
+    while len(lanes) > 1:
+        half = len(lanes) // 2
+        lanes = [builder.fadd(a, b) for a, b in zip(lanes[:half], lanes[half:])]
+    return lanes[0]
+
+
+def exp(builder: Builder, x: Any) -> Any:
+    """exp in float32 to about one unit in the last place, for x below 88 (Cephes' polynomial)."""
+    x = call(builder, "maxnum", x, constant(-87.0))
+    n = call(builder, "floor", call(builder, "fma", x, constant(1.44269504088896341), constant(0.5)))
+    x = call(builder, "fma", n, constant(-0.693359375), x)
+    x = call(builder, "fma", n, constant(2.12194440e-4), x)
+    y = constant(1.9875691500e-4)
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        y = call(builder, "fma", y, x, constant(coefficient))
+    y = call(builder, "fma", y, builder.fmul(x, x), builder.fadd(x, constant(1.0)))
+    exponent = builder.add(builder.fptosi(n, INT_VECTOR), ir.Constant(INT_VECTOR, [127] * LANES))
+    power = builder.bitcast(builder.shl(exponent, ir.Constant(INT_VECTOR, [23] * LANES)), VECTOR)
+    return builder.fmul(y, power)
+
+
+def array_of(context: Any, builder: Builder, type_: Any, value: Any) -> Any:
+    return context.make_array(type_)(context, builder, value)
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def tile(_: Any, w: Any, n: Any, scale: Any, x: Any, r: Any, y: Any, add: Any, rows: Any, columns: Any) -> Any:
+    """y[r + i, n + j] = x[r + i] . w[n + j] for each i < rows, j < columns; with `add`, added to what is there."""
+    num_rows, num_columns = rows.literal_value, columns.literal_value
+    scaled = w.dtype == types.int8
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        w_, n_, scale_, x_, r_, y_, add_ = args[:7]
+        weights, scales, inputs, outputs = (
+            array_of(context, builder, signature.args[i], value) for i, value in ((0, w_), (2, scale_), (3, x_), (5, y_))
+        )
+        ws = [row_pointer(builder, weights, builder.add(n_, index(j))) for j in range(num_columns)]
+        xs = [row_pointer(builder, inputs, builder.add(r_, index(i))) for i in range(num_rows)]
+
+        def body(k: Any, sums: list[Any]) -> list[Any]:
+            w_vectors = [load(builder, pointer, k) for pointer in ws]
+            added = []
+            for i, pointer in enumerate(xs):
+                x_vector = load(builder, pointer, k)
+                added += [call(builder, "fma", w_vectors[j], x_vector, sums[i * num_columns + j]) for j in range(num_columns)]
+            return added
+
+        length = builder.extract_value(weights.shape, 1)
+        sums = loop(builder, index(0), length, LANES, [constant(0.0)] * (num_rows * num_columns), body)
+        for i in range(num_rows):
+            out = row_pointer(builder, outputs, builder.add(r_, index(i)))
+            for j in range(num_columns):
+                column = builder.add(n_, index(j))
+                total = horizontal_sum(builder, sums[i * num_columns + j])
+                if scaled:
+                    total = builder.fmul(total, builder.load(builder.gep(scales.data, [column])))
+                pointer = builder.gep(out, [column])
+                before = builder.select(add_, builder.load(pointer), ir.Constant(FLOAT, 0.0))
+                builder.store(builder.fadd(before, total), pointer)
+        return context.get_dummy_value()
+
+    integer = types.intp
+    return types.void(w, integer, scale, x, integer, y, types.boolean, rows, columns), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def normalize_row(_: Any, x: Any, r: Any, weight: Any, epsilon: Any, y: Any) -> Any:
+    """RMS norm of one row; y may be x."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        inputs, weights, outputs = (array_of(context, builder, signature.args[i], args[i]) for i in (0, 2, 4))
+        source, target = row_pointer(builder, inputs, args[1]), row_pointer(builder, outputs, args[1])
+        length = builder.extract_value(inputs.shape, 1)
+
+        def square(k: Any, sums: list[Any]) -> list[Any]:
+            value = load(builder, source, k)
+            return [call(builder, "fma", value, value, sums[0])]
+
+        [squares] = loop(builder, index(0), length, LANES, [constant(0.0)], square)
+        mean = builder.fdiv(horizontal_sum(builder, squares), builder.sitofp(length, FLOAT))
+        root = call(builder, "sqrt", splat(builder, builder.fadd(mean, args[3])))
+
+        def scale(k: Any, _: list[Any]) -> list[Any]:
+            normed = builder.fdiv(load(builder, source, k), root)
+            store(builder, builder.fmul(normed, load(builder, weights.data, k)), target, k)
+            return []
+
+        loop(builder, index(0), length, LANES, [], scale)
+        return context.get_dummy_value()
+
+    return types.void(x, types.intp, weight, types.float32, y), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def softmax_row(_: Any, scores: Any, r: Any, count: Any, largest: Any, scale: Any) -> Any:
+    """Replace the first `count` scores of a row, rounded up to whole vectors, by exp(scale * (s - largest)); their sum."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        array = array_of(context, builder, signature.args[0], args[0])
+        row = row_pointer(builder, array, args[1])
+        shift, factor = splat(builder, args[3]), splat(builder, args[4])
+
+        def body(k: Any, sums: list[Any]) -> list[Any]:
+            value = exp(builder, builder.fmul(builder.fsub(load(builder, row, k), shift), factor))
+            store(builder, value, row, k)
+            return [builder.fadd(sums[0], value)]
+
+        [total] = loop(builder, index(0), args[2], LANES, [constant(0.0)], body)
+        return horizontal_sum(builder, total)
+
+    return types.float32(scores, types.intp, types.intp, types.float32, types.float32), generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def weighted_values(_: Any, values: Any, weights: Any, r: Any, count: Any, total: Any, y: Any, start: Any, width: Any) -> Any:
+    """y[r, start + d] = sum over t < count of weights[r, t] * values[t, d], over `total`, for each d < width."""
+    vectors = width.literal_value // LANES
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        cached, shares, outputs = (array_of(context, builder, signature.args[i], args[i]) for i in (0, 1, 5))
+        row, out = row_pointer(builder, shares, args[2]), row_pointer(builder, outputs, args[2])
+
+        def body(t: Any, sums: list[Any]) -> list[Any]:
+            share, value = splat(builder, builder.load(builder.gep(row, [t]))), row_pointer(builder, cached, t)
+            return [call(builder, "fma", share, load(builder, value, index(i * LANES)), sums[i]) for i in range(vectors)]
+
+        sums = loop(builder, index(0), args[3], 1, [constant(0.0)] * vectors, body)
+        divisor = splat(builder, args[4])
+        for i, value in enumerate(sums):
+            store(builder, builder.fdiv(value, divisor), out, builder.add(args[6], index(i * LANES)))
+        return context.get_dummy_value()
+
+    integer = types.intp
+    return types.void(values, weights, integer, integer, types.float32, y, integer, width), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def silu_and_mul(_: Any, gate_up: Any, r: Any, y: Any) -> Any:
+    """y[r] = silu(gate) * up of one row, whose first half is gate and whose second is up."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        inputs, outputs = (array_of(context, builder, signature.args[i], args[i]) for i in (0, 2))
+        source, target = row_pointer(builder, inputs, args[1]), row_pointer(builder, outputs, args[1])
+        width = builder.extract_value(outputs.shape, 1)
+
+        def body(k: Any, _: list[Any]) -> list[Any]:
+            gate, up = load(builder, source, k), load(builder, source, builder.add(k, width))
+            minus = call(builder, "minnum", builder.fsub(constant(-0.0), gate), constant(88.0))
+            sigmoid = builder.fdiv(constant(1.0), builder.fadd(constant(1.0), exp(builder, minus)))
+            store(builder, builder.fmul(builder.fmul(gate, sigmoid), up), target, k)
+            return []
+
+        loop(builder, index(0), width, LANES, [], body)
+        return context.get_dummy_value()
+
+    return types.void(gate_up, types.intp, y), generate
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def linear(x: Any, w: Any, scale: Any, y: Any, add: bool, first: int, last: int) -> None:
+    """Columns `first` to `last` of y = x @ w.T, or of y += x @ w.T."""
+    rows = x.shape[0]
+    n = first
+    if rows == 1:
+        while n + WIDE_TILE <= last:
+            tile(w, n, scale, x, 0, y, add, 1, WIDE_TILE)
+            n += WIDE_TILE
+    while n + COLUMN_TILE <= last:
+        r = 0
+        while r + ROW_TILE <= rows:
+            tile(w, n, scale, x, r, y, add, ROW_TILE, COLUMN_TILE)
+            r += ROW_TILE
+        if rows - r == 2:
+            tile(w, n, scale, x, r, y, add, 2, COLUMN_TILE)
+        elif rows - r == 1:
+            tile(w, n, scale, x, r, y, add, 1, COLUMN_TILE)
+        n += COLUMN_TILE
+    while n < last:
+        for r in range(rows):
+            tile(w, n, scale, x, r, y, add, 1, 1)
+        n += 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def rms_norm(x: Any, weight: Any, epsilon: float, y: Any) -> None:
+    for r in range(x.shape[0]):
+        normalize_row(x, r, weight, np.float32(epsilon), y)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def rotate(x: Any, heads: int, cos: Any, sin: Any) -> None:
+    """Apply the rotary embedding to the first `heads` heads of each row, in place."""
+    width = cos.shape[1]
+    half = width // 2
+    for r in range(x.shape[0]):
+        for h in range(heads):
+            for i in range(h * width, h * width + half):
+                first, second = x[r, i], x[r, i + half]
+                c, s = i - h * width, i - h * width + half
+                x[r, i] = first * cos[r, c] - second * sin[r, c]
+                x[r, i + half] = second * cos[r, s] + first * sin[r, s]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def attend(qkv: Any, keys: Any, values: Any, heads: int, length: int, scores: Any, width: Any, y: Any) -> None:
+    """Append the rows' keys and values to the cache of `length` tokens, and attend to it causally.
+
+    A row of `qkv` holds the queries of `heads` heads, then keys and values of as many as the cache has, `width` each.
+    """
+    rows, kv_heads = qkv.shape[0], keys.shape[0]
+    none = np.empty(0, np.float32)
+    for h in range(kv_heads):
+        key, value = (heads + h) * width, (heads + kv_heads + h) * width
+        for r in range(rows):
+            keys[h, length + r] = qkv[r, key : key + width]
+            values[h, length + r] = qkv[r, value : value + width]
+    scale = np.float32(1 / np.sqrt(width))
+    for h in range(heads):
+        kv = h // (heads // kv_heads)
+        linear(qkv[:, h * width : (h + 1) * width], keys[kv], none, scores, False, 0, length + rows)
+        for r in range(rows):
+            count = length + r + 1
+            largest = scores[r, :count].max()
+            whole = (count + LANES - 1) // LANES * LANES
+            scores[r, count:whole] = -np.inf
+            total = softmax_row(scores, r, whole, largest, scale)
+            weighted_values(values[kv], scores, r, count, total, y, h * width, width)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def decoder_layer(
+    x: Any,
+    input_norm: Any,
+    qkv: Any,
+    out: Any,
+    post_norm: Any,
+    gate_up: Any,
+    down: Any,
+    epsilon: float,
+    cos: Any,
+    sin: Any,
+    keys: Any,
+    values: Any,
+    heads: int,
+    length: int,
+    scratch: Any,
+) -> None:
+    """One layer of a Llama, added to x in place."""
+    width = cos.shape[1]
+    none = np.empty(0, np.float32)
+    normed, projected, scores, attended, hidden, activated = scratch
+    rms_norm(x, input_norm, epsilon, normed)
+    linear(normed, qkv, none, projected, False, 0, qkv.shape[0])
+    rotate(projected, heads + keys.shape[0], cos, sin)
+    if width == 32:
+        attend(projected, keys, values, heads, length, scores, 32, attended)
+    elif width == 64:
+        attend(projected, keys, values, heads, length, scores, 64, attended)
+    else:
+        attend(projected, keys, values, heads, length, scores, 128, attended)
+    linear(attended, out, none, x, True, 0, out.shape[0])
+    rms_norm(x, post_norm, epsilon, normed)
+    linear(normed, gate_up, none, hidden, False, 0, gate_up.shape[0])
+    for r in range(x.shape[0]):
+        silu_and_mul(hidden, r, activated)
+    linear(activated, down, none, x, True, 0, down.shape[0])
