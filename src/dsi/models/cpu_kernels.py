@@ -12,16 +12,15 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16  # two registers of AVX2, or one of AVX-512
+LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # floats of a register
 FLOAT, INT32, INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR, INT_VECTOR = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
-ROW_TILE = 3  # rows and columns of a tile whose sums stay in registers
-COLUMN_TILE = 2
-WIDE_TILE = 4  # columns for a single row
+MAX_ROWS, COLUMNS = 4, 12  # that one pass over the weights computes
 
 Builder = Any
 
@@ -76,7 +75,12 @@ def store(builder: Builder, value: Any, pointer: Any, at: Any) -> None:
 
 
 def loop(
-    builder: Builder, start: Any, end: Any, step: int, initial: Sequence[Any], body: Callable[[Any, list[Any]], list[Any]]
+    builder: Builder,
+    start: Any,
+    end: Any,
+    step: int,
+    initial: Sequence[Any],
+    body: Callable[[Any, list[Any]], list[Any]],
 ) -> list[Any]:
     """Run `body(i, values) -> values` for each i; return the values after the last."""
     before = builder.block
@@ -101,11 +105,13 @@ def loop(
 
 def horizontal_sum(builder: Builder, vector: Any) -> Any:
     """Add the lanes pairwise, always in the same order."""
-    lanes = [builder.extract_element(vector, ir.Constant(INT32, lane)) for lane in range(LANES)]
-    while len(lanes) > 1:
-        half = len(lanes) // 2
-        lanes = [builder.fadd(a, b) for a, b in zip(lanes[:half], lanes[half:])]
-    return lanes[0]
+    lanes = LANES
+    while lanes > 1:
+        lanes //= 2
+        halves = [ir.Constant(ir.VectorType(INT32, lanes), [*range(i, i + lanes)]) for i in (0, lanes)]
+        low, high = (builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), half) for half in halves)
+        vector = builder.fadd(low, high)
+    return builder.extract_element(vector, ir.Constant(INT32, 0))
 
 
 def exp(builder: Builder, x: Any) -> Any:
@@ -136,7 +142,8 @@ def tile(_: Any, w: Any, n: Any, scale: Any, x: Any, r: Any, y: Any, add: Any, r
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
         w_, n_, scale_, x_, r_, y_, add_ = args[:7]
         weights, scales, inputs, outputs = (
-            array_of(context, builder, signature.args[i], value) for i, value in ((0, w_), (2, scale_), (3, x_), (5, y_))
+            array_of(context, builder, signature.args[i], value)
+            for i, value in ((0, w_), (2, scale_), (3, x_), (5, y_))
         )
         ws = [row_pointer(builder, weights, builder.add(n_, index(j))) for j in range(num_columns)]
         xs = [row_pointer(builder, inputs, builder.add(r_, index(i))) for i in range(num_rows)]
@@ -146,7 +153,9 @@ def tile(_: Any, w: Any, n: Any, scale: Any, x: Any, r: Any, y: Any, add: Any, r
             added = []
             for i, pointer in enumerate(xs):
                 x_vector = load(builder, pointer, k)
-                added += [call(builder, "fma", w_vectors[j], x_vector, sums[i * num_columns + j]) for j in range(num_columns)]
+                added += [
+                    call(builder, "fma", w_vectors[j], x_vector, sums[i * num_columns + j]) for j in range(num_columns)
+                ]
             return added
 
         length = builder.extract_value(weights.shape, 1)
@@ -216,26 +225,29 @@ def softmax_row(_: Any, scores: Any, r: Any, count: Any, largest: Any, scale: An
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def weighted_values(_: Any, values: Any, weights: Any, r: Any, count: Any, total: Any, y: Any, start: Any, width: Any) -> Any:
-    """y[r, start + d] = sum over t < count of weights[r, t] * values[t, d], over `total`, for each d < width."""
+def weighted_values(
+    _: Any, values: Any, first: Any, weights: Any, r: Any, count: Any, total: Any, y: Any, start: Any, width: Any
+) -> Any:
+    """y[r, start + d] = sum over t < count of weights[r, t] * values[t, first + d], over `total`, for each d < width."""
     vectors = width.literal_value // LANES
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
-        cached, shares, outputs = (array_of(context, builder, signature.args[i], args[i]) for i in (0, 1, 5))
-        row, out = row_pointer(builder, shares, args[2]), row_pointer(builder, outputs, args[2])
+        cached, shares, outputs = (array_of(context, builder, signature.args[i], args[i]) for i in (0, 2, 6))
+        row, out = row_pointer(builder, shares, args[3]), row_pointer(builder, outputs, args[3])
+        offsets = [builder.add(args[1], index(i * LANES)) for i in range(vectors)]
 
         def body(t: Any, sums: list[Any]) -> list[Any]:
             share, value = splat(builder, builder.load(builder.gep(row, [t]))), row_pointer(builder, cached, t)
-            return [call(builder, "fma", share, load(builder, value, index(i * LANES)), sums[i]) for i in range(vectors)]
+            return [call(builder, "fma", share, load(builder, value, at), total) for at, total in zip(offsets, sums)]
 
-        sums = loop(builder, index(0), args[3], 1, [constant(0.0)] * vectors, body)
-        divisor = splat(builder, args[4])
+        sums = loop(builder, index(0), args[4], 1, [constant(0.0)] * vectors, body)
+        divisor = splat(builder, args[5])
         for i, value in enumerate(sums):
-            store(builder, builder.fdiv(value, divisor), out, builder.add(args[6], index(i * LANES)))
+            store(builder, builder.fdiv(value, divisor), out, builder.add(args[7], index(i * LANES)))
         return context.get_dummy_value()
 
     integer = types.intp
-    return types.void(values, weights, integer, integer, types.float32, y, integer, width), generate
+    return types.void(values, integer, weights, integer, integer, types.float32, y, integer, width), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -260,25 +272,36 @@ def silu_and_mul(_: Any, gate_up: Any, r: Any, y: Any) -> Any:
     return types.void(gate_up, types.intp, y), generate
 
 
+@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+def columns(x: Any, w: Any, scale: Any, y: Any, add: bool, n: int, r: int, rows: int) -> None:
+    """Twelve columns of one to four rows, in tiles of twelve sums at most, which stay in registers."""
+    if rows == 4:
+        for j in range(0, COLUMNS, 3):
+            tile(w, n + j, scale, x, r, y, add, 4, 3)
+    elif rows == 3:
+        for j in range(0, COLUMNS, 4):
+            tile(w, n + j, scale, x, r, y, add, 3, 4)
+    elif rows == 2:
+        for j in range(0, COLUMNS, 6):
+            tile(w, n + j, scale, x, r, y, add, 2, 6)
+    else:
+        for j in range(0, COLUMNS, 6):
+            tile(w, n + j, scale, x, r, y, add, 1, 6)
+
+
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def linear(x: Any, w: Any, scale: Any, y: Any, add: bool, first: int, last: int) -> None:
     """Columns `first` to `last` of y = x @ w.T, or of y += x @ w.T."""
     rows = x.shape[0]
+    blocks = (rows + MAX_ROWS - 1) // MAX_ROWS  # as equal as can be
     n = first
-    if rows == 1:
-        while n + WIDE_TILE <= last:
-            tile(w, n, scale, x, 0, y, add, 1, WIDE_TILE)
-            n += WIDE_TILE
-    while n + COLUMN_TILE <= last:
+    while n + COLUMNS <= last:
         r = 0
-        while r + ROW_TILE <= rows:
-            tile(w, n, scale, x, r, y, add, ROW_TILE, COLUMN_TILE)
-            r += ROW_TILE
-        if rows - r == 2:
-            tile(w, n, scale, x, r, y, add, 2, COLUMN_TILE)
-        elif rows - r == 1:
-            tile(w, n, scale, x, r, y, add, 1, COLUMN_TILE)
-        n += COLUMN_TILE
+        for block in range(blocks):
+            size = rows // blocks + (block < rows % blocks)
+            columns(x, w, scale, y, add, n, r, size)
+            r += size
+        n += COLUMNS
     while n < last:
         for r in range(rows):
             tile(w, n, scale, x, r, y, add, 1, 1)
@@ -298,37 +321,46 @@ def rotate(x: Any, heads: int, cos: Any, sin: Any) -> None:
     half = width // 2
     for r in range(x.shape[0]):
         for h in range(heads):
-            for i in range(h * width, h * width + half):
-                first, second = x[r, i], x[r, i + half]
-                c, s = i - h * width, i - h * width + half
-                x[r, i] = first * cos[r, c] - second * sin[r, c]
-                x[r, i + half] = second * cos[r, s] + first * sin[r, s]
+            for i in range(half):
+                at = h * width + i
+                first, second = x[r, at], x[r, at + half]
+                x[r, at] = first * cos[r, i] - second * sin[r, i]
+                x[r, at + half] = second * cos[r, i + half] + first * sin[r, i + half]
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def attend(qkv: Any, keys: Any, values: Any, heads: int, length: int, scores: Any, width: Any, y: Any) -> None:
-    """Append the rows' keys and values to the cache of `length` tokens, and attend to it causally.
+def add_bias(x: Any, bias: Any) -> None:
+    if bias.size:
+        for r in range(x.shape[0]):
+            x[r] += bias
 
-    A row of `qkv` holds the queries of `heads` heads, then keys and values of as many as the cache has, `width` each.
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def attend(qkv: Any, keys: Any, values: Any, heads: int, length: int, y: Any) -> None:
+    """Append the rows' keys and values to a cache of `length` tokens, and attend to it causally.
+
+    A row of `qkv` holds the queries of `heads` heads, then the keys and the values of as many heads as the cache has.
     """
-    rows, kv_heads = qkv.shape[0], keys.shape[0]
-    none = np.empty(0, np.float32)
+    rows, kv_heads, width = qkv.shape[0], keys.shape[0], keys.shape[2]
+    end, none = length + rows, np.empty(0, np.float32)
     for h in range(kv_heads):
         key, value = (heads + h) * width, (heads + kv_heads + h) * width
         for r in range(rows):
             keys[h, length + r] = qkv[r, key : key + width]
             values[h, length + r] = qkv[r, value : value + width]
+    scores = np.empty((rows, end + LANES), np.float32)
     scale = np.float32(1 / np.sqrt(width))
     for h in range(heads):
         kv = h // (heads // kv_heads)
-        linear(qkv[:, h * width : (h + 1) * width], keys[kv], none, scores, False, 0, length + rows)
+        linear(qkv[:, h * width : (h + 1) * width], keys[kv], none, scores, False, 0, end)
         for r in range(rows):
             count = length + r + 1
-            largest = scores[r, :count].max()
             whole = (count + LANES - 1) // LANES * LANES
+            largest = scores[r, :count].max()
             scores[r, count:whole] = -np.inf
             total = softmax_row(scores, r, whole, largest, scale)
-            weighted_values(values[kv], scores, r, count, total, y, h * width, width)
+            for d in range(0, width, 32):
+                weighted_values(values[kv], d, scores, r, count, total, y, h * width + d, 32)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -336,8 +368,9 @@ def decoder_layer(
     x: Any,
     input_norm: Any,
     qkv: Any,
+    qkv_bias: Any,
     out: Any,
-    post_norm: Any,
+    post_attention_norm: Any,
     gate_up: Any,
     down: Any,
     epsilon: float,
@@ -347,24 +380,22 @@ def decoder_layer(
     values: Any,
     heads: int,
     length: int,
-    scratch: Any,
 ) -> None:
     """One layer of a Llama, added to x in place."""
-    width = cos.shape[1]
-    none = np.empty(0, np.float32)
-    normed, projected, scores, attended, hidden, activated = scratch
+    rows, none = x.shape[0], np.empty(0, np.float32)
+    normed = np.empty(x.shape, np.float32)
     rms_norm(x, input_norm, epsilon, normed)
+    projected = np.empty((rows, qkv.shape[0]), np.float32)
     linear(normed, qkv, none, projected, False, 0, qkv.shape[0])
+    add_bias(projected, qkv_bias)
     rotate(projected, heads + keys.shape[0], cos, sin)
-    if width == 32:
-        attend(projected, keys, values, heads, length, scores, 32, attended)
-    elif width == 64:
-        attend(projected, keys, values, heads, length, scores, 64, attended)
-    else:
-        attend(projected, keys, values, heads, length, scores, 128, attended)
+    attended = np.empty((rows, heads * keys.shape[2]), np.float32)
+    attend(projected, keys, values, heads, length, attended)
     linear(attended, out, none, x, True, 0, out.shape[0])
-    rms_norm(x, post_norm, epsilon, normed)
+    rms_norm(x, post_attention_norm, epsilon, normed)
+    hidden = np.empty((rows, gate_up.shape[0]), np.float32)
     linear(normed, gate_up, none, hidden, False, 0, gate_up.shape[0])
-    for r in range(x.shape[0]):
+    activated = np.empty((rows, down.shape[1]), np.float32)
+    for r in range(rows):
         silu_and_mul(hidden, r, activated)
     linear(activated, down, none, x, True, 0, down.shape[0])
