@@ -5,6 +5,10 @@ how many tokens a forward computes. Weights are float32, bfloat16 (as unsigned 1
 a scale for each output; activations are float32.
 """
 
+# ruff: noqa: ARG001 - an intrinsic's arguments are types, and their values come to the function it returns
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-call, call-arg, var-annotated"
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -114,6 +118,14 @@ def horizontal_sum(builder: Builder, vector: Any) -> Any:
     return builder.extract_element(vector, ir.Constant(INT32, 0))
 
 
+def horizontal_max(builder: Builder, vector: Any) -> Any:
+    lanes = [builder.extract_element(vector, ir.Constant(INT32, lane)) for lane in range(LANES)]
+    largest = lanes[0]
+    for lane in lanes[1:]:
+        largest = builder.select(builder.fcmp_ordered(">", lane, largest), lane, largest)
+    return largest
+
+
 def exp(builder: Builder, x: Any) -> Any:
     """exp in float32 to about one unit in the last place, for x below 88 (Cephes' polynomial)."""
     x = call(builder, "maxnum", x, constant(-87.0))
@@ -133,7 +145,7 @@ def array_of(context: Any, builder: Builder, type_: Any, value: Any) -> Any:
     return context.make_array(type_)(context, builder, value)
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def tile(_: Any, w: Any, n: Any, scale: Any, x: Any, r: Any, y: Any, add: Any, rows: Any, columns: Any) -> Any:
     """y[r + i, n + j] = x[r + i] . w[n + j] for each i < rows, j < columns; with `add`, added to what is there."""
     num_rows, num_columns = rows.literal_value, columns.literal_value
@@ -176,7 +188,7 @@ def tile(_: Any, w: Any, n: Any, scale: Any, x: Any, r: Any, y: Any, add: Any, r
     return types.void(w, integer, scale, x, integer, y, types.boolean, rows, columns), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def normalize_row(_: Any, x: Any, r: Any, weight: Any, epsilon: Any, y: Any) -> Any:
     """RMS norm of one row; y may be x."""
 
@@ -204,14 +216,19 @@ def normalize_row(_: Any, x: Any, r: Any, weight: Any, epsilon: Any, y: Any) -> 
     return types.void(x, types.intp, weight, types.float32, y), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def softmax_row(_: Any, scores: Any, r: Any, count: Any, largest: Any, scale: Any) -> Any:
-    """Replace the first `count` scores of a row, rounded up to whole vectors, by exp(scale * (s - largest)); their sum."""
+@intrinsic
+def softmax_row(_: Any, scores: Any, r: Any, count: Any, scale: Any) -> Any:
+    """Replace the first `count` scores of a row, whole vectors, by exp(scale * (s - largest)); return their sum."""
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
         array = array_of(context, builder, signature.args[0], args[0])
         row = row_pointer(builder, array, args[1])
-        shift, factor = splat(builder, args[3]), splat(builder, args[4])
+
+        def larger(k: Any, largest: list[Any]) -> list[Any]:
+            return [call(builder, "maxnum", load(builder, row, k), largest[0])]
+
+        [largest] = loop(builder, index(0), args[2], LANES, [constant(-3.0e38)], larger)
+        shift, factor = splat(builder, horizontal_max(builder, largest)), splat(builder, args[3])
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             value = exp(builder, builder.fmul(builder.fsub(load(builder, row, k), shift), factor))
@@ -221,14 +238,14 @@ def softmax_row(_: Any, scores: Any, r: Any, count: Any, largest: Any, scale: An
         [total] = loop(builder, index(0), args[2], LANES, [constant(0.0)], body)
         return horizontal_sum(builder, total)
 
-    return types.float32(scores, types.intp, types.intp, types.float32, types.float32), generate
+    return types.float32(scores, types.intp, types.intp, types.float32), generate
 
 
-@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+@intrinsic(prefer_literal=True)
 def weighted_values(
     _: Any, values: Any, first: Any, weights: Any, r: Any, count: Any, total: Any, y: Any, start: Any, width: Any
 ) -> Any:
-    """y[r, start + d] = sum over t < count of weights[r, t] * values[t, first + d], over `total`, for each d < width."""
+    """y[r, start + d] = sum over t < count of weights[r, t] * values[t, first + d] / total, for each d < width."""
     vectors = width.literal_value // LANES
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
@@ -250,7 +267,7 @@ def weighted_values(
     return types.void(values, integer, weights, integer, integer, types.float32, y, integer, width), generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def silu_and_mul(_: Any, gate_up: Any, r: Any, y: Any) -> Any:
     """y[r] = silu(gate) * up of one row, whose first half is gate and whose second is up."""
 
@@ -272,7 +289,7 @@ def silu_and_mul(_: Any, gate_up: Any, r: Any, y: Any) -> Any:
     return types.void(gate_up, types.intp, y), generate
 
 
-@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, inline="always")
 def columns(x: Any, w: Any, scale: Any, y: Any, add: bool, n: int, r: int, rows: int) -> None:
     """Twelve columns of one to four rows, in tiles of twelve sums at most, which stay in registers."""
     if rows == 4:
@@ -289,7 +306,7 @@ def columns(x: Any, w: Any, scale: Any, y: Any, add: bool, n: int, r: int, rows:
             tile(w, n + j, scale, x, r, y, add, 1, 6)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def linear(x: Any, w: Any, scale: Any, y: Any, add: bool, first: int, last: int) -> None:
     """Columns `first` to `last` of y = x @ w.T, or of y += x @ w.T."""
     rows = x.shape[0]
@@ -308,13 +325,13 @@ def linear(x: Any, w: Any, scale: Any, y: Any, add: bool, first: int, last: int)
         n += 1
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def rms_norm(x: Any, weight: Any, epsilon: float, y: Any) -> None:
     for r in range(x.shape[0]):
         normalize_row(x, r, weight, np.float32(epsilon), y)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def rotate(x: Any, heads: int, cos: Any, sin: Any) -> None:
     """Apply the rotary embedding to the first `heads` heads of each row, in place."""
     width = cos.shape[1]
@@ -328,14 +345,15 @@ def rotate(x: Any, heads: int, cos: Any, sin: Any) -> None:
                 x[r, at + half] = second * cos[r, i + half] + first * sin[r, i + half]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def add_bias(x: Any, bias: Any) -> None:
     if bias.size:
         for r in range(x.shape[0]):
-            x[r] += bias
+            for n in range(bias.size):
+                x[r, n] += bias[n]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def attend(qkv: Any, keys: Any, values: Any, heads: int, length: int, y: Any) -> None:
     """Append the rows' keys and values to a cache of `length` tokens, and attend to it causally.
 
@@ -346,24 +364,28 @@ def attend(qkv: Any, keys: Any, values: Any, heads: int, length: int, y: Any) ->
     for h in range(kv_heads):
         key, value = (heads + h) * width, (heads + kv_heads + h) * width
         for r in range(rows):
-            keys[h, length + r] = qkv[r, key : key + width]
-            values[h, length + r] = qkv[r, value : value + width]
-    scores = np.empty((rows, end + LANES), np.float32)
+            for d in range(width):
+                keys[h, length + r, d] = qkv[r, key + d]
+                values[h, length + r, d] = qkv[r, value + d]
+    queries, scores = np.empty((rows, width), np.float32), np.empty((rows, end + LANES), np.float32)
     scale = np.float32(1 / np.sqrt(width))
     for h in range(heads):
         kv = h // (heads // kv_heads)
-        linear(qkv[:, h * width : (h + 1) * width], keys[kv], none, scores, False, 0, end)
+        for r in range(rows):
+            for d in range(width):
+                queries[r, d] = qkv[r, h * width + d]
+        linear(queries, keys[kv], none, scores, False, 0, end)
         for r in range(rows):
             count = length + r + 1
             whole = (count + LANES - 1) // LANES * LANES
-            largest = scores[r, :count].max()
-            scores[r, count:whole] = -np.inf
-            total = softmax_row(scores, r, whole, largest, scale)
+            for t in range(count, whole):
+                scores[r, t] = -np.inf
+            total = softmax_row(scores, r, whole, scale)
             for d in range(0, width, 32):
                 weighted_values(values[kv], d, scores, r, count, total, y, h * width + d, 32)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def decoder_layer(
     x: Any,
     input_norm: Any,
