@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,9 @@ WIDTH_MULTIPLE, HEAD_MULTIPLE = 16, 32  # no kernel handles the rest of a vector
 def kernels() -> Any:
     """Return the compiled kernels, or None without numba."""
     try:
-        from dsi.models import cpu_kernels
+        return import_module("dsi.models.cpu_kernels")
     except ImportError:
         return None
-    return cpu_kernels
 
 
 class LlamaCompiled(LlamaCpu):
