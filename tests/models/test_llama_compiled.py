@@ -51,6 +51,20 @@ def test_compiled_llama_gives_the_same_bits_for_every_width(model: LlamaForCausa
         assert torch.equal(torch.cat(parts), whole)
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_compiled_llama_gives_the_same_bits_on_several_threads(model: LlamaForCausalLM, threads: int) -> None:
+    compiled = LlamaCompiled(model)
+    whole = compiled.forward(TOKENS, 1)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for end in (64, 65, 70):
+            compiled.clear_cache() if end == 64 else None
+            assert torch.equal(compiled.forward(TOKENS[:end], 60), whole[59:end])
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_compiled_llama_returns_to_an_earlier_token() -> None:
     compiled = LlamaCompiled(make_model())
     whole = compiled.forward(TOKENS, 1)

@@ -20,6 +20,7 @@ from llvmlite.binding import get_host_cpu_features
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 LANES = 16 if get_host_cpu_features().get("avx512f") else 8  # floats of a register
 FLOAT, INT32, INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -268,11 +269,11 @@ def weighted_values(
 
 
 @intrinsic
-def silu_and_mul(_: Any, gate_up: Any, r: Any, y: Any) -> Any:
-    """y[r] = silu(gate) * up of one row, whose first half is gate and whose second is up."""
+def silu_and_mul(_: Any, gate_up: Any, r: Any, first: Any, last: Any, y: Any) -> Any:
+    """y[r, first:last] = silu(gate) * up of one row, whose first half is gate and whose second is up."""
 
     def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
-        inputs, outputs = (array_of(context, builder, signature.args[i], args[i]) for i in (0, 2))
+        inputs, outputs = (array_of(context, builder, signature.args[i], args[i]) for i in (0, 4))
         source, target = row_pointer(builder, inputs, args[1]), row_pointer(builder, outputs, args[1])
         width = builder.extract_value(outputs.shape, 1)
 
@@ -283,10 +284,50 @@ def silu_and_mul(_: Any, gate_up: Any, r: Any, y: Any) -> Any:
             store(builder, builder.fmul(builder.fmul(gate, sigmoid), up), target, k)
             return []
 
-        loop(builder, index(0), width, LANES, [], body)
+        loop(builder, args[2], args[3], LANES, [], body)
         return context.get_dummy_value()
 
-    return types.void(gate_up, types.intp, y), generate
+    integer = types.intp
+    return types.void(gate_up, integer, integer, integer, y), generate
+
+
+@intrinsic
+def matrix_at(_: Any, address: Any, rows: Any, columns: Any, like: Any) -> Any:
+    """The matrix at an address, of the type that `like` has."""
+    matrix = types.Array(like.dtype, 2, "C")
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        array = context.make_array(matrix)(context, builder)
+        data = builder.inttoptr(args[0], context.get_data_type(matrix.dtype).as_pointer())
+        itemsize = index(matrix.dtype.bitwidth // 8)
+        strides = [builder.mul(args[2], itemsize), itemsize]
+        populate_array(array, data, [args[1], args[2]], strides, itemsize, None)
+        return array._getvalue()
+
+    return matrix(types.intp, types.intp, types.intp, like), generate
+
+
+@intrinsic
+def arrive(_: Any, counter: Any) -> Any:
+    """Add one to an atomic counter."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        array = array_of(context, builder, signature.args[0], args[0])
+        builder.atomic_rmw("add", array.data, index(1), "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(counter), generate
+
+
+@intrinsic
+def arrived(_: Any, counter: Any) -> Any:
+    """Read an atomic counter."""
+
+    def generate(context: Any, builder: Builder, signature: Any, args: Any) -> Any:
+        array = array_of(context, builder, signature.args[0], args[0])
+        return builder.load_atomic(array.data, "seq_cst", 8)
+
+    return types.int64(counter), generate
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -332,92 +373,113 @@ def rms_norm(x: Any, weight: Any, epsilon: float, y: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def rotate(x: Any, heads: int, cos: Any, sin: Any) -> None:
-    """Apply the rotary embedding to the first `heads` heads of each row, in place."""
+def rotate(x: Any, head: int, cos: Any, sin: Any) -> None:
+    """Apply the rotary embedding to one head of each row, in place."""
     width = cos.shape[1]
     half = width // 2
     for r in range(x.shape[0]):
-        for h in range(heads):
-            for i in range(half):
-                at = h * width + i
-                first, second = x[r, at], x[r, at + half]
-                x[r, at] = first * cos[r, i] - second * sin[r, i]
-                x[r, at + half] = second * cos[r, i + half] + first * sin[r, i + half]
+        for i in range(half):
+            at = head * width + i
+            first, second = x[r, at], x[r, at + half]
+            x[r, at] = first * cos[r, i] - second * sin[r, i]
+            x[r, at + half] = second * cos[r, i + half] + first * sin[r, i + half]
 
 
 @njit(cache=True, nogil=True)
-def add_bias(x: Any, bias: Any) -> None:
-    if bias.size:
-        for r in range(x.shape[0]):
-            for n in range(bias.size):
-                x[r, n] += bias[n]
+def append(qkv: Any, head: int, cache: Any, length: int) -> None:
+    """Copy one head of each row to the end of its cache."""
+    width = cache.shape[1]
+    for r in range(qkv.shape[0]):
+        for d in range(width):
+            cache[length + r, d] = qkv[r, head * width + d]
 
 
 @njit(cache=True, nogil=True)
-def attend(qkv: Any, keys: Any, values: Any, heads: int, length: int, y: Any) -> None:
-    """Append the rows' keys and values to a cache of `length` tokens, and attend to it causally.
-
-    A row of `qkv` holds the queries of `heads` heads, then the keys and the values of as many heads as the cache has.
-    """
-    rows, kv_heads, width = qkv.shape[0], keys.shape[0], keys.shape[2]
-    end, none = length + rows, np.empty(0, np.float32)
-    for h in range(kv_heads):
-        key, value = (heads + h) * width, (heads + kv_heads + h) * width
-        for r in range(rows):
-            for d in range(width):
-                keys[h, length + r, d] = qkv[r, key + d]
-                values[h, length + r, d] = qkv[r, value + d]
-    queries, scores = np.empty((rows, width), np.float32), np.empty((rows, end + LANES), np.float32)
+def attend(qkv: Any, head: int, keys: Any, values: Any, length: int, scores: Any, y: Any) -> None:
+    """Let one head of each row attend to the cached tokens and to the rows up to its own."""
+    rows, width, none = qkv.shape[0], keys.shape[1], np.empty(0, np.float32)
     scale = np.float32(1 / np.sqrt(width))
-    for h in range(heads):
-        kv = h // (heads // kv_heads)
-        for r in range(rows):
-            for d in range(width):
-                queries[r, d] = qkv[r, h * width + d]
-        linear(queries, keys[kv], none, scores, False, 0, end)
-        for r in range(rows):
-            count = length + r + 1
-            whole = (count + LANES - 1) // LANES * LANES
-            for t in range(count, whole):
-                scores[r, t] = -np.inf
-            total = softmax_row(scores, r, whole, scale)
-            for d in range(0, width, 32):
-                weighted_values(values[kv], d, scores, r, count, total, y, h * width + d, 32)
+    queries = np.empty((rows, width), np.float32)
+    for r in range(rows):
+        for d in range(width):
+            queries[r, d] = qkv[r, head * width + d]
+    linear(queries, keys, none, scores, False, 0, length + rows)
+    for r in range(rows):
+        count = length + r + 1
+        whole = (count + LANES - 1) // LANES * LANES
+        for t in range(count, whole):
+            scores[r, t] = -np.inf
+        total = softmax_row(scores, r, whole, scale)
+        for d in range(0, width, 32):
+            weighted_values(values, d, scores, r, count, total, y, head * width + d, 32)
 
 
 @njit(cache=True, nogil=True)
-def decoder_layer(
-    x: Any,
-    input_norm: Any,
-    qkv: Any,
-    qkv_bias: Any,
-    out: Any,
-    post_attention_norm: Any,
-    gate_up: Any,
-    down: Any,
-    epsilon: float,
-    cos: Any,
-    sin: Any,
-    keys: Any,
-    values: Any,
-    heads: int,
-    length: int,
-) -> None:
-    """One layer of a Llama, added to x in place."""
-    rows, none = x.shape[0], np.empty(0, np.float32)
-    normed = np.empty(x.shape, np.float32)
-    rms_norm(x, input_norm, epsilon, normed)
-    projected = np.empty((rows, qkv.shape[0]), np.float32)
-    linear(normed, qkv, none, projected, False, 0, qkv.shape[0])
-    add_bias(projected, qkv_bias)
-    rotate(projected, heads + keys.shape[0], cos, sin)
-    attended = np.empty((rows, heads * keys.shape[2]), np.float32)
-    attend(projected, keys, values, heads, length, attended)
-    linear(attended, out, none, x, True, 0, out.shape[0])
-    rms_norm(x, post_attention_norm, epsilon, normed)
-    hidden = np.empty((rows, gate_up.shape[0]), np.float32)
-    linear(normed, gate_up, none, hidden, False, 0, gate_up.shape[0])
-    activated = np.empty((rows, down.shape[1]), np.float32)
-    for r in range(rows):
-        silu_and_mul(hidden, r, activated)
-    linear(activated, down, none, x, True, 0, down.shape[0])
+def share(count: int, multiple: int, rank: int, size: int) -> tuple[int, int]:
+    """The range of `count` items, in whole multiples but for the last, that a rank of `size` computes."""
+    parts = (count + multiple - 1) // multiple
+    return min(count, parts * rank // size * multiple), min(count, parts * (rank + 1) // size * multiple)
+
+
+@njit(cache=True, nogil=True)
+def wait_for_all(counter: Any, goal: int) -> int:
+    """Return when every rank has arrived; `goal` counts the arrivals before."""
+    goal += counter[1]
+    arrive(counter)
+    while arrived(counter) < goal:
+        pass
+    return goal
+
+
+@njit(cache=True, nogil=True)
+def decoder_layers(
+    rank: int, counter: Any, x: Any, layers: Any, shape: Any, like: Any, epsilon: float, cos: Any, sin: Any,
+    length: int, projected: Any, attended: Any, hidden: Any, activated: Any,
+) -> None:  # fmt: skip
+    """Layers of a Llama, added to x in place; of several ranks, each in a thread, each computes its share of a product.
+
+    `layers` has the addresses of their norms, matrices, biases and caches; `shape` the heads of queries and of the
+    cache, and the cache's room. `counter` counts arrivals of ranks; its second number is how many there are.
+    """
+    size, rows, goal = counter[1], x.shape[0], 0
+    heads, kv_heads, room = shape
+    hidden_size, width, inner = x.shape[1], cos.shape[1], activated.shape[1]
+    none, floats = np.empty(0, np.float32), np.empty((0, 0), np.float32)
+    normed, scores = np.empty(x.shape, np.float32), np.empty((rows, length + rows + LANES), np.float32)
+    total = (heads + 2 * kv_heads) * width
+    for layer in range(layers.shape[0]):
+        rms_norm(x, matrix_at(layers[layer, 0], 1, hidden_size, floats)[0], epsilon, normed)
+        first, last = share(total, COLUMNS, rank, size)
+        qkv = matrix_at(layers[layer, 1], total, hidden_size, like)
+        linear(normed, qkv, none, projected, False, first, last)
+        if layers[layer, 2]:
+            bias = matrix_at(layers[layer, 2], 1, total, floats)
+            for r in range(rows):
+                for n in range(first, last):
+                    projected[r, n] += bias[0, n]
+        goal = wait_for_all(counter, goal)
+        first, last = share(kv_heads, 1, rank, size)
+        for kv in range(first, last):
+            keys = matrix_at(layers[layer, 7] + 4 * kv * room * width, room, width, floats)
+            values = matrix_at(layers[layer, 8] + 4 * kv * room * width, room, width, floats)
+            rotate(projected, heads + kv, cos, sin)
+            append(projected, heads + kv, keys, length)
+            append(projected, heads + kv_heads + kv, values, length)
+            for head in range(kv * (heads // kv_heads), (kv + 1) * (heads // kv_heads)):
+                rotate(projected, head, cos, sin)
+                attend(projected, head, keys, values, length, scores, attended)
+        goal = wait_for_all(counter, goal)
+        first, last = share(hidden_size, COLUMNS, rank, size)
+        linear(attended, matrix_at(layers[layer, 3], hidden_size, heads * width, like), none, x, True, first, last)
+        goal = wait_for_all(counter, goal)
+        rms_norm(x, matrix_at(layers[layer, 4], 1, hidden_size, floats)[0], epsilon, normed)
+        first, last = share(inner, 48, rank, size)  # columns and vectors both divide it
+        gate_up = matrix_at(layers[layer, 5], 2 * inner, hidden_size, like)
+        linear(normed, gate_up, none, hidden, False, first, last)
+        linear(normed, gate_up, none, hidden, False, inner + first, inner + last)
+        for r in range(rows):
+            silu_and_mul(hidden, r, first, last, activated)
+        goal = wait_for_all(counter, goal)
+        first, last = share(hidden_size, COLUMNS, rank, size)
+        linear(activated, matrix_at(layers[layer, 6], hidden_size, inner, like), none, x, True, first, last)
+        goal = wait_for_all(counter, goal)

@@ -1,7 +1,12 @@
-"""A Llama forward in compiled kernels, for CPUs: it reads each weight once for all tokens of a forward."""
+"""A Llama forward in compiled kernels, for CPUs: it reads each weight once for all tokens of a forward.
+
+With several threads, each computes its share of every product, and the logits are the same to the bit.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +18,7 @@ from dsi.models.hf import KVLayer
 from dsi.models.llama_cpu import LlamaCpu, is_standard_llama, rope_type
 
 WIDTH_MULTIPLE, HEAD_MULTIPLE = 16, 32  # no kernel handles the rest of a vector
+NONE = np.empty(0, np.float32)  # scales of weights that have none
 
 
 def kernels() -> Any:
@@ -24,7 +30,7 @@ def kernels() -> Any:
 
 
 class LlamaCompiled(LlamaCpu):
-    """`LlamaCompiled.supports` says which models can run this way."""
+    """`LlamaCompiled.supports` says which models can run this way. As many threads compute as torch is set to."""
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -38,48 +44,69 @@ class LlamaCompiled(LlamaCpu):
     def __init__(self, model: Any, max_sequences: int = 4) -> None:
         super().__init__(model, max_sequences)
         self._kernels, config = kernels(), model.config
-        self._query_heads, self._kv_shape = (
-            config.num_attention_heads,
-            (1, config.num_key_value_heads, 0, config.head_dim),
-        )
-        none = np.empty(0, np.float32)
-        self._compiled_layers = [
-            (
-                as_float32(layer.input_norm),
-                as_array(layer.qkv),
-                none,
-                as_array(layer.out),
-                as_float32(layer.post_attention_norm),
-                as_array(layer.gate_up),
-                as_array(layer.down),
-            )
+        self._query_heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._kv_shape = (1, self._kv_heads, 0, config.head_dim)
+        self._norms = [
+            (layer.input_norm.float().contiguous(), layer.post_attention_norm.float().contiguous())
             for layer in self._layers
         ]
-        self._final_norm, self._head = as_float32(self._norm), as_array(self._lm_head)
-        self._rotary = as_float32(self._cos), as_float32(self._sin)
+        self._addresses = np.array([self._layer_addresses(i) for i in range(len(self._layers))], np.int64)
+        self._matrix_type = as_array(self._layers[0].qkv[:0])
+        self._final_norm, self._head = self._norm.float().numpy(), as_array(self._lm_head)
+        self._rotary = self._cos.float().numpy(), self._sin.float().numpy()
+
+    def _layer_addresses(self, i: int) -> list[int]:
+        """Where a layer's norms, matrices, biases and caches are; 0 is nowhere, or not known yet."""
+        layer, (input_norm, post_attention_norm) = self._layers[i], self._norms[i]
+        tensors = input_norm, layer.qkv, None, layer.out, post_attention_norm, layer.gate_up, layer.down, None, None
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+    @cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        """Threads beside this one; made where they compute, since they do not survive a fork."""
+        return ThreadPoolExecutor(64)
 
     def _forward(self, ids: Tensor, length: int, kv_layers: list[KVLayer], num_positions: int) -> Tensor:
-        end = length + len(ids)
-        cos, sin = (table[length:end] for table in self._rotary)
         x = self._embedding[ids].float().numpy()
-        for weights, kv_layer in zip(self._compiled_layers, kv_layers):
+        layers = self._with_caches(kv_layers, length + len(x))
+        threads = torch.get_num_threads()
+        for part in [layers] if threads > 1 else np.split(layers, len(layers)):
             self._check_cancelled()
-            keys, values = kv_layer.reserve(end, self._kv_shape)
-            arrays = keys[0].numpy(), values[0].numpy()
-            self._kernels.decoder_layer(x, *weights, self._epsilon, cos, sin, *arrays, self._query_heads, length)
-            kv_layer.length = end
+            self._run_layers(x, part, length, kv_layers[0].keys.shape[-2], threads)
+        for kv_layer in kv_layers:
+            kv_layer.length = length + len(x)
         last = np.empty((num_positions, x.shape[1]), np.float32)
         self._kernels.rms_norm(x[len(x) - num_positions :], self._final_norm, self._epsilon, last)
-        logits = np.empty((num_positions, len(self._head)), np.float32)
-        self._kernels.linear(last, self._head, NONE, logits, False, 0, len(self._head))
-        return torch.from_numpy(logits)
+        return torch.from_numpy(self._logits(last, threads))
 
+    def _with_caches(self, kv_layers: list[KVLayer], end: int) -> Any:
+        """The addresses of all layers, with those of caches that have room for `end` tokens."""
+        layers = self._addresses.copy()
+        for row, kv_layer in zip(layers, kv_layers):
+            row[7:9] = [buffer.data_ptr() for buffer in kv_layer.reserve(end, self._kv_shape)]
+        return layers
 
-NONE = np.empty(0, np.float32)  # scales of weights that have none
+    def _run_layers(self, x: Any, layers: Any, length: int, room: int, threads: int) -> None:
+        rows, width = len(x), self._kv_shape[3]
+        sizes = (self._query_heads + 2 * self._kv_heads) * width, self._query_heads * width
+        inner = self._layers[0].down.shape[1]
+        buffers = [np.empty((rows, size), np.float32) for size in (*sizes, 2 * inner, inner)]
+        cos, sin = (table[length : length + rows] for table in self._rotary)
+        shape, counter = (self._query_heads, self._kv_heads, room), np.array([0, threads])
+        arguments = counter, x, layers, shape, self._matrix_type, self._epsilon, cos, sin, length, *buffers
+        self._on_threads(threads, lambda rank: self._kernels.decoder_layers(rank, *arguments))
 
+    def _logits(self, x: Any, threads: int) -> Any:
+        logits, size = np.empty((len(x), len(self._head)), np.float32), len(self._head)
+        shares = [self._kernels.share(size, self._kernels.COLUMNS, rank, threads) for rank in range(threads)]
+        self._on_threads(threads, lambda rank: self._kernels.linear(x, self._head, NONE, logits, False, *shares[rank]))
+        return logits
 
-def as_float32(tensor: Tensor) -> Any:
-    return tensor.float().contiguous().numpy()
+    def _on_threads(self, threads: int, work: Any) -> None:
+        others = [self._pool.submit(work, rank) for rank in range(1, threads)]
+        work(0)
+        for other in others:
+            other.result()
 
 
 def as_array(weights: Tensor) -> Any:
