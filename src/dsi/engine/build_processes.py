@@ -52,6 +52,7 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     sp, max_num_seqs = config.sp or 1, config.max_num_seqs or MAX_NUM_SEQS
     weights = load_weights(config.target, TARGET, config.dtype, status)
     info = ModelInfo.of(model_path(config.target, TARGET), weights)
+    status("preparing the target's forward, which is compiled once")
     target = (
         cpu_model(weights, max_num_seqs)
         if config.target_mp == 1

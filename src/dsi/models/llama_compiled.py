@@ -54,6 +54,15 @@ class LlamaCompiled(LlamaCpu):
         self._matrix_type = as_array(self._layers[0].qkv[:0])
         self._final_norm, self._head = self._norm.float().numpy(), as_array(self._lm_head)
         self._rotary = self._cos.float().numpy(), self._sin.float().numpy()
+        self._compile()
+
+    def _compile(self) -> None:
+        """Compile or load the kernels now, so that processes forked later have them: one token, in this thread."""
+        x, kv_layers = np.zeros((1, self._embedding.shape[1]), np.float32), [KVLayer() for _ in self._layers]
+        layers = self._with_caches(kv_layers, 1)
+        self._run_layers(x, layers[:1], 0, kv_layers[0].keys.shape[-2], 1)
+        self._kernels.rms_norm(x, self._final_norm, self._epsilon, x)
+        self._logits(x, 1)
 
     def _layer_addresses(self, i: int) -> list[int]:
         """Where a layer's norms, matrices, biases and caches are; 0 is nowhere, or not known yet."""
