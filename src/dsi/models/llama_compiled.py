@@ -43,7 +43,7 @@ class LlamaCompiled(LlamaCpu):
 
     def __init__(self, model: Any, max_sequences: int = 4) -> None:
         super().__init__(model, max_sequences)
-        self._kernels, config = kernels(), model.config
+        config = model.config
         self._query_heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._kv_shape = (1, self._kv_heads, 0, config.head_dim)
         self._norms = [
@@ -69,6 +69,10 @@ class LlamaCompiled(LlamaCpu):
         layer, (input_norm, post_attention_norm) = self._layers[i], self._norms[i]
         tensors = input_norm, layer.qkv, None, layer.out, post_attention_norm, layer.gate_up, layer.down, None, None
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+    @property
+    def _kernels(self) -> Any:
+        return kernels()  # a module, which an object that is copied must not hold
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
