@@ -28,6 +28,7 @@ PRELOADED = [
     "dsi.experiments.acceptance",
     "dsi.experiments.latency",
     "dsi.server.run",
+    "dsi.models.cpu_kernels",  # and numba with it
 ]
 
 
