@@ -1,8 +1,7 @@
-"""Our engine beside llama.cpp's server and transformers' own `generate`, plain and with a drafter. Measured.
+"""Our engine beside transformers' own `generate`, plain and assisted, on the same cores. Measured.
 
 One run, interleaved: each prompt goes through every row before the next one. Our rows have one core for the drafter
-and the others for the target, or, where they say so, all cores for each forward; transformers has all cores, and
-llama.cpp one or all of them (its own times, without HTTP; `--rows` leaves it out where it cannot be installed).
+and the others for the target, or, where they say so, all cores for each forward; transformers has all cores.
 Greedy texts in float32 are checked to be equal. `--check` exits with status 1 unless `auto` is first in every class of
 prompts, or within 3% of the first. `--quick` for a first look.
 """
@@ -29,20 +28,13 @@ from dsi.engine.config import DTYPES
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import CLASSES
 from dsi.models.names import NGRAM, model_path
-from llama_cpp import LlamaCpp, gguf
 
 AUTO, DSI, PLAIN, ASSISTED = "auto", "dsi", "transformers plain", "transformers assisted"
 OWN_CORES = {name: SpecConfig(name) for name in (AUTO, DSI, "pearl", "nonsi")} | {
     f"si {lookahead}": SpecConfig("si", lookahead) for lookahead in (3, 5, 8)
 }
 ALL_CORES = {f"{name} all cores": OWN_CORES[name] for name in ("nonsi", "si 3", "si 5")}
-LLAMA_CPP = {  # threads for each core of the pair's, and draft tokens
-    "llama.cpp 1 thread": (False, 0),
-    "llama.cpp": (True, 0),
-    "llama.cpp draft 5": (True, 5),
-    "llama.cpp draft 10": (True, 10),
-}
-ROWS = (*OWN_CORES, *ALL_CORES, *LLAMA_CPP, ASSISTED, PLAIN)
+ROWS = (*OWN_CORES, *ALL_CORES, ASSISTED, PLAIN)
 TOLERANCE = 0.03  # by which `auto` may be slower than the fastest row
 LOOKUP_TOKENS = 10  # draft tokens of transformers' prompt lookup, as its documentation has it
 
@@ -122,24 +114,6 @@ class Transformers:
         return write
 
 
-def llama_cpp_rows(options: argparse.Namespace, eos: int, servers: ExitStack) -> dict[str, Write]:
-    rows: dict[str, Write] = {}
-    for name in [name for name in LLAMA_CPP if name in options.rows]:
-        all_cores, guesses = LLAMA_CPP[name]
-        target = gguf(model_path(options.target, "target"), options.dtype)
-        draft = gguf(model_path(options.drafter, "drafter"), options.dtype) if guesses else ""
-        server = LlamaCpp(target, eos, options.cores if all_cores else 1, draft, guesses)
-        rows[name] = llama_cpp_row(servers.enter_context(server), options.tokens)
-    return rows
-
-
-def llama_cpp_row(server: LlamaCpp, tokens: int) -> Write:
-    def write(item: Round) -> Text:
-        return Text(*server.generate(item[1], tokens))
-
-    return write
-
-
 def make_rows(options: argparse.Namespace, tokenizer: Any, engines: ExitStack) -> dict[str, Write]:
     """Load what the chosen rows need: processes are forked before transformers starts threads here."""
     pair = {"target": options.target, "drafter": options.drafter, "dtype": options.dtype}
@@ -148,7 +122,6 @@ def make_rows(options: argparse.Namespace, tokenizer: Any, engines: ExitStack) -
         if chosen := [name for name in specs if name in options.rows]:
             engine = engines.enter_context(Engine.load(**pair, threads=threads))
             rows |= {name: ours(engine, specs[name], options.tokens) for name in chosen}
-    rows |= llama_cpp_rows(options, tokenizer.eos_token_id, engines)
     if chosen := [name for name in (ASSISTED, PLAIN) if name in options.rows]:
         theirs = Transformers(options, tokenizer)
         rows |= {name: theirs.row(name == ASSISTED) for name in chosen}

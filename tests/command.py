@@ -28,7 +28,6 @@ PRELOADED = [
     "dsi.experiments.acceptance",
     "dsi.experiments.latency",
     "dsi.server.run",
-    "dsi.models.cpu_kernels",  # and numba with it
 ]
 
 

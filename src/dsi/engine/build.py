@@ -15,7 +15,6 @@ from dsi.core.progress import Status, no_status
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
 from dsi.models.hf import Transformer, check_supported, context_length, load_config, load_model
-from dsi.models.llama_compiled import LlamaCompiled
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.names import NGRAM, model_path, weights_gb
 from dsi.models.protocol import Model
@@ -92,10 +91,7 @@ def load_weights(name: str, role: str, dtype: str, status: Status = no_status) -
 
 def cpu_model(model: Any, max_num_seqs: int = MAX_NUM_SEQS) -> Transformer:
     """The fastest implementation on CPU that supports this model."""
-    for implementation in (LlamaCompiled, LlamaCpu):
-        if implementation.supports(model):
-            return implementation(model, max_num_seqs)
-    return Transformer(model, max_num_seqs)
+    return LlamaCpu(model, max_num_seqs) if LlamaCpu.supports(model) else Transformer(model, max_num_seqs)
 
 
 def load_tokenizer(path: str, model: Any) -> Tokenizer:

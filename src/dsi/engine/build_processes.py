@@ -33,8 +33,6 @@ from dsi.engine.profile_fleet import FleetProfiler, sample_tokens
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import Server, make_servers
 from dsi.models.hf import Transformer
-from dsi.models.llama_compiled import kernels
-from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.logits_processors import with_processing
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
@@ -45,7 +43,6 @@ from dsi.models.vocab.translate import translate_drafter
 from dsi.planning.latency import LatencyModel
 
 MAX_WITHOUT_CORE = 0.1  # of the time of a measurement that workers may have waited for a core if it is to be kept
-NO_NUMBA = "without numba, forwards on CPUs are about half as fast: pip install 'dsi[fast]'"
 MIN_SHARE = 0.95  # of the time with few threads that forwards must take on every core to be run on them
 
 
@@ -55,7 +52,6 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     sp, max_num_seqs = config.sp or 1, config.max_num_seqs or MAX_NUM_SEQS
     weights = load_weights(config.target, TARGET, config.dtype, status)
     info = ModelInfo.of(model_path(config.target, TARGET), weights)
-    status("preparing the target's forward, which is compiled once")
     target = (
         cpu_model(weights, max_num_seqs)
         if config.target_mp == 1
@@ -89,7 +85,6 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         sp,
         kept.latency,
         names,
-        warnings=(NO_NUMBA,) if isinstance(target, LlamaCpu) and kernels() is None else (),
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=info.vocab_size,
         repetition_penalty=getattr(weights.generation_config, "repetition_penalty", None) or 1.0,
@@ -108,9 +103,7 @@ def uses_every_core(target: Transformer | TensorParallel, config: EngineConfig, 
 def pair_key(config: EngineConfig, sp: int) -> str:
     """Identify the models and servers of a configuration in the cache of profiles."""
     identities = [model_identity(model_path(name, role)) for name, role in named_models(config)]
-    compiled = kernels() is not None
-    options = config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads
-    return profile_key(*identities, *options, compiled)
+    return profile_key(*identities, config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads)
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,6 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
             self.keys[..., : self.length, :] = previous[0][..., : self.length, :]
             self.values[..., : self.length, :] = previous[1][..., : self.length, :]
 
-    def reserve(self, length: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Return the buffers, with room for so many tokens; `shape` is that of no tokens' keys."""
-        if not self.is_initialized or length > self.keys.shape[-2]:
-            none = torch.empty(shape)
-            self._grow(none, none, length + GROWTH)
-        return self.keys, self.values
-
     def copy(self, length: int) -> KVLayer:
         other = KVLayer()
         other.update(self.keys[..., :length, :], self.values[..., :length, :])
