@@ -97,6 +97,8 @@ class ShuffledFleet:
         if self.dice.random() < 0.5:
             self.streams.pop(id, None)
 
+    num_requests = 0
+
     def promote(self, id: int) -> None: ...
 
     def wake(self) -> None: ...

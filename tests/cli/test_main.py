@@ -69,7 +69,7 @@ from dsi.engine.engine import Engine
         ("generate hi --sp 0", "SP degree 0: must be at least 1"),
         ("generate hi --lookahead none", "lookahead 'none': must be a whole number or auto"),
         ("generate hi --vocab magic", "vocab 'magic': must be same, tli, slem or auto"),
-        ("generate hi --dtype int4", "dtype 'int4': must be float32 or bfloat16"),
+        ("generate hi --dtype int4", "dtype 'int4': must be float32, bfloat16 or int8"),
         ("generate hi --threads 0", "threads 0: must be at least 1"),
         ("generate --file nowhere.txt", "[Errno 2] No such file or directory: 'nowhere.txt'"),
         ("compare --algorithm dsi,magic", "algorithm 'magic': must be one of nonsi, si, pearl, dsi, auto"),

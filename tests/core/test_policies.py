@@ -40,7 +40,9 @@ def test_pearl_drafts_one_block_during_verification() -> None:
 
 def test_distributed_verifies_a_new_root_after_min_draft_tokens() -> None:
     g = Generation((7,), 20, distributed(5, min_draft=2))
-    assert verifications(g.start().start) == []
+    started = g.start().start
+    assert verifications(started) == []
+    assert [job.first_block for job in started if isinstance(job, Draft)] == [2]
     assert verifications(g.handle(Drafted(open_draft(g), 1)).start) == []
     assert verifications(g.handle(Drafted(open_draft(g), 2)).start) == [((7, 1, 2), 3)]
 

@@ -14,7 +14,7 @@ from dsi.engine.config import EngineConfig, fill_spec, make_configs, make_spec, 
     [
         ({"sp": 0}, "SP degree 0: must be at least 1"),
         ({"target_mp": 0}, "target mp 0: must be at least 1"),
-        ({"dtype": "int4"}, "dtype 'int4': must be float32 or bfloat16"),
+        ({"dtype": "int4"}, "dtype 'int4': must be float32, bfloat16 or int8"),
         ({"threads": 0}, "threads 0: must be at least 1"),
         ({"vocab": "magic"}, "vocab 'magic': must be same, tli, slem or auto"),
         ({"target": "no/such/folder"}, "no/such/folder: there is no such model folder"),

@@ -9,7 +9,7 @@ from dsi.engine.build_processes import load_model_pair
 from dsi.engine.config import EngineConfig
 from dsi.engine.engine import Engine
 from dsi.engine.profile_cpu import concurrent_forward_ms, measured_contention
-from dsi.engine.profile_host import profile_host, thread_counts
+from dsi.engine.profile_host import extrapolated, extrapolated_widths, profile_host, thread_counts
 
 
 def test_thread_counts_are_powers_of_two_and_all_cores() -> None:
@@ -35,9 +35,31 @@ def test_profile_host_measures_two_drafters_alone_and_in_one_tree() -> None:
     assert profile.alternatives[-1].drafters == 2
 
 
-def test_profile_host_refuses_more_cores_than_there_are() -> None:
-    with pytest.raises(ValueError, match="cores 1000: must be between 1 and"):
-        profile_host(EngineConfig(), 1000)
+def test_profile_host_refuses_cores_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="cores 1001: must be between 1 and 1000"):
+        profile_host(EngineConfig(), 1001)
+    monkeypatch.setattr("dsi.engine.profile_host.available_cores", lambda: [0])
+    with pytest.raises(ValueError, match="cores 8: this machine has 1"):
+        profile_host(EngineConfig(), 8)
+
+
+def test_extrapolated_forwards_follow_amdahls_law() -> None:
+    assert extrapolated({1: 10.0, 2: 6.0}, [1, 2, 4, 8]) == pytest.approx({1: 10, 2: 6, 4: 4, 8: 3})
+    assert extrapolated({1: 10.0, 2: 11.0}, [2, 4]) == {2: 11, 4: 10}  # what does not scale is not extrapolated
+    assert extrapolated({1: 10.0, 2: 4.0}, [4]) == {4: 2.5}  # nor does it scale better than perfectly
+    widths = {1: {1: 10.0, 8: 20.0}, 2: {1: 5.0, 8: 15.0}}
+    assert extrapolated_widths(widths, [1, 4]) == {1: widths[1], 4: pytest.approx({1: 2.5, 8: 12.5})}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_profile_host_extrapolates_more_cores_than_there_are() -> None:
+    cores = len(os.sched_getaffinity(0))
+    profile = profile_host(EngineConfig(), 4 * cores)
+    assert set(profile.by_mp) == set(thread_counts(4 * cores))
+    assert profile.sources["mp"] == f"beyond {cores} cores extrapolated"
+    widths = [set(dict(latency.by_width)) for latency in profile.by_mp.values()]
+    assert all(own == widths[0] for own in widths)
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ class FakeEngine:
     """Runs in virtual time; DSI's text of one prompt has another token at position 5, as if it had been rounded."""
 
     def __init__(self, wrong: str = "one", plans: dict[str, Any] | None = None) -> None:
-        self.wrong, self.deployment = wrong, SimpleNamespace(plans=plans or {})
+        self.wrong, self.deployment = wrong, SimpleNamespace(plans=plans or {}, exact=False)
         self.margins: list[tuple[int, ...]] = []  # the texts after which a margin was asked for
 
     def generate(self, prompt: str | tuple[int, ...], *, algorithm: str, max_new_tokens: int, **options: Any) -> Any:
@@ -108,6 +108,12 @@ def test_compare_reports_where_bfloat16_texts_part(engine: FakeEngine) -> None:
     engine.wrong = ""
     result = json.loads(dsi_here(*QUICK, "--dtype", "bfloat16", "--json").stdout)
     assert (result["equal"], result["divergences"]) == (True, [])
+
+
+def test_compare_fails_where_texts_of_exact_forwards_part(engine: FakeEngine) -> None:
+    engine.deployment.exact = True
+    done = dsi_here(*QUICK, "--dtype", "bfloat16")
+    assert (done.returncode, done.stderr) == (2, f"dsi: {SENTENCE}\n")
 
 
 @pytest.mark.usefixtures("engine")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dsi.fleets.hang_limits import FACTOR, MIN_SECONDS, UNMEASURED_SECONDS, HangLimits
+from dsi.fleets.hang_limits import FACTOR, FIRST_SECONDS, MIN_SECONDS, UNMEASURED_SECONDS, HangLimits
 
 
 def test_hang_limits_are_a_multiple_of_the_slowest_forward_of_that_size() -> None:
@@ -22,6 +22,15 @@ def test_hang_limits_before_the_first_forward_of_a_role() -> None:
     limits = HangLimits()
     limits.observe("drafter", 1, 0.001)
     assert limits.seconds("target", 1) == UNMEASURED_SECONDS
+
+
+def test_hang_limits_before_the_first_forward_of_a_role_whose_latency_is_expected() -> None:
+    limits = HangLimits()
+    limits.expect("target", 0.01)
+    assert limits.seconds("target", 1) == FIRST_SECONDS
+    assert limits.seconds("target", 500) == pytest.approx(FACTOR * 0.01 * 500)
+    limits.observe("target", 1, 0.01)
+    assert limits.seconds("target", 1) == MIN_SECONDS
 
 
 def test_hang_limits_extrapolate_to_longer_prompts() -> None:

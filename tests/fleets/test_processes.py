@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dsi.core.generation import Policy
-from dsi.core.messages import Draft, Failed, Verified, Verify
+from dsi.core.messages import Draft, Drafted, Failed, Verified, Verify
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
@@ -133,6 +133,18 @@ def test_process_fleet_replaces_a_worker_that_hangs(make: Make, stopped: str, al
     assert tuple(text) == plain_decoding()
     if algorithm is ALGORITHMS[1]:  # SI waits for either; the others may have gone on without
         assert fleet.death_causes == {killed: {"hung": 1}}
+
+
+def test_process_fleet_replaces_a_worker_that_hangs_in_its_first_forward(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsi.fleets.hang_limits.FIRST_SECONDS", 0.5)
+    fleet = make()
+    fleet.expect_forward("drafter", 0.001)
+    os.kill(fleet._workers["drafter"].process.pid or 0, signal.SIGSTOP)
+    [done] = EngineLoop(fleet).run(replace(REQUEST, policy=speculative(3)))
+    assert done.tokens == plain_decoding()
+    assert fleet.death_causes == {"drafter": {"hung": 1}}
 
 
 def test_process_fleet_replaces_a_worker_that_takes_no_message(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,3 +265,91 @@ def test_process_fleet_lets_a_job_use_every_core_if_nothing_else_computes() -> N
     used.append(slow.next_event())
     assert [event.tokens for event in used if isinstance(event, Verified)] == [(1,), (0,), (1,), (0,)]
     slow.close()
+
+
+class OwnProcess:
+    """Answers with the process it runs in."""
+
+    def answer(self, request: ForwardRequest) -> tuple[int, ...]:
+        return (os.getpid(),) * request.num_positions
+
+
+def inline_fleet() -> ProcessFleet:
+    servers = [Server("target-1", "target", OwnProcess()), Server("drafter", "drafter", OwnProcess())]
+    inline = {server.role: Server(server.name, server.role, OwnProcess()) for server in servers}
+    return ProcessFleet(servers, use_cores=lambda *_: None, inline=inline)
+
+
+def test_process_fleet_runs_jobs_that_take_turns_in_this_process() -> None:
+    fleet, text, here = inline_fleet(), TokenSequence.of((1,)), os.getpid()
+    fleet.start(Draft(0, text, 2, alone=True))
+    fleet.log = []
+    assert [fleet.next_event(), fleet.next_event()] == [Drafted(0, here), Drafted(0, here)]
+    assert [tuple(span.context) for span in fleet.log] == [(1,), (1, here)]
+    fleet.start(Verify(1, text, 1, alone=True))
+    assert fleet.next_event() == Verified(1, (here,))
+    fleet.start(Verify(2, text, 1))
+    event = fleet.next_event()
+    assert isinstance(event, Verified)
+    assert event.tokens == (fleet._workers["target-1"].process.pid,)
+    assert fleet.busy["drafter"] > 0
+    fleet.close()
+
+
+def test_process_fleet_leaves_long_prompts_to_workers() -> None:
+    fleet, text = inline_fleet(), TokenSequence.of((1,) * 300)
+    fleet.start(Verify(0, text, 1, alone=True))
+    event = fleet.next_event()
+    assert isinstance(event, Verified)
+    assert event.tokens == (fleet._workers["target-1"].process.pid,)
+    fleet.close()
+
+
+def test_process_fleet_does_not_count_on_workers_for_what_ran_in_this_process() -> None:
+    fleet, text = inline_fleet(), TokenSequence.of((1,) * 40)
+    fleet.start(Verify(0, text, 1, alone=True))
+    fleet.next_event()
+    assert fleet._scheduler.num_new("target-1", Verify(1, text.then(5), 1)) == 41
+    fleet.close()
+
+
+class Interrupted:
+    """Is interrupted by Ctrl-C the first time."""
+
+    count = 0
+
+    def answer(self, request: ForwardRequest) -> tuple[int, ...]:  # noqa: ARG002
+        self.count += 1
+        if self.count == 1:
+            raise KeyboardInterrupt
+        return (7,)
+
+
+def test_process_fleet_goes_on_after_an_interruption_in_this_process() -> None:
+    server = Server("target-1", "target", Interrupted())
+    fleet, text = ProcessFleet([server], use_cores=lambda *_: None, inline={"target": server}), TokenSequence.of((1,))
+    fleet.start(Verify(0, text, 1, alone=True))
+    with pytest.raises(KeyboardInterrupt):
+        fleet.next_event()
+    fleet.start(Verify(1, text, 1, alone=True))
+    assert fleet.next_event() == Verified(1, (7,))
+    fleet.close()
+
+
+def test_process_fleet_forgets_a_cancelled_job_of_this_process() -> None:
+    fleet, text = inline_fleet(), TokenSequence.of((1,))
+    fleet.start(Verify(0, text, 1, alone=True))
+    fleet.cancel(0)
+    fleet.start(Verify(1, text, 1, alone=True))
+    assert fleet.next_event() == Verified(1, (os.getpid(),))
+    fleet.close()
+
+
+def test_process_fleet_fails_a_job_of_this_process_whose_server_dies() -> None:
+    fleet, text = inline_fleet(), TokenSequence.of((1,))
+    fleet.start(Draft(0, text, 1, alone=True))
+    fleet.kill("drafter")
+    assert isinstance(fleet.next_event(), Failed)
+    fleet.start(Verify(1, text, 1, alone=True))
+    assert fleet.next_event() == Verified(1, (os.getpid(),))
+    fleet.close()

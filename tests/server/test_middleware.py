@@ -168,7 +168,9 @@ def test_internal_error_hides_its_cause_and_logs_it(
     serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("dsi.server"), "propagate", True)
-    app, _ = make_app(MagicMock(), "broken", Limits(shutdown_seconds=1))  # which can do nothing
+    broken = MagicMock()  # which can do nothing
+    broken.deployment.max_running = None
+    app, _ = make_app(broken, "broken", Limits(shutdown_seconds=1))
     body = b'{"prompt": "a"}'
     length, kind = f"Content-Length: {len(body)}", "Content-Type: application/json"
     answer = send_raw(serve(app), head("POST /v1/completions", length, kind, "Connection: close") + body)

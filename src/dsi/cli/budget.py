@@ -12,7 +12,7 @@ from dsi.cli.engine import load_engine, sampling_arguments
 from dsi.core.fields import option
 from dsi.core.messages import Sampling
 from dsi.core.spec import SpecConfig
-from dsi.engine.config import EngineConfig
+from dsi.engine.config import FLOAT32, EngineConfig
 
 if TYPE_CHECKING:
     from dsi.engine.engine import Engine
@@ -120,11 +120,12 @@ class BudgetComparison:
             budget.engines(self._load, configs) as running,
             show.progress("texts", len(configs) * texts) as advance,
         ):
+            exact = all(engine.deployment.exact for engine in running.values())
             tables = budget.measured(running, classes, self.repeats, self._arguments, advance)
         divergences = [found for table in tables for found in table.divergences]
         about = f"{_runs(tables)} on {budget.plural(cores, 'core')}, {show.equality(divergences)}"
         self._report(tables, about, cores=cores, equal=not divergences)
-        if self.config.dtype == "float32":
+        if exact or self.config.dtype == FLOAT32:
             check_equal(divergences)
 
     def _simulate_cores(self, cores: int, configs: Sequence[Configuration], classes: Classes) -> None:
@@ -135,7 +136,8 @@ class BudgetComparison:
         prompts = sum(map(len, classes.values()))
         with self._load("dsi", sp=1) as engine, show.progress("texts", prompts) as advance:
             rates = budget.counted(engine, classes, self._arguments, advance)
-            simulation = engine.deployment.simulation(1, self.max_new_tokens)
+            # Forwards on one core, from which those on several are scaled.
+            simulation = engine.deployment.simulation(1, self.max_new_tokens).with_latency(alone=None)
         simulations = {name: replace(simulation, acceptance=rate) for name, rate in rates.items()}
         count = max(map(len, classes.values())) * self.repeats
         origin = f"of the {budget.cores_here()} here" if budget.cores_here() > 1 else "here"

@@ -13,7 +13,7 @@ from dsi.cli.engine import SPEC, load_engine, report_ignored_defaults, sampling_
 from dsi.cli.options import Algorithms, Fields, Json, MaxNewTokens, algorithms, given, options, read_text, whole_numbers
 from dsi.core.messages import PENALTIES, Sampling
 from dsi.core.spec import SpecConfig
-from dsi.engine.config import EngineConfig
+from dsi.engine.config import FLOAT32, EngineConfig
 
 EXAMPLE = "Example: dsi compare --repeats 5 --json. Example: dsi compare --budget --cores 2 --out budget.svg"
 OWN_SPEC = Fields(
@@ -47,7 +47,8 @@ def compare(
 ) -> None:
     """The same prompts under every algorithm, interleaved and repeated; all texts are checked to be equal.
 
-    In float32 different texts are an error; in bfloat16 the result says where they part, and by what margin.
+    In float32, and wherever forwards are exact, different texts are an error; otherwise the result says where they
+    part, and by what margin.
     Above temperature 0, rules other than match give each algorithm a text of its own, the same every time.
     With --budget, each algorithm has the same processors, in arrangements of its own.
     """
@@ -71,9 +72,10 @@ def compare(
     ):
         report_ignored_defaults(config)
         arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling)}
+        must_agree = config.dtype == FLOAT32 or engine.deployment.exact
         comparison = measured(engine, configs, texts, repeats, arguments, advance)
     show.comparison(comparison, json, sampling.rule == "match" or sampling.temperature == 0)
-    if config.dtype == "float32":
+    if must_agree:
         check_equal(comparison.divergences)
 
 

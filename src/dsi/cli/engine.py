@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from dsi.cli import output as show
 from dsi.cli.options import Fields
-from dsi.core.messages import Sampling
+from dsi.core.messages import TARGET, Sampling
 from dsi.core.spec import AUTO, SpecConfig
 from dsi.engine.config import EngineConfig, default_algorithm
-from dsi.models.names import BUILTIN
+from dsi.models.cpu.compiler import start_compiling
+from dsi.models.names import BUILTIN, model_path
 
 if TYPE_CHECKING:
     from dsi.core.request import Completion
@@ -45,6 +46,8 @@ SpecOptions = Annotated[SpecConfig, SPEC]
 
 def load_engine(config: EngineConfig, spec: SpecConfig) -> Engine:
     """Load an engine, show what is being done, and report how its models were prepared."""
+    if config.target_devices is None:
+        start_compiling()  # while torch is imported
     loading = f"loading {config.target} and {', '.join(config.drafter)}"
     with show.working(loading, quiet=config.target == BUILTIN) as status:
         from dsi.engine.engine import Engine
@@ -93,7 +96,7 @@ def generation_arguments(
     """The arguments of `Engine.stream`: options that were given, then the target's generation configuration."""
     from dsi.engine.generation_config import ignored_fields, load_generation_config, request_defaults
 
-    stored = load_generation_config(config.target)
+    stored = load_generation_config(model_path(config.target, TARGET))
     defaults = {name: value for name, value in request_defaults(stored).items() if name not in given}
     has_limit = "max_new_tokens" in {*given, *defaults}
     _report_ignored(config, ignored_fields(stored, config, has_limit))
@@ -105,7 +108,7 @@ def report_ignored_defaults(config: EngineConfig) -> None:
     """Say on stderr what a command ignores whose requests have defaults of their own."""
     from dsi.engine.generation_config import ignored_fields, load_generation_config, request_defaults
 
-    stored = load_generation_config(config.target)
+    stored = load_generation_config(model_path(config.target, TARGET))
     _report_ignored(config, [*request_defaults(stored), *ignored_fields(stored, config, has_limit=True)])
 
 

@@ -138,7 +138,7 @@ def _parsed_as(kind: Any) -> Any:
 
 def _option(field: dataclasses.Field[Any], chosen: Fields) -> Any:
     name = field.metadata.get("option", field.name.replace("_", "-"))
-    flags = f"--{name}/--no-{name}" if isinstance(field.default, bool) else f"--{name}"
+    flags = f"--{name}/--no-{name}" if str(field.type).startswith("bool") else f"--{name}"
     return typer.Option(flags, help=chosen.help.get(field.name, field.metadata["help"]))
 
 

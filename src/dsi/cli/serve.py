@@ -15,6 +15,7 @@ from dsi.engine.config import EngineConfig
 from dsi.server.limits import Limits
 
 EXAMPLE = "Example: dsi serve --port 8000, then: curl http://127.0.0.1:8000/v1/models"
+MAX_RUNNING_APART = 16  # texts at once where each has forwards of its own: servers keep all of their KV caches
 
 
 @options
@@ -40,7 +41,7 @@ def serve(
     keys, origins = read_keys(api_key_file), check_origins(cors_origin or ())
     listener = listen(host, port)
     if config.target_devices is None:
-        config = replace(config, max_num_seqs=limits.running + 1)
+        config = replace(config, max_num_seqs=min(limits.running, MAX_RUNNING_APART) + 1)
     else:
         limits = replace(limits, running=1)  # a device holds one text
     with load_engine(config, spec) as engine:

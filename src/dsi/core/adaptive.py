@@ -23,6 +23,7 @@ PRIOR_ACCEPTANCE = 0.7  # of draft tokens, before any has been verified
 PRIOR_RUNNER_UP_ACCEPTANCE = 0.4  # of runner-ups, where the first choice was rejected
 PRIOR_WEIGHT = 5.0  # tokens that a prior counts for at first
 MIN_GAIN = 0.01  # the share by which another configuration must be faster to be chosen
+MIN_OVERLAP_GAIN = 0.1  # likewise, from taking turns on every core to overlap and back: KV caches have to catch up
 PROBE_EVERY = 4  # tokens, at least, after which an unused drafter drafts one, which tells whether it would pay again
 PROBE_SHARE = 0.01  # of the time that these draft tokens may take, where they take it from the target
 MIN_TIMED = 8  # forwards before their latency is believed
@@ -210,11 +211,18 @@ class RequestController:
         if (inputs := self._inputs(g)) == self._decided_by:
             return
         self._decided_by, candidate = inputs, self._best(g)
+        enough = (1 - self._min_gain(candidate)) * self._ms(self._candidate)
         if _fits(g, candidate[0]) and not _fits(g, self._candidate[0]):
             self._choose(g, candidate, "context")
-        elif candidate != self._candidate and self._ms(candidate) < (1 - MIN_GAIN) * self._ms(self._candidate):
+        elif candidate != self._candidate and self._ms(candidate) < enough:
             self._choose(g, candidate, "latency" if self._latency_changed else "acceptance")
             self._latency_changed = False
+
+    def _min_gain(self, candidate: Candidate) -> float:
+        """The gain for which it is worth changing to another candidate."""
+        table = self._engine.latency_table
+        moves = table.configs[candidate[1]].takes_turns != self.spec.takes_turns
+        return MIN_OVERLAP_GAIN if moves and table.alone_steps_ms else MIN_GAIN
 
     def _inputs(self, g: Generation) -> tuple[object, ...]:
         """What a decision depends on, as exactly as the latency table knows it."""

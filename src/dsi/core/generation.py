@@ -321,7 +321,9 @@ class Generation:
         if count < 1:
             raise ValueError(f"a draft of {count} tokens: must be at least 1")
         self._block_size = spec.lookahead or 1
-        options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio
+        missing = (spec.min_draft or 0) - (node.depth - self.tree.root.depth)  # before the root is verified
+        first_block = missing if missing > 0 else self._block_size
+        options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio, first_block
         self._start(Draft(next(self._ids), node.context, count, model, *options, alone), node)
 
     def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:

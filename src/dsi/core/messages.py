@@ -159,6 +159,7 @@ class Draft:
     block_size: int = 1
     branches: int = 1
     min_ratio: float = 0.0
+    first_block: int = 1  # tokens after which the first are wanted; later ones are, after each block
     alone: bool = False  # nothing of its request runs beside it: it may use every core
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -123,6 +123,9 @@ class Load:
     targets: int = 1
     requests: int = 0
     verifying: int = 0  # verifications in flight
+    # Where requests share forwards: the draft tokens with which each of so many requests is verified best, by their
+    # acceptance rate.
+    shared_block: Callable[[int, float], int] | None = None
 
     @property
     def idle(self) -> bool:

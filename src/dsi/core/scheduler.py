@@ -8,7 +8,7 @@ prefills the verified text of the requests.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from dsi.core.messages import TARGET, Draft, Failed, Job, Prefill, Verify
 from dsi.core.sequence import TokenSequence
@@ -139,15 +139,23 @@ class Scheduler:
         """How many tokens of a job's text the server has not computed yet, at least one."""
         return max(1, len(job.context) - self._num_cached[server].get(job.context.origin, 0))
 
-    def release(self, server: str) -> None:
-        """The server has ended its job; the text of a cancelled one is not in its cache."""
+    def release(self, server: str, computed: bool = True) -> None:
+        """The server has ended its job; the text of one that was cancelled, or ran elsewhere, is not in its cache."""
         if server not in self.roles:
             return
         job = self.running.pop(server)
-        if server not in self._cancelling:
+        if computed and server not in self._cancelling:
             self._record_cached(server, job.context)
         self._cancelling.discard(server)
         self._set_idle(server)
+
+    def take(self, role: str, accepts: Callable[[Job], bool]) -> list[Job]:
+        """Remove the waiting jobs of a role that `accepts`, urgent ones first: they join others on a server."""
+        taken = [job for queue in self._queues.get(role, ()) for job in queue.values() if accepts(job)]
+        for job in taken:
+            for queue in self._queues[role]:
+                queue.pop(job.id, None)
+        return taken
 
     def assign(self) -> Assignments:
         """Give waiting jobs to idle servers, and prefills to the targets that are left."""

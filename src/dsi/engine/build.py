@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import transformers
-from transformers import AutoTokenizer
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.progress import Status, no_status
-from dsi.engine.config import EngineConfig
+from dsi.engine.config import FLOAT32, INT8, EngineConfig
 from dsi.engine.deployment import Deployment
-from dsi.models.hf import Transformer, check_supported, context_length, load_config, load_model
+from dsi.engine.profile_linear import kept_max_rows, use_kept_prefetching
+from dsi.models.cpu.compiler import why_unavailable
+from dsi.models.cpu.decoder import CompiledDecoder
+from dsi.models.cpu.huge_pages import move_to_huge_pages
+from dsi.models.cpu.linear import quantize_int8
+from dsi.models.cpu.transformer import CompiledTransformer
+from dsi.models.hf import Transformer, check_supported, context_length, load_config, load_model, read_tokenizer
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.names import NGRAM, model_path, weights_gb
 from dsi.models.protocol import Model
@@ -22,6 +27,7 @@ from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab import AUTO, SAME
 from dsi.models.vocab.vocabulary import Vocabulary
 
+PARTING = "texts may part where two scores nearly tie"
 MAX_NUM_SEQS = 4  # sequences that a server keeps in its KV cache by default
 
 
@@ -86,17 +92,52 @@ def load_weights(name: str, role: str, dtype: str, status: Status = no_status) -
     gb = weights_gb(path)
     stage = f"loading {role} {name}{f', {gb:.1f} GB' if gb else ''}, {dtype}"
     status(stage)
-    return load_model(path, dtype, status=lambda part: status(f"{stage}: {part}"))
+    return load_for_cpu(path, dtype, lambda part: status(f"{stage}: {part}"))
+
+
+def load_for_cpu(path: str, dtype: str, status: Status = no_status) -> Any:
+    """Load a model to run it on the CPU, its weights in huge pages; int8 are quantized here, from bfloat16."""
+    if dtype != INT8:
+        return move_to_huge_pages(load_model(path, dtype, status=status))
+    return move_to_huge_pages(quantize_int8(load_model(path, "bfloat16", status=status)))
 
 
 def cpu_model(model: Any, max_num_seqs: int = MAX_NUM_SEQS) -> Transformer:
     """The fastest implementation on CPU that supports this model."""
-    return LlamaCpu(model, max_num_seqs) if LlamaCpu.supports(model) else Transformer(model, max_num_seqs)
+    if CompiledDecoder.supports(model):
+        use_kept_prefetching(model)
+        return CompiledDecoder(model, max_num_seqs)
+    if LlamaCpu.supports(model):
+        return LlamaCpu(model, max_num_seqs)
+    if CompiledTransformer.supports(model):
+        return CompiledTransformer(model, max_num_seqs, kept_max_rows(model))
+    return Transformer(model, max_num_seqs)
+
+
+def cpu_warnings() -> tuple[str, ...]:
+    """What makes forwards on this machine slower than they could be."""
+    reason = why_unavailable()
+    return (f"forwards on CPUs are not compiled, and take two to three times as long: {reason}",) if reason else ()
+
+
+def check_exact(target: object, config: EngineConfig) -> tuple[str, ...]:
+    """Refuse a target on the CPU that cannot be exact if it must be; otherwise warn, unless it is not wanted."""
+    if isinstance(target, CompiledDecoder) or config.exact is False:
+        return ()
+    reason = f"{config.target}: its forwards here depend on how many tokens they compute"
+    if config.exact:
+        raise ValueError(f"exact: {reason}; leave it out ({PARTING})")
+    return (f"{reason}; in {config.dtype} {PARTING}",) if config.dtype != FLOAT32 else ()
+
+
+def running_limit(config: EngineConfig) -> int | None:
+    """Requests at once whose KV caches each server keeps, and one to spare."""
+    return None if config.max_num_seqs is None else max(1, config.max_num_seqs - 1)
 
 
 def load_tokenizer(path: str, model: Any) -> Tokenizer:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = read_tokenizer(path)
     except Exception as error:
         raise ValueError(f"{path}: has no tokenizer that can be loaded") from error
     return Tokenizer(tokenizer, end_tokens(model.generation_config.eos_token_id))

@@ -10,8 +10,8 @@ import torch
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.progress import Status, no_status
-from dsi.engine.build import ModelInfo, check_same_vocabulary, shortest_context, silence_transformers
-from dsi.engine.config import EngineConfig, check_dtype
+from dsi.engine.build import PARTING, ModelInfo, check_same_vocabulary, shortest_context, silence_transformers
+from dsi.engine.config import DTYPES, FLOAT32, INT8, EngineConfig, check_dtype
 from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
 from dsi.engine.devices import Device, Placement, check_available
 from dsi.engine.profile_cuda import latency_model, order_by_contention
@@ -23,10 +23,11 @@ from dsi.models.device_map import split_layers
 from dsi.models.hf import load_model
 from dsi.models.names import model_path
 from dsi.models.shapes import random_model
-from dsi.planning.latency import monotone
+from dsi.planning.latency import LatencyModel, monotone
 from dsi.planning.search import DEVICE_SP, search_devices
 
 MAX_CONTEXT = 4096  # tokens: a KV cache of this length is allocated from the start
+EXACT_SIZE, EXACT_SLICE_SIZE = 64, 16  # new tokens of every exact forward on a whole GPU, and on a slice of one
 PROMPT = 32  # tokens of the prompts by which latencies are measured
 
 
@@ -54,7 +55,8 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
         sp,
         replace(latency.with_targets(sp), by_width=monotone(dict(latency.by_width))),
         plans=plans,
-        warnings=eager_warnings([*targets, drafter]),
+        warnings=eager_warnings([*targets, drafter]) + exact_warnings(config, targets[0], latency),
+        exact=targets[0].exact_size is not None,
         drafter_contexts={DRAFTER: drafter.context},
         vocab_size=info.vocab_size,
     )
@@ -75,7 +77,7 @@ def load_models(
     target, drafter = ModelInfo.of(paths[0], weights[devices[0]]), ModelInfo.of(paths[1], drafter_weights)
     check_same_vocabulary(target.tokenizer, drafter.tokenizer, names)
     context = shortest_context([target.context, MAX_CONTEXT])
-    targets = target_models(placement, weights, context, slices)
+    targets = target_models(placement, weights, context, slices, bool(config.exact))
     draft_context = shortest_context([drafter.context, context])  # no text is longer than the target's context
     draft_model = cuda_model(drafter_weights, draft_context, placement.drafter, slices, drafts=True)
     return target, targets, draft_model
@@ -86,9 +88,25 @@ def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
     return tuple({model.eager_reason: None for model in models if model.eager_reason and model.on_gpu})
 
 
+def exact_warnings(config: EngineConfig, target: CudaGraphModel, latency: LatencyModel) -> tuple[str, ...]:
+    """That texts may part, and what it would cost if they must not, unless the user has chosen."""
+    if config.exact is not None or config.dtype == FLOAT32:
+        return ()
+    size = exact_size(config.placement.targets[0])
+    by_width = {width: float(ms) for width, ms in latency.by_width}
+    cost = by_width.get(min(size, target.context), by_width[max(by_width)]) / by_width[min(by_width)] - 1
+    return (f"in {config.dtype} {PARTING}; with --exact they do not, and a forward takes {max(0.0, cost):.0%} longer",)
+
+
+def exact_size(device: Device) -> int:
+    return EXACT_SLICE_SIZE if device.slices else EXACT_SIZE
+
+
 def random_cuda_model(shape: str, dtype: str, device: str, context: int = 512) -> CudaGraphModel:
     """A model of this shape with random weights, on one device or spread over several."""
     check_dtype(dtype)
+    if dtype == INT8:
+        raise ValueError(f"dtype {dtype!r}: is for CPUs; on {device} say one of {', '.join(DTYPES[:-1])}")
     silence_transformers()
     names = device.split("+")
     weights = random_model(shape, dtype, device if len(names) == 1 else "cpu", context)
@@ -96,13 +114,14 @@ def random_cuda_model(shape: str, dtype: str, device: str, context: int = 512) -
 
 
 def target_models(
-    placement: Placement, weights: dict[str, Any], context: int, slices: dict[Device, Any]
+    placement: Placement, weights: dict[str, Any], context: int, slices: dict[Device, Any], exact: bool
 ) -> list[CudaGraphModel]:
     """Targets on one device share their KV cache: none computes what another is computing."""
+    size = max(map(exact_size, placement.targets)) if exact else None  # one for all: it decides how sums are taken
     first: dict[str, CudaGraphModel] = {}
     models = []
     for device in placement.targets:
-        models.append(cuda_model(weights[device.name], context, device, slices, first.get(device.name)))
+        models.append(cuda_model(weights[device.name], context, device, slices, first.get(device.name), size=size))
         first.setdefault(device.name, models[-1])
     return models
 
@@ -114,9 +133,11 @@ def cuda_model(
     slices: dict[Device, Any],
     share_cache_with: CudaGraphModel | None = None,
     drafts: bool = False,
+    size: int | None = None,
 ) -> CudaGraphModel:
+    options = {"share_cache_with": share_cache_with, "drafts": drafts, "exact_size": size}
     try:
-        return CudaGraphModel(weights, context, slices.get(device), share_cache_with=share_cache_with, drafts=drafts)
+        return CudaGraphModel(weights, context, slices.get(device), **options)  # type: ignore[arg-type]
     except torch.OutOfMemoryError as error:
         raise ValueError(out_of_memory(weights.config.model_type, device.name)) from error
 

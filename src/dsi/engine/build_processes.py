@@ -15,12 +15,15 @@ from dsi.engine.build import (
     MAX_NUM_SEQS,
     LoadedDrafter,
     ModelInfo,
+    check_exact,
     check_same_vocabulary,
     cpu_model,
+    cpu_warnings,
     drafter_names,
     load_weights,
     named_models,
     needs_translation,
+    running_limit,
     shortest_context,
     silence_transformers,
 )
@@ -30,8 +33,11 @@ from dsi.engine.generation_config import process_logits
 from dsi.engine.profile_cache import keep_profile, model_identity, profile_key, read_profile
 from dsi.engine.profile_cpu import expected_contention, may_use_every_core, threads_survive_fork
 from dsi.engine.profile_fleet import FleetProfiler, sample_tokens
+from dsi.fleets.packed import MAX_TOKENS
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import Server, make_servers
+from dsi.models.cpu.compiler import library_path, why_unavailable
+from dsi.models.cpu.decoder import CompiledDecoder
 from dsi.models.hf import Transformer
 from dsi.models.logits_processors import with_processing
 from dsi.models.names import NGRAM, model_path
@@ -41,8 +47,13 @@ from dsi.models.tensor_parallel import TensorParallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.translate import translate_drafter
 from dsi.planning.latency import LatencyModel
+from dsi.planning.shared_forwards import forward_ms
 
 MAX_WITHOUT_CORE = 0.1  # of the time of a measurement that workers may have waited for a core if it is to be kept
+MAX_INLINE_MS = 20  # of a forward in the engine's own process, which waits for it; messages would cost more
+MAX_SHARED_MS, MIN_TOKENS = 150, 16  # of a forward that requests share, and new tokens that it computes however slow
+MAX_PACKED_SEQS = 256  # texts of requests that share forwards, whose KV caches are kept...
+MAX_KV_SHARE, TYPICAL_LENGTH = 0.25, 512  # ...while they take this share of the memory, at so many tokens each
 MIN_SHARE = 0.95  # of the time with few threads that forwards must take on every core to be run on them
 
 
@@ -57,6 +68,7 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         if config.target_mp == 1
         else TensorParallel(weights, config.target_mp, max_num_seqs, config.threads)
     )
+    warnings = cpu_warnings() + check_exact(target, config)
     drafters = [load_drafter(name, info, config, status) for name in config.drafter]
     names = drafter_names(len(drafters))
     process = process_logits(weights)
@@ -72,7 +84,10 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         status("measuring the models")
         if kept is None:
             kept = measure_pair(key, fleet, info, target.context, drafters)
+        limit_inline(fleet, kept.latency)
         fleet.every_core = kept.every_core
+        for role in (TARGET, *names):  # a drafter's forward takes no longer than a target's
+            fleet.expect_forward(role, float(kept.latency.target_ms) / 1000)
     except BaseException as error:
         fleet.close()
         if config.target_mp > 1 and isinstance(error, ValueError):
@@ -85,10 +100,15 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         sp,
         kept.latency,
         names,
+        warnings=warnings,
+        exact=isinstance(target, CompiledDecoder),
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=info.vocab_size,
         repetition_penalty=getattr(weights.generation_config, "repetition_penalty", None) or 1.0,
         profile_key=key,
+        max_running=(
+            packed_sequences(target) if fleet.packs and isinstance(target, CompiledDecoder) else running_limit(config)
+        ),
     )
 
 
@@ -103,7 +123,8 @@ def uses_every_core(target: Transformer | TensorParallel, config: EngineConfig, 
 def pair_key(config: EngineConfig, sp: int) -> str:
     """Identify the models and servers of a configuration in the cache of profiles."""
     identities = [model_identity(model_path(name, role)) for name, role in named_models(config)]
-    return profile_key(*identities, config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads)
+    options = config.drafter, config.dtype, config.vocab, sp, config.target_mp, config.threads
+    return profile_key(*identities, *options, why_unavailable() or library_path().name)
 
 
 @dataclass(frozen=True)
@@ -134,19 +155,36 @@ def measure_pair(
     profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context)
     sp, own = len(fleet.servers()) - len(drafters), profiler.latency()
     own = replace(own, contention=expected_contention(sp, len(available_cores())))
-    measured = MeasuredPair(own, frozenset())
-    if len(drafters) == 1 and fleet.every_core:  # SI has one drafter
-        measured = on_every_core(profiler.latency(every_core=True), own, fleet.every_core)
+    # SI has one drafter.
+    measured = measure_turns(profiler, fleet, own) if len(drafters) == 1 else MeasuredPair(own, frozenset())
     if fleet.seconds_without_core() - without_core < MAX_WITHOUT_CORE * (time.perf_counter() - began):
         keep_profile(key, latency=measured.latency.json(), every_core=sorted(measured.every_core))
     return measured
+
+
+def measure_turns(profiler: FleetProfiler, fleet: ProcessFleet, own: LatencyModel) -> MeasuredPair:
+    """Measure forwards that take turns where they may use every core; slow ones do not run in the engine's process."""
+    limit_inline(fleet, own)
+    if not fleet.every_core:
+        return MeasuredPair(own, frozenset())
+    engine_ms = profiler.engine_ms()
+    wide = profiler.latency(every_core=True).with_engine_ms(engine_ms)
+    return on_every_core(wide, own.with_engine_ms(engine_ms), fleet.every_core)
+
+
+def limit_inline(fleet: ProcessFleet, latency: LatencyModel) -> None:
+    """Keep slow forwards out of the engine's process, but for those that requests share, which stay short."""
+    max_tokens = MAX_TOKENS
+    while max_tokens > MIN_TOKENS and forward_ms(latency.alone or latency, max_tokens) > MAX_SHARED_MS:
+        max_tokens //= 2
+    fleet.limit_inline(latency.target_ms - latency.engine_ms <= MAX_INLINE_MS, max_tokens)
 
 
 def on_every_core(wide: LatencyModel, own: LatencyModel, servers: frozenset[str]) -> MeasuredPair:
     """Forwards that take turns use every core if that is faster than their own, the drafter's if it gains, too."""
     if wide.target_ms >= MIN_SHARE * own.target_ms:
         return MeasuredPair(own, frozenset())
-    if wide.drafter_ms >= own.drafter_ms:
+    if wide.drafter_ms + wide.drafter_delay_ms >= own.drafter_ms + own.drafter_delay_ms:
         servers = frozenset(name for name in servers if name.startswith(TARGET))
         wide = replace(wide, drafter_ms=own.drafter_ms, drafter_delay_ms=own.drafter_delay_ms)
     return MeasuredPair(replace(own, alone=wide), servers)
@@ -163,7 +201,7 @@ def start_processes(
 ) -> ProcessFleet:
     """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core.
 
-    With `every_core`, a forward beside which nothing computes runs on all of them.
+    With `every_core`, a forward beside which nothing computes runs on all of them, compiled ones in this process.
     """
     cores = assign_cores(sp, list(drafters))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
@@ -174,13 +212,33 @@ def start_processes(
         torch.set_num_threads(len(available) if is_alone else counts[server.name])
 
     available = available_cores()
+    inline: dict[str, Server] = {}
+    if every_core and isinstance(target, CompiledDecoder):
+        here = for_many_requests(SamplingModel(target, process), len(available))
+        others = {name: for_many_requests(model, len(available)) for name, model in drafters.items()}
+        servers = make_servers([here], others, capacity=MAX_PACKED_SEQS)
+        inline = {server.role: server for server in servers}
     return ProcessFleet(
         make_servers([SamplingModel(target, process)] * sp, drafters),
+        inline=inline,
         cores={} if threads else cores,
         prepare=lambda server: torch.set_num_threads(counts[server.name]),
         use_cores=use_cores if every_core else None,
         hang_seconds=hang_seconds,
     )
+
+
+def for_many_requests(model: Model, threads: int) -> Model:
+    """A compiled model with threads and KV caches of its own, for as many texts as the memory allows."""
+    if not isinstance(model, SamplingModel) or not isinstance(backend := model.backend, CompiledDecoder):
+        return model
+    return replace(model, backend=backend.with_threads(threads, packed_sequences(backend)))
+
+
+def packed_sequences(model: CompiledDecoder) -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    sequences = int(MAX_KV_SHARE * memory / (TYPICAL_LENGTH * model.kv_bytes))
+    return max(MAX_NUM_SEQS, min(MAX_PACKED_SEQS, sequences))
 
 
 def load_drafter(name: str, target: ModelInfo, config: EngineConfig, status: Status = no_status) -> LoadedDrafter:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NoReturn
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.progress import Status, no_status
@@ -21,16 +20,19 @@ from dsi.engine.build import (
     cpu_model,
     drafter_names,
     end_tokens,
+    load_for_cpu,
     needs_translation,
+    running_limit,
     silence_transformers,
 )
 from dsi.engine.config import EngineConfig
 from dsi.engine.deployment import Deployment
+from dsi.engine.generation_config import load_generation_config
 from dsi.engine.profile_fleet import FleetProfiler, sample_tokens
 from dsi.fleets.ray_actors import START_SECONDS, RayFleet, ResourceRequest, resources_of
 from dsi.fleets.servers import make_servers
 from dsi.models.device_map import split_layers
-from dsi.models.hf import check_supported, context_length, load_model
+from dsi.models.hf import check_supported, context_length, load_config, load_model, read_tokenizer
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
@@ -55,7 +57,8 @@ class ModelSpec:
         """Load the model in this process, over the GPUs it asked for, if any."""
         silence_transformers()
         torch.set_num_threads(1 if self.mp > 1 else self.threads)  # a thread pool would not survive the fork
-        weights = load_model(model_path(self.name, self.role), self.dtype)
+        load = load_model if self.gpus else load_for_cpu
+        weights = load(model_path(self.name, self.role), self.dtype)
         if self.mp > 1:
             return SamplingModel(TensorParallel(weights, self.mp, self.max_num_seqs, self.threads))
         return SamplingModel(cpu_model(split_layers(weights, own_devices(self.gpus)), self.max_num_seqs))
@@ -134,6 +137,7 @@ def build_on_ray(config: EngineConfig, status: Status = no_status) -> Deployment
         names,
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=target.vocab_size,
+        max_running=running_limit(config),
     )
 
 
@@ -152,7 +156,7 @@ def scale_resources(resources: Mapping[str, ResourceRequest], mp: int) -> dict[s
 def check_splits(target: str, mp: int) -> None:
     """Check by its shape, without the weights, that a target can be split."""
     if mp > 1:
-        config = AutoConfig.from_pretrained(model_path(target, TARGET))
+        config = load_config(model_path(target, TARGET))
         with torch.device("meta"):
             check_tensor_parallel(AutoModelForCausalLM.from_config(config), mp)
 
@@ -173,12 +177,10 @@ def model_info(name: str, role: str) -> ModelInfo:
     """Describe a model by its configuration, without the weights."""
     path = model_path(name, role)
     try:
-        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        config, tokenizer = load_config(path), read_tokenizer(path)
     except Exception as error:
         raise ValueError(f"{name}: there is no such model, or no tokenizer with it") from error
     check_supported(config, name)
-    eos_token_ids = config.eos_token_id if hasattr(config, "eos_token_id") else None
-    with suppress(OSError):  # it may have none of its own
-        eos_token_ids = GenerationConfig.from_pretrained(path).eos_token_id
+    eos_token_ids = end_tokens(load_generation_config(path).eos_token_id)
     vocab_size = config.get_text_config().vocab_size
-    return ModelInfo(Tokenizer(tokenizer, end_tokens(eos_token_ids)), context_length(config), vocab_size)
+    return ModelInfo(Tokenizer(tokenizer, eos_token_ids), context_length(config), vocab_size)

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from dsi.fleets.ray_actors import ResourceRequest
 
 RAY = "ray"
-DTYPES = ("float32", "bfloat16")
+FLOAT32, INT8 = "float32", "int8"
+DTYPES = (FLOAT32, "bfloat16", INT8)
 SPEC_FIELDS = tuple(field.name for field in fields(SpecConfig))
 DEFAULT_SPEC = SpecConfig(AUTO_ALGORITHM)
 NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "branches", "spare_targets")  # that `auto` chooses
@@ -34,7 +35,7 @@ class EngineConfig:
     Arguments of `Engine.load` and options of the commands are these fields.
     """
 
-    target: str = option("A model folder, a name on the hub or in the paper, or builtin.", BUILTIN)
+    target: str = option("A model folder, a GGUF file, a name on the hub or in the paper, or builtin.", BUILTIN)
     drafter: tuple[str, ...] = option("A smaller model, likewise, or ngram; dsi can use several.", (BUILTIN,))
     vocab: str = option(
         "How draft tokens reach the target: same tokens or, with another vocabulary, tli (the tokens both "
@@ -47,7 +48,12 @@ class EngineConfig:
         "a whole one.",
         1,
     )
-    dtype: str = option("float32 or bfloat16.", DTYPES[0])
+    dtype: str = option("float32, bfloat16, or on CPUs int8: weights quantized, with a text of their own.", DTYPES[0])
+    exact: bool | None = option(
+        "Whether a token's logits must be the same to the bit however its text is cut into forwards, so that every "
+        "algorithm writes the same text in every dtype. Without it, wherever that costs nothing.",
+        None,
+    )
     threads: int | None = option("Threads of each server; without it, one for each of its cores.", None)
     target_devices: str | None = option(
         "GPUs for the targets: cuda:1,cuda:2, slices of one, cuda:0/8, or one target over several, "
@@ -99,6 +105,8 @@ class EngineConfig:
             self._check_device_options(self.target_devices)
         elif self.drafter_device is not None:
             raise ValueError(f"drafter device {self.drafter_device!r}: the targets need devices as well")
+        if self.dtype == INT8:
+            self._check_int8()
 
     def check_measurable(self) -> None:
         """Refuse a pair whose forwards cannot be measured."""
@@ -118,9 +126,11 @@ class EngineConfig:
     @property
     def requested_resources(self) -> dict[str, ResourceRequest]:
         """What servers on Ray ask for, by server name or role."""
+        by_role = {"target": self.target_resources, "drafter": self.drafter_resources}
+        if not any(by_role.values()):
+            return dict(self.resources)
         from dsi.fleets.ray_actors import parse_resources
 
-        by_role = {"target": self.target_resources, "drafter": self.drafter_resources}
         return {**self.resources, **{role: parse_resources(text) for role, text in by_role.items() if text is not None}}
 
     def _check_plan(self) -> None:
@@ -134,6 +144,8 @@ class EngineConfig:
         if self.target_devices is not None or self.drafter_device is not None:
             raise ValueError(f"fleet {fleet!r}: takes no devices; say what each server needs instead")
         parse_fleet(fleet)
+        if self.exact:
+            raise ValueError(f"exact: machines on {fleet} may round differently; leave out one of them")
         _ = self.requested_resources
 
     def _check_no_ray_options(self) -> None:
@@ -142,6 +154,11 @@ class EngineConfig:
         for role, text in (("target", self.target_resources), ("drafter", self.drafter_resources)):
             if text is not None:
                 raise ValueError(f"{role} resources {text!r}: are for --fleet ray")
+
+    def _check_int8(self) -> None:
+        gpus = self.target_devices or any(request.gpus for request in self.requested_resources.values())
+        if gpus or self.target_mp > 1:
+            raise ValueError(f"dtype {INT8!r}: is for whole targets on CPUs; leave out GPUs and target mp")
 
     def _check_device_options(self, devices: str) -> None:
         if self.target_mp != 1:
@@ -233,7 +250,7 @@ def parse_number(name: str, value: int | str) -> int | None:
 
 def check_dtype(dtype: str) -> None:
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r}: must be {' or '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype!r}: must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
 
 
 def check_at_least_1(name: str, number: int | None) -> None:

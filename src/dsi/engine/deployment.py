@@ -19,6 +19,7 @@ from dsi.planning.auto import latency_table
 from dsi.planning.equation_1 import suitable_lookahead
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import DeploymentPlan, device_specs, fastest_min_draft
+from dsi.planning.shared_forwards import shared_block
 from dsi.planning.simulation import SimulationConfig
 
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first estimate for any other
@@ -45,11 +46,14 @@ class Deployment:
     drafters: tuple[str, ...] = (DRAFTER,)  # names of their servers, the first one first
     plans: Mapping[str, DeploymentPlan] = field(default_factory=dict)  # the fastest of each algorithm, on devices
     warnings: tuple[str, ...] = ()
+    exact: bool = False  # whether the target's logits do not depend on how a text is cut into forwards, to the bit
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
     repetition_penalty: float = 1.0  # of the target's generation configuration, for requests that give none
+    max_running: int | None = None  # requests at once, beyond which KV caches would be computed again; None: no limit
     profile_key: str = ""  # under which what is measured of these models is kept; empty: nowhere
     _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
+    _shared_blocks: dict[tuple[int, float], int] = field(default_factory=dict)  # by requests and acceptance rate
 
     def simulation(self, sp: int, tokens: int, **fields: Any) -> SimulationConfig:
         """These servers in virtual time."""
@@ -77,6 +81,18 @@ class Deployment:
         """
         per_target = self.latency.target_ms / (self.sp * self.latency.drafter_ms)
         return max(1, min(self.lookahead("si"), int(per_target)))
+
+    @property
+    def shares_forwards(self) -> bool:
+        """Whether a target computes several requests in one forward."""
+        return isinstance(self.fleet, ProcessFleet) and self.fleet.packs
+
+    def shared_block(self, requests: int, acceptance: float) -> int:
+        """The draft tokens of each of so many requests that share forwards."""
+        key = requests, round(acceptance, 1)
+        if key not in self._shared_blocks:
+            self._shared_blocks[key] = shared_block(self.latency, *key)
+        return self._shared_blocks[key]
 
     def min_draft(self, lookahead: int) -> int:
         """The minimum draft with the lowest expected latency under DSI; the smallest of equals."""

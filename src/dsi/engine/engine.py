@@ -15,6 +15,7 @@ from dsi.core.policies import load_aware, policy_for
 from dsi.core.progress import Status, no_status
 from dsi.core.request import Completion, Request, ScoreRequest
 from dsi.core.sequence import Tokens
+from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig
 from dsi.engine.config import DEFAULT_SPEC, EngineConfig, fill_spec, make_configs, make_spec
 from dsi.engine.profile_cache import keep_profile, read_profile
@@ -79,6 +80,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.deployment, self.spec = deployment, spec or DEFAULT_SPEC
         self.loop = EngineLoop(deployment.fleet)
         self.loop.load.targets = deployment.sp
+        self.loop.load.shared_block = deployment.shared_block if deployment.shares_forwards else None
+        self._shared_forwards = SharedForwards(deployment.drafters[0], self.loop.load)
         self._acceptance = acceptance  # the prior of `auto`; None: that of earlier runs, if any
         self.plans: Sequence[DeploymentPlan] = ()  # what `plan="auto"` chose from, the fastest first
         if self.algorithm == AUTO:
@@ -260,10 +263,14 @@ class Engine(AbstractContextManager["Engine"]):
         spec = fill_spec(spec, self.spec)
         deployment, load = self.deployment, self.loop.load
         shared = SpecConfig(lookahead=deployment.shared_lookahead, drafters=deployment.drafters)
+        if spec.algorithm == AUTO and deployment.shares_forwards:
+            return self._shared_forwards.policy(self._controller)
         if spec.algorithm == AUTO:
             return load_aware(self._controller, shared, load)
         spec = deployment.resolve(spec)
         policy = policy_for(spec)
+        if spec.algorithm in ("pearl", "dsi") and deployment.shares_forwards:
+            return self._shared_forwards.policy(policy)
         if spec.algorithm != "dsi":
             return policy
         lookahead = min(spec.lookahead or 1, deployment.shared_lookahead)

@@ -6,12 +6,12 @@ import copy
 from contextlib import suppress
 from typing import Any
 
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
-from dsi.core.messages import TARGET
 from dsi.engine.config import EngineConfig
+from dsi.models.hf import load_config
 from dsi.models.logits_processors import LogitsProcessors
-from dsi.models.names import model_path
+from dsi.models.names import gguf_file
 
 # Fields, with the value at which they have no effect; None never has one.
 PROCESSORS = {  # which make logits processors that depend on the text alone
@@ -62,12 +62,12 @@ def set_fields(config: Any, neutral: dict[str, Any]) -> list[str]:
     return [name for name, value in neutral.items() if getattr(config, name, None) not in (None, value)]
 
 
-def load_generation_config(target: str) -> Any:
-    """Read a target's generation configuration, or derive it from the model's, as transformers does."""
-    path = model_path(target, TARGET)
+def load_generation_config(path: str) -> Any:
+    """Read a model's generation configuration, or derive it from the model's own, as transformers does."""
     with suppress(OSError):  # it may have none of its own
-        return GenerationConfig.from_pretrained(path)
-    return GenerationConfig.from_model_config(AutoConfig.from_pretrained(path))
+        if gguf_file(path) is None:
+            return GenerationConfig.from_pretrained(path)
+    return GenerationConfig.from_model_config(load_config(path))
 
 
 def process_logits(model: Any) -> LogitsProcessors | None:

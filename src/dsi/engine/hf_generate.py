@@ -32,11 +32,12 @@ from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, Sampling
 from dsi.core.request import Request
 from dsi.engine.build import cpu_model
-from dsi.engine.build_processes import start_processes
+from dsi.engine.build_processes import MAX_INLINE_MS, available_cores, measure_turns, start_processes
 from dsi.engine.generation_config import OTHER_SEARCHES, set_fields
 from dsi.engine.profile_fleet import FleetProfiler
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.processes import ProcessFleet
+from dsi.models.cpu.decoder import CompiledDecoder
 from dsi.models.hf import Transformer, context_length
 from dsi.models.logits_processors import LogitsProcessors, check_stateless
 from dsi.models.protocol import SamplingModel
@@ -55,7 +56,8 @@ WARPERS = {  # in the order in which they are applied
     MinPLogitsWarper: "min_p",
 }
 NUM_SAMPLED = 64  # tokens of the text by which servers are measured
-_CONTROLLERS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, dict[int, AdaptiveController]]] = WeakKeyDictionary()
+Controllers = dict[int, tuple[AdaptiveController, frozenset[str]]]  # by SP degree, with the servers that use every core
+_CONTROLLERS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Controllers]] = WeakKeyDictionary()
 
 
 def custom_generate(
@@ -88,9 +90,12 @@ def custom_generate(
     num_tokens = limit_new_tokens(wanted, len(prompt), context_length(model.config))
     ends = end_tokens(stopping_criteria)
     target, draft_model = cpu_model(model), cpu_model(drafter)
-    # One thread each: a thread pool that the caller has started does not survive the fork.
+    # One thread each: a thread pool that the caller has started does not survive the fork. Compiled forwards that take
+    # turns run in this process, with threads of their own.
     draft = SamplingModel(draft_model, process if same_size(model, drafter) else None)
-    fleet = start_processes(target, {DRAFTER: draft}, sp, 1, process)
+    compiled = all(isinstance(backend, CompiledDecoder) for backend in (target, draft_model))
+    every_core = compiled and len(available_cores()) > 1
+    fleet = start_processes(target, {DRAFTER: draft}, sp, 1, process, every_core)
     try:
         policy = choose_policy(fleet, target, draft_model, sp)
         request = Request(prompt, num_tokens, policy, sampling, ends, {DRAFTER: draft_model.context})
@@ -138,11 +143,15 @@ def choose_policy(fleet: ProcessFleet, target: Transformer, drafter: Transformer
         tokens = min(model.get_input_embeddings().num_embeddings for model in (target.model, drafter.model))
         sample = tuple(i % tokens for i in range(NUM_SAMPLED))
         profiler = FleetProfiler(fleet, sample, target.context, DRAFTER, drafter.context)
-        latency = profiler.latency()
-        config = SimulationConfig(latency, PRIOR_ACCEPTANCE, sp, TOKENS, thread_pool=False)
+        own = profiler.latency()
+        if own.target_ms > MAX_INLINE_MS:
+            fleet.every_core = frozenset()  # which would be in a worker, where torch has one thread
+        measured = measure_turns(profiler, fleet, own)
+        config = SimulationConfig(measured.latency, PRIOR_ACCEPTANCE, sp, TOKENS, thread_pool=False)
         table = latency_table(config, in_background=True)
-        controllers[sp] = AdaptiveController(table, (DRAFTER,), PRIOR_ACCEPTANCE)
-    return controllers[sp]
+        controllers[sp] = AdaptiveController(table, (DRAFTER,), PRIOR_ACCEPTANCE), measured.every_core
+    controller, fleet.every_core = controllers[sp]
+    return controller
 
 
 def decode(loop: EngineLoop, request: Request, input_ids: Any, criteria: Any, streamer: Any) -> Any:

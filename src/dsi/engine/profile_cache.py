@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from contextlib import suppress
 from hashlib import sha256
@@ -15,13 +14,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dsi.models.host import cache_folder, processor_name
+
 EXPIRES_SECONDS = 7 * 24 * 3600  # a machine may have been busy when it was measured
 MAX_ENTRIES = 200
 SCHEMA = 2  # of an entry
 
 
 def cache_path() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "dsi" / "profiles.json"
+    return cache_folder() / "profiles.json"
 
 
 def profile_key(*parts: object) -> str:
@@ -30,16 +31,9 @@ def profile_key(*parts: object) -> str:
     return sha256(repr((*parts, host)).encode()).hexdigest()[:32]
 
 
-def processor_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def model_identity(path: str) -> tuple[object, ...]:
     """A model's name on the hub, or its files with their sizes and times."""
-    files = sorted(Path(path).glob("*")) if Path(path).is_dir() else []
+    files = sorted(Path(path).glob("*")) if Path(path).is_dir() else [Path(path)]
     return path, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file())
 
 

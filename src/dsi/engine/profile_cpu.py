@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 
 from dsi.fleets.processes import FORK
+from dsi.models.cpu.decoder import CompiledDecoder
 from dsi.models.hf import Transformer
 from dsi.models.process_utils import die_with_parent
 from dsi.models.tensor_parallel import TensorParallel
 
 PREFIX = 16  # tokens before those that are timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of the forwards that are timed
-REPEATS = 4  # of each...
+REPEATS = 12  # of each...
 MIN_REPEATS, MAX_SECONDS = 2, 0.1  # ...or fewer, if they take long
 FORK_SECONDS = 2.0  # within which a forked process has multiplied two small matrices
 
@@ -32,6 +33,8 @@ def may_use_every_core(target: Transformer, threads: int, cores: int) -> bool:
     """
     if cores <= threads:
         return False
+    if isinstance(target, CompiledDecoder):  # whose logits do not depend on threads
+        return True
     return target.model.dtype != torch.float32 or run_in_process(lambda: _equal_logits(target, (threads, cores)))
 
 

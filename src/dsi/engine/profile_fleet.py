@@ -6,23 +6,26 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count, cycle, islice
-from statistics import linear_regression
+from itertools import count, cycle, islice, pairwise
+from statistics import linear_regression, median
 
 from dsi.core.messages import Draft, Failed, Verify
+from dsi.core.policies import autoregressive
+from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.engine.build import ModelInfo
-from dsi.fleets.loop import Fleet
-from dsi.fleets.remote import BATCH_SECONDS
+from dsi.fleets.loop import EngineLoop, Fleet
 from dsi.models.vocab.translate import SAMPLE_TEXT
 from dsi.planning.latency import LatencyModel, monotone
 
 PROMPT = 32  # tokens after which forwards are timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of a target forward
+WIDE = (32, 64)  # likewise, of forwards that requests share; for each token of the narrower ones, a line is enough
+MAX_WIDE_MS = 20.0  # of a forward over the widest of the others, or these would take too long to measure
 DRAFT_TOKENS = 8
 MAX_WIDTH = 32  # up to which latencies are extrapolated
-MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS = 2, 6, 0.25  # of measurements
-BATCH_MS = 1000 * BATCH_SECONDS
+MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS = 3, 9, 0.25  # of measurements
+DECODED = 12  # tokens of a text by which the engine's own work is measured
 CANCEL_POINTS = 8  # of a forward: one per layer, more or less
 LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cost
 
@@ -37,14 +40,20 @@ def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contentio
 def fitted_widths(by_width: Mapping[int, float]) -> dict[int, float]:
     """Milliseconds of every width: one new token as measured, and a line through the others, which evens out noise.
 
-    A forward over one token multiplies matrices with vectors, in other kernels than those of several.
+    A forward over one token multiplies matrices with vectors, in other kernels than those of several. Wide ones take
+    more for each token, as they no longer wait for memory: between them, lines from one to the next.
     """
-    wider = {width: ms for width, ms in by_width.items() if width > 1}
-    if len(wider) < 2:
+    several = {width: ms for width, ms in by_width.items() if 1 < width <= WIDTHS[-1]}
+    if len(several) < 2:
         return dict(by_width)
-    slope, intercept = linear_regression(list(wider), list(wider.values()))
-    one = by_width[1]
-    return {1: one} | {width: max(one, intercept + slope * width) for width in range(2, MAX_WIDTH + 1)}
+    slope, intercept = linear_regression(list(several), list(several.values()))
+    one, wide = by_width[1], [width for width in WIDE if width in by_width]
+    line = {width: max(one, intercept + slope * width) for width in range(2, MAX_WIDTH + 1)}
+    curve = {1: one} | {width: ms for width, ms in line.items() if not wide or width <= WIDTHS[-1]}
+    for a, b in pairwise([WIDTHS[-1], *wide]):
+        rise = (max(curve[a], by_width[b]) - curve[a]) / (b - a)
+        curve |= {width: curve[a] + rise * (width - a) for width in range(a + 1, b + 1)}
+    return curve
 
 
 def sample_tokens(target: ModelInfo) -> Tokens:
@@ -52,12 +61,12 @@ def sample_tokens(target: ModelInfo) -> Tokens:
     return tuple(target.vocabulary.encode(SAMPLE_TEXT)) or (0,)
 
 
-def least_ms(timed: Mapping[object, Callable[[], float]]) -> dict[object, float]:
-    """Measure all of these in turn, a few times; the least counts, as what else a machine does only adds."""
+def typical_ms(timed: Mapping[object, Callable[[], float]]) -> dict[object, float]:
+    """Measure all of these in turn, a few times; medians, since memory is not always as fast as at its best."""
     began, rounds = time.perf_counter(), list[dict[object, float]]()
     while len(rounds) < MIN_ROUNDS or (len(rounds) < MAX_ROUNDS and time.perf_counter() - began < MAX_SECONDS):
         rounds.append({name: measure() for name, measure in timed.items()})
-    return {name: min(times[name] for times in rounds) for name in timed}
+    return {name: median(times[name] for times in rounds) for name in timed}
 
 
 class FleetProfiler:
@@ -85,14 +94,33 @@ class FleetProfiler:
         if self._drafter is not None:
             timed["first"] = lambda: self.run(self._draft(1, every_core))
             timed["all"] = lambda: self.run(self._draft(tokens, every_core))
-        ms = least_ms(timed)
+        ms = typical_ms(timed)
         by_width = {width: ms[width] for width in widths}
+        if every_core:
+            by_width |= self._wide_ms(by_width[widths[-1]])
         if self._drafter is None:
             return measured_latency(by_width, by_width[1] * LOOKUP_SHARE)
         first, all = ms["first"], ms["all"]
         drafter_ms = min(first, (all - first) / (tokens - 1)) if all > first and tokens > 1 else all / tokens
-        delay_ms = (first - drafter_ms + BATCH_MS / 2) / 2  # to the drafter and back
+        delay_ms = max(0.0, first - drafter_ms) / 2  # to the drafter and back
         return replace(measured_latency(by_width, drafter_ms), drafter_delay_ms=delay_ms)
+
+    def _wide_ms(self, widest_ms: float) -> dict[int, float]:
+        """Forwards that many requests share, unless they take long."""
+        if widest_ms > MAX_WIDE_MS or len(self._prompt) + WIDE[-1] > self._context:
+            return {}
+        ms = typical_ms({width: lambda width=width: self.run(self._verify(width, True)) for width in WIDE})  # type: ignore[misc]
+        return {width: ms[width] for width in WIDE}
+
+    def engine_ms(self) -> float:
+        """What the engine takes for each verification, besides the forward: by a text that is decoded plainly."""
+        new_tokens = max(2, min(DECODED, self._context - len(self._prompt)))
+        loop = EngineLoop(self._fleet)
+        active = loop.submit(Request(tuple(self._prompt), new_tokens, autoregressive()))
+        times = [time.perf_counter() for _ in loop.follow(active)]
+        per_token = [1000 * (after - before) for before, after in pairwise(times)]
+        forward = [self.run(self._verify(1, alone=True)) for _ in per_token]
+        return max(0.0, median(per_token) - median(forward))
 
     def _turn(self, width: int, every_core: bool) -> float:
         """Time a verification after a draft; that of one token, as in plain decoding, after another."""
@@ -117,7 +145,8 @@ class FleetProfiler:
         return Verify(next(self._ids), self._text(width), width, alone=alone)
 
     def _draft(self, tokens: int, alone: bool = False) -> Draft:
-        return Draft(next(self._ids), self._text(1), tokens, self._drafter or "", alone=alone)
+        job = Draft(next(self._ids), self._text(1), tokens, self._drafter or "", alone=alone)
+        return replace(job, block_size=tokens, first_block=tokens)
 
     def _text(self, new: int) -> TokenSequence:
         """The prompt and so many tokens after it, which are not those of the text before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
@@ -18,8 +18,9 @@ from dsi.engine.profile_cpu import forward_ms, forwards_ms, measured_contention,
 from dsi.engine.profile_fleet import measured_latency
 from dsi.engine.prompts import BUILTIN_PROMPTS, sample_prompts
 from dsi.engine.trial import run_trial
+from dsi.planning.equation_1 import amdahl
 from dsi.planning.latency import LatencyModel
-from dsi.planning.search import DeploymentPlan, PairProfile, search_processors
+from dsi.planning.search import MOST_PROCESSORS, DeploymentPlan, PairProfile, search_processors
 
 PROMPTS, TOKENS = 8, 48  # by which acceptance is counted
 
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 
 def count_steps(cores: int, drafters: int = 1) -> int:
     """Steps of progress that `profile_host` reports."""
-    return len(thread_counts(cores)) + 1 + drafters * (PROMPTS + 1)
+    return len(thread_counts(min(cores, len(available_cores())))) + 1 + drafters * (PROMPTS + 1)
 
 
 @dataclass(frozen=True)
@@ -42,22 +43,29 @@ class MeasuredDrafter:
 def profile_host(config: EngineConfig, cores: int, progress: Progress = no_progress) -> PairProfile:
     """Measure forwards by threads, contention between targets, and acceptance rates.
 
-    Of several drafters, each is measured alone and the first two in one draft tree.
+    Of several drafters, each is measured alone and the first two in one draft tree. More cores than this machine has
+    are extrapolated from those it has.
     """
     available = len(available_cores())
-    if not 1 <= cores <= available:
-        raise ValueError(f"cores {cores}: must be between 1 and {available}, the cores of this machine")
+    if not 1 <= cores <= MOST_PROCESSORS:
+        raise ValueError(f"cores {cores}: must be between 1 and {MOST_PROCESSORS}")
+    if cores > available == 1:
+        raise ValueError(f"cores {cores}: this machine has 1, from which more cannot be extrapolated")
     names = list(dict.fromkeys(config.drafter))
     pairs = [load_model_pair(replace(config, drafter=(name,), threads=1)) for name in names]
     target = pairs[0].target.backend
-    contention = measured_contention(target, cores - 1) if cores > 2 else 0.0
+    contention = measured_contention(target, min(cores - 1, available)) if cores > 2 else 0.0
     progress()
-    by_threads = {}
-    for threads in thread_counts(cores):
+    by_threads: dict[int, Mapping[int, float]] = {}
+    for threads in thread_counts(min(cores, available)):
         by_threads[threads] = with_threads(threads, partial(forwards_ms, target))
         progress()
     drafters = [_measure_drafter(pair, list(by_threads), progress) for pair in pairs]
     sources = dict.fromkeys(("target", "drafter", "acceptance", "mp"), "measured")
+    if cores > available:
+        by_threads = extrapolated_widths(by_threads, thread_counts(cores))
+        drafters = [replace(one, ms_by_threads=extrapolated(one.ms_by_threads, by_threads)) for one in drafters]
+        sources["mp"] = f"beyond {available} cores extrapolated"
     sources["contention"] = "measured" if cores > 2 else "none with one target"
     profiles = [
         PairProfile(
@@ -114,6 +122,25 @@ def _joint_profile(profiles: Sequence[PairProfile], drafters: Sequence[MeasuredD
         drafter_processors=2,
     )
     return [joint]
+
+
+def extrapolated(ms_by_threads: Mapping[int, float], threads: Iterable[int]) -> dict[int, float]:
+    """A forward by number of threads: as measured, and beyond by Amdahl's law through the fewest and the most."""
+    most = max(ms_by_threads)
+    one, fewest = ms_by_threads[1], ms_by_threads[most]
+    parallel = min(1.0, max(0.0, (1 - fewest / one) / (1 - 1 / most)))
+    return {count: ms_by_threads.get(count, one * amdahl(parallel, count)) for count in threads}
+
+
+def extrapolated_widths(
+    by_threads: Mapping[int, Mapping[int, float]], threads: Sequence[int]
+) -> dict[int, Mapping[int, float]]:
+    """The same for forwards of every width."""
+    columns = {
+        width: extrapolated({count: widths[width] for count, widths in by_threads.items()}, threads)
+        for width in by_threads[1]
+    }
+    return {count: {width: column[count] for width, column in columns.items()} for count in threads}
 
 
 def thread_counts(cores: int) -> list[int]:

@@ -29,6 +29,7 @@ class BaseFleet(ABC):
         self.death_causes: dict[str, Counter[str]] = {}  # how often each server died of what
         self.restarts: Counter[str] = Counter()  # how often each server was replaced
         self.observe: Observer | None = None  # is told of every forward that was answered
+        self.num_requests = 0  # that are running, as the loop says
         self._scheduler = Scheduler({name: server.role for name, server in self._servers.items()})
         self._events: deque[Event] = deque()
 
@@ -140,10 +141,14 @@ class RealTimeFleet(BaseFleet):
     def next_event(self) -> Event:
         self._start_jobs()
         while not self._events:
-            if not self._scheduler.running and not self._scheduler.starting:
+            if not self._has_work:
                 raise RuntimeError("the fleet has nothing to do: no event will come")
             self._wait_for_events()
         return self._events.popleft()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.starting)
 
     @abstractmethod
     def _wait_for_events(self) -> None:

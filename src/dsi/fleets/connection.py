@@ -140,7 +140,7 @@ def _fields(job: Job) -> tuple[Any, ...]:
     prompt_length = len(job.context.origin)
     match job:
         case Draft():
-            options = job.block_start, job.block_size, job.branches, job.min_ratio
+            options = job.block_start, job.block_size, job.branches, job.min_ratio, job.first_block
             return prompt_length, (job.count, job.model), _sampling_fields(job.sampling), options
         case Verify():
             after = job.draft_tokens, job.is_alternate

@@ -23,6 +23,8 @@ class Fleet(Protocol):
     Only one thread may call it, but for `wake`: after that, `next_event` returns at once, if only `WOKEN`.
     """
 
+    num_requests: int  # that are running: the loop sets it
+
     def start(self, job: Job) -> None: ...
     def promote(self, id: int) -> None: ...
     def cancel(self, id: int) -> None: ...
@@ -119,7 +121,7 @@ class EngineLoop:
         if len(self._active) > 1:
             for other in self._active:
                 other.alone = False
-        self.load.requests = len(self._active)
+        self.load.requests = self.fleet.num_requests = len(self._active)
         self._apply(active, active.generation.start())
         return active
 
@@ -174,7 +176,7 @@ class EngineLoop:
 
     def _replan_waiting(self) -> None:
         """While a target is idle, let the next request in turn verify its root without more draft tokens."""
-        if self.load.requests < 2 or not self.load.idle:
+        if self.load.requests < 2 or not self.load.idle or self.load.shared_block is not None:
             return
         for active in [active for active in self._active if active.generation.root_unverified]:
             if not self.load.idle:
@@ -203,7 +205,8 @@ class EngineLoop:
         if active.done:
             active.end()
             self._active.pop(active, None)
-        self.load.requests, self.load.verifying = len(self._active), len(self._verifying)
+        self.load.requests = self.fleet.num_requests = len(self._active)
+        self.load.verifying = len(self._verifying)
 
     def _start(self, active: ActiveRequest, job: Job) -> None:
         self._owners[job.id] = active

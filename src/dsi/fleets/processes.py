@@ -17,17 +17,21 @@ from pathlib import Path
 from selectors import SelectorKey
 from typing import Any
 
-from dsi.core.messages import TARGET, Job, Prefill
+from dsi.core.messages import TARGET, Drafted, Event, Job, Prefill
+from dsi.core.sequence import TokenSequence
 from dsi.fleets.connection import Connection, JobDecoder
+from dsi.fleets.packed import PackedServer
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
-from dsi.fleets.spans import Span
+from dsi.fleets.spans import Span, span
+from dsi.fleets.worker import work
 from dsi.models.process_utils import close_other_fds, die_with_parent, set_process_name
 
 FORK = multiprocessing.get_context("fork")
 Prepare = Callable[[Server], None]
 UseCores = Callable[[Server, bool], None]  # whether every core may be used, or only the server's own
 JOIN_SECONDS = 2.0
+MAX_INLINE_TOKENS = 256  # that a job in this process may have to compute; a longer prompt is read by a worker
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
 
 
@@ -96,7 +100,8 @@ class ProcessFleet(RemoteFleet):
     """`cores` pins servers by name; `prepare` runs first in each process, to set its number of threads, say.
 
     `use_cores` runs before a job that may use every core because nothing else computes, and before the next that
-    may not; only the servers in `every_core` may.
+    may not; only the servers in `every_core` may. Such a job runs in this process, without messages, on the server
+    that `inline` has for its role, and shares its forwards with those of other requests if its model can.
     """
 
     def __init__(
@@ -106,12 +111,18 @@ class ProcessFleet(RemoteFleet):
         cores: Mapping[str, Sequence[int]] | None = None,
         prepare: Prepare = lambda _: None,
         use_cores: UseCores | None = None,
+        inline: Mapping[str, Server] | None = None,
         restart: bool = True,
         hang_seconds: float | None = None,
         log: list[Span] | None = None,
     ) -> None:
         super().__init__(servers, restart, hang_seconds, log)
         self._cores, self._prepare, self._use_cores = cores or {}, prepare, use_cores
+        self._inline = dict(inline or {})
+        self._inline_alone = True  # whether a request that is alone runs here
+        self._inline_jobs: dict[str, Job] = {}  # that run here, by server
+        packed = {role: PackedServer.of(server) for role, server in self._inline.items()}
+        self._packed = {role: server for role, server in packed.items() if server is not None}
         self.every_core = frozenset(self._servers if use_cores else ())
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
         for name in self._servers:
@@ -121,12 +132,160 @@ class ProcessFleet(RemoteFleet):
         cores = self._cores.get(name, ())
         self._add_worker(ProcessHandle(self._servers[name], cores, self._prepare, self._use_cores))
 
+    @property
+    def packs(self) -> bool:
+        """Whether targets compute several requests in one forward, in this process."""
+        return TARGET in self._packed
+
+    def limit_inline(self, alone: bool, max_tokens: int) -> None:
+        """Say whether a request that is alone runs in this process, and how many new tokens of all share a forward."""
+        self._inline_alone = alone
+        for packed in self._packed.values():
+            packed.max_tokens = max_tokens
+
     def _assign(self, name: str, job: Job) -> None:
-        self._workers[name].alone.value = name in self.every_core and self._is_alone(job)
+        role, may_use_all = self._servers[name].role, self._is_alone(name, job)
+        packed = self._packed_for(role, job)
+        if (packed and self._is_shared(job)) or (may_use_all and self._runs_inline(name, job)):
+            self._inline_jobs[name] = job
+            if packed:
+                packed.add(job)  # type: ignore[arg-type]
+            return
+        self._workers[name].alone.value = may_use_all and name in self.every_core and len(self._scheduler.running) == 1
         super()._assign(name, job)
 
-    def _is_alone(self, job: Job) -> bool:
-        return not isinstance(job, Prefill) and job.alone and len(self._scheduler.running) == 1
+    def _runs_inline(self, name: str, job: Job) -> bool:
+        """Whether a job beside which no other runs does so in this process, which can do nothing else meanwhile."""
+        role = self._servers[name].role
+        if role not in self._inline or not self._inline_alone or name not in self.every_core:
+            return False
+        if self._packed_for(role, job):  # which reads a long prompt in chunks
+            return True
+        prefix = self._inline[role].prefixes.entries.get(job.context.origin)
+        num_cached = prefix.num_cached if prefix else None
+        return len(job.context) - (num_cached or 0) <= MAX_INLINE_TOKENS
+
+    def _is_shared(self, job: Job) -> bool:
+        """Whether a job shares forwards with other requests, even while a worker still ends what it had begun."""
+        return self.num_requests > 1 and not isinstance(job, Prefill) and job.alone
+
+    def _packed_for(self, role: str, job: Job) -> PackedServer | None:
+        packed = self._packed.get(role)
+        return packed if packed and packed.accepts(job) else None
+
+    def cancel(self, id: int) -> None:
+        for packed in self._packed.values():
+            packed.discard(id)
+        super().cancel(id)
+
+    def _cancel_job(self, name: str, id: int) -> None:
+        if self._inline_jobs.pop(name, None) is None:
+            super()._cancel_job(name, id)
+        else:
+            self._scheduler.release(name, computed=False)
+
+    def _on_worker_death(self, name: str) -> None:
+        if job := self._inline_jobs.pop(name, None):
+            for packed in self._packed.values():
+                packed.discard(job.id)
+        super()._on_worker_death(name)
+
+    def _names_at_work(self) -> list[str]:
+        return [name for name in super()._names_at_work() if name not in self._inline_jobs]
+
+    @property
+    def _has_work(self) -> bool:
+        return super()._has_work or any(packed.jobs for packed in self._packed.values())
+
+    def _wait_for_events(self) -> None:
+        if not self._run_inline():
+            super()._wait_for_events()
+            return
+        self._handle(self._selector.select(0))
+        self._drop_and_replace()
+
+    def _run_inline(self) -> bool:
+        """Run a forward in this process, if there is one to run: draft tokens first, so that targets verify more.
+
+        Nothing else runs; what may cancel it meanwhile waits until it has ended.
+        """
+        if self.num_requests > 1:
+            self._take_waiting()
+        shared = [(role, packed) for role, packed in self._packed.items() if packed.jobs]
+        if shared and (len(self._inline_jobs) != 1 or not self._is_only_short_job(shared)):
+            self._step_packed(*min(shared, key=lambda item: item[0] == TARGET))
+            return True
+        if not self._inline_jobs:
+            return False
+        name, job = self._inline_jobs.popitem()
+        for _, packed in shared:
+            packed.discard(job.id)
+        self._run_job_inline(name, job)
+        return True
+
+    def _take_waiting(self) -> None:
+        """Let waiting jobs join those that share forwards."""
+        for role, packed in self._packed.items():
+            for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_shared(job)):  # noqa: B023
+                if packed.accepts(job):  # there may be two of one request
+                    packed.add(job)  # type: ignore[arg-type]
+                else:
+                    self._scheduler.enqueue(job)
+
+    @staticmethod
+    def _is_only_short_job(shared: Sequence[tuple[str, PackedServer]]) -> bool:
+        """Whether there is but one job, which has not begun and may as well run to its end."""
+        [first, *others] = [job for _, packed in shared for job in packed.jobs.values()]
+        return not others and not first.has_begun and first.num_new <= MAX_INLINE_TOKENS
+
+    def _step_packed(self, role: str, packed: PackedServer) -> None:
+        """Run one forward for all jobs that share it."""
+        start = self.now()
+        events = packed.step()
+        end, share = self.now(), len(events)
+        names = {job.id: name for name, job in self._inline_jobs.items()}
+        default = next(name for name, server in self._servers.items() if server.role == role)
+        for job, context, event in events:
+            name = names.get(job.id, default)
+            self._record_shared(name, job, context, start, end, event, share)
+            self._events.append(event)
+            if job.id in names and job.id not in packed.jobs:
+                del self._inline_jobs[name]
+                self._scheduler.release(name, computed=False)
+
+    def _record_shared(
+        self, name: str, job: Job, context: TokenSequence, start: float, end: float, event: Event, share: int
+    ) -> None:
+        """Count a request's share of a forward; what it takes is not what it would take alone."""
+        if share == 1:
+            self._record(name, job, context, start, end, event)
+            return
+        self.usage[name].end(end - (end - start) / share, end, event)
+        if self.log is not None:
+            self.log.append(span(name, self._servers[name].role, job, context, start, end, event))
+
+    def _run_job_inline(self, name: str, job: Job) -> None:
+        server, context, start = self._inline[self._servers[name].role], job.context, self.now()
+        try:
+            for event in work(job, server):
+                end = self.now()
+                self._record(name, job, context, start, end, event)
+                self._events.append(event)
+                start = end
+                if isinstance(event, Drafted):
+                    context = context.then(event.token)
+        except BaseException:  # Ctrl-C
+            server.prefixes.entries.clear()
+            raise
+        finally:
+            self._scheduler.release(name, computed=False)
+
+    def _is_alone(self, name: str, job: Job) -> bool:
+        """Whether no worker computes beside this job."""
+        others = self._scheduler.running.keys() - self._inline_jobs.keys() - {name}
+        if isinstance(job, Prefill) or not job.alone or others:
+            return False
+        return bool(self._packed) or len(self._scheduler.running) == 1
 
     @property
     def worker_pids(self) -> list[int]:

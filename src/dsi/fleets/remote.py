@@ -14,7 +14,7 @@ from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
 from typing import Any
 
-from dsi.core.messages import TARGET, WOKEN, Drafted, Failed, Job
+from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Failed, Job
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import DIED, HUNG, NOT_STARTED, RealTimeFleet
 from dsi.fleets.connection import READ_BYTES, Connection, JobEncoder, decode_event, encode_event
@@ -31,7 +31,7 @@ NO_JOB = -1  # an id that no job has
 POLL_SECONDS = 0.0005
 CHECK_SECONDS = 0.25  # between two checks for workers that are silent
 SEND_SECONDS = 5.0  # for a worker to take a job
-BATCH_SECONDS = 0.0015  # draft tokens that come faster than this travel together: each message costs the driver
+BATCH_SECONDS = 0.0015  # draft tokens of a block that come faster than this travel together: messages cost the driver
 
 Forward = tuple[tuple[Any, ...] | None, float, float]  # its encoded event, None if cancelled; its start and end
 
@@ -62,6 +62,7 @@ def run_job(job: Job, server: Server, connection: Connection, cancel_flag: Share
     """
     forwards: list[Forward] = []
     start = sent = time.perf_counter()
+    batch = job.first_block if isinstance(job, Draft) else 1
     try:
         for event in work(job, server, cancel_flag):
             end = time.perf_counter()
@@ -69,9 +70,9 @@ def run_job(job: Job, server: Server, connection: Connection, cancel_flag: Share
             start = end
             if cancel_flag.is_set():
                 break
-            if end - sent > BATCH_SECONDS and isinstance(event, Drafted):
+            if isinstance(job, Draft) and (end - sent > BATCH_SECONDS or len(forwards) >= batch):
                 connection.send((job.id, forwards, False))
-                forwards, sent = [], end
+                forwards, sent, batch = [], end, job.block_size
     except Cancelled:
         forwards.append((None, start, time.perf_counter()))
     connection.send((job.id, forwards, True))
@@ -127,6 +128,10 @@ class RemoteFleet(RealTimeFleet):
         self._wake_sender.setblocking(False)
         self._selector.register(self._wake_receiver, EVENT_READ, None)
         self._workers: dict[str, Any] = {}
+
+    def expect_forward(self, role: str, seconds: float) -> None:
+        """Forwards of this role take about so long: a worker that hangs in the first one is noticed sooner."""
+        self._hang_limits.expect(role, seconds)
 
     def _wait_for_messages(self, timeout: float) -> list[tuple[SelectorKey, int]]:
         """Wait until a socket is readable; return those that are."""
@@ -189,11 +194,15 @@ class RemoteFleet(RealTimeFleet):
 
     def _drop_overdue(self, elapsed: float) -> None:
         """Kill the workers that have been silent at work for too long."""
-        for name in list(self._scheduler.running):
+        for name in self._names_at_work():
             worker = self._workers[name]
             worker.silence += elapsed
             if worker.silence > self._hang_limits.seconds(worker.server.role, worker.num_new):
                 self.kill(name, HUNG)
+
+    def _names_at_work(self) -> list[str]:
+        """The servers whose workers have a job."""
+        return list(self._scheduler.running)
 
     def _assign(self, name: str, job: Job) -> None:
         try:

@@ -65,12 +65,14 @@ class Server:
     prefixes: PrefixTable = field(default_factory=PrefixTable)
 
 
-def make_servers(targets: Iterable[Model], drafters: Mapping[str, Model], shared_kv: bool = False) -> list[Server]:
-    """Create target-1, target-2, ..., then the drafters by their names."""
+def make_servers(
+    targets: Iterable[Model], drafters: Mapping[str, Model], shared_kv: bool = False, capacity: int = 128
+) -> list[Server]:
+    """Create target-1, target-2, ..., then the drafters by their names; each knows so many requests."""
     servers = [
-        Server(f"{TARGET}-{i}", TARGET, model, PrefixTable(shared_kv=shared_kv)) for i, model in enumerate(targets, 1)
+        Server(f"{TARGET}-{i}", TARGET, model, PrefixTable(capacity, shared_kv)) for i, model in enumerate(targets, 1)
     ]
-    return servers + [Server(name, name, model) for name, model in drafters.items()]
+    return servers + [Server(name, name, model, PrefixTable(capacity)) for name, model in drafters.items()]
 
 
 def by_name(servers: Iterable[Server]) -> dict[str, Server]:

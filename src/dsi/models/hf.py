@@ -6,24 +6,35 @@ its cancel flag before every layer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.cache_utils import Cache, DynamicLayer
 
 from dsi.core.progress import Status, no_status
-from dsi.models.names import check_exists
+from dsi.models.names import check_exists, gguf_file, pretrained
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 
 MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
+MAX_KNOWN_TEXTS = 1024  # of which it is known which sequence they had; others are found by their tokens
 GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely grow
 NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
 # Types of layers in transformers' configurations that keep a state besides keys and values, or instead of them.
@@ -60,6 +71,12 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
             self.keys[..., : self.length, :] = previous[0][..., : self.length, :]
             self.values[..., : self.length, :] = previous[1][..., : self.length, :]
 
+    def reserve(self, length: int, shape: tuple[int, ...]) -> None:
+        """Have room for so many tokens in float32; `shape` is that of no tokens' keys."""
+        if not self.is_initialized or length > self.keys.shape[-2]:
+            none = torch.empty(shape, dtype=torch.float32, device="cpu")
+            self._grow(none, none, length + GROWTH)
+
     def copy(self, length: int) -> KVLayer:
         other = KVLayer()
         other.update(self.keys[..., :length, :], self.values[..., :length, :])
@@ -69,12 +86,13 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
         return self.length
 
 
-@dataclass
+@dataclass(eq=False)
 class KVSequence:
     """The KV cache of one text, and its tokens."""
 
     cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=KVLayer))
     tokens: list[int] = field(default_factory=list)
+    addresses: Any = None  # of the keys and values, where compiled kernels use them
 
     def fork(self, length: int) -> KVSequence:
         """Copy the first `length` tokens' keys and values into a new sequence."""
@@ -95,7 +113,8 @@ class Transformer:
         check_supported(model.config, f"a model of class {type(model).__name__}")
         self.model = model.eval()
         self.context = context_length(model.config)
-        self._sequences: list[KVSequence] = []  # the most recently used last
+        self._sequences: list[KVSequence]  # the most recently used last
+        self.clear_cache()
         self._max_sequences = max_sequences
         self.max_overwrite = MAX_OVERWRITE
         self._cancelled: CancelFlag = NEVER
@@ -109,12 +128,10 @@ class Transformer:
 
     def clear_cache(self) -> None:
         self._sequences = []
+        self._sequence_of = WeakValueDictionary[int, KVSequence]()  # by the identity of a text's list of tokens
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
-        if start < 1:
-            raise ValueError("an empty text: a transformers model needs at least one token to begin with")
-        if self.context and len(tokens) > self.context:
-            raise ValueError(f"a text of {len(tokens)} tokens: the model's context is {self.context}")
+        self.check_text(tokens, start)
         self._cancelled = cancelled
         sequence, num_cached = self._sequence(tokens, start)
         sequence.truncate(num_cached)
@@ -124,6 +141,12 @@ class Transformer:
         logits = self._compute(sequence, new_tokens, len(tokens) + 1 - start)
         sequence.tokens += new_tokens
         return logits
+
+    def check_text(self, tokens: Sequence[int], start: int) -> None:
+        if start < 1:
+            raise ValueError("an empty text: a transformers model needs at least one token to begin with")
+        if self.context and len(tokens) > self.context:
+            raise ValueError(f"a text of {len(tokens)} tokens: the model's context is {self.context}")
 
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
         """Run one forward over the new tokens; if it is cancelled, undo what some layers have cached."""
@@ -147,12 +170,28 @@ class Transformer:
 
         A text that would overwrite much of what is cached of another one forks off its own sequence.
         """
-        shared, sequence = self._longest_prefix(tokens)
+        shared, sequence = self._last_used(tokens) or self._longest_prefix(tokens)
         if len(sequence.tokens) - shared > self.max_overwrite:
             sequence = sequence.fork(shared)
-        others = [other for other in self._sequences if other is not sequence][-(self._max_sequences - 1) :]
-        self._sequences = [*others, sequence] if self._max_sequences > 1 else [sequence]
+        self._keep_sequence(sequence, tokens)
         return sequence, min(shared, start - 1)
+
+    def _keep_sequence(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
+        """It is the most recently used now, and the one of this text."""
+        if not self._sequences or self._sequences[-1] is not sequence:
+            others = [other for other in self._sequences if other is not sequence][-(self._max_sequences - 1) :]
+            self._sequences = [*others, sequence] if self._max_sequences > 1 else [sequence]
+        if len(self._sequence_of) > MAX_KNOWN_TEXTS:
+            self._sequence_of.clear()
+        self._sequence_of[id(tokens)] = sequence
+
+    def _last_used(self, tokens: Sequence[int]) -> tuple[int, KVSequence] | None:
+        """The sequence that this list of tokens had, if it still has most of them: with many texts, no search."""
+        sequence = self._sequence_of.get(id(tokens))
+        if sequence is None or not sequence.tokens:
+            return None
+        shared = common_prefix_length(sequence.tokens, tokens)
+        return (shared, sequence) if shared and len(sequence.tokens) - shared <= self.max_overwrite else None
 
     def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int, KVSequence]:
         """Return the sequence that shares the longest prefix; if the last one is extended, skip the others."""
@@ -209,7 +248,9 @@ def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", 
     check_supported(config, str(folder))
     try:
         with _tensors_reported(status):
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=getattr(torch, dtype))
+            model = AutoModelForCausalLM.from_pretrained(
+                **pretrained(folder), config=config, dtype=getattr(torch, dtype)
+            )
     except Exception as error:
         raise ValueError(f"{folder}: cannot be loaded ({_first_line(error)})") from error
     return model.to(device)
@@ -217,16 +258,19 @@ def load_model(folder: str | Path, dtype: str = "float32", device: str = "cpu", 
 
 @contextmanager
 def _tensors_reported(status: Status) -> Iterator[None]:
-    """Count what passes through transformers' progress bar while weights are read."""
+    """Count what passes through transformers' progress bars while weights are read."""
     set_hook = getattr(transformers.logging, "set_tqdm_hook", None)  # newer than the oldest release we support
     if set_hook is None:
         yield
         return
     previous = set_hook(lambda bar, args, options: _counted(args[0], status) if args else bar(*args, **options))
+    gguf_bar = modeling_gguf_pytorch_utils.tqdm  # which asks no hook
+    modeling_gguf_pytorch_utils.tqdm = lambda tensors, **_: _counted(tensors, status)
     try:
         yield
     finally:
         set_hook(previous)
+        modeling_gguf_pytorch_utils.tqdm = gguf_bar
 
 
 def _counted(tensors: Collection[Any], status: Status) -> Iterator[Any]:
@@ -239,9 +283,42 @@ def load_config(folder: str | Path) -> Any:
     """Load the configuration of a model, without its weights."""
     check_exists(folder)
     try:
-        return AutoConfig.from_pretrained(folder)
+        if (file := gguf_file(folder)) is None:
+            return AutoConfig.from_pretrained(folder)
+        return copy.deepcopy(_read_gguf_config(file, file.stat().st_mtime_ns))
     except Exception as error:
         raise ValueError(f"{folder}: cannot be loaded ({_first_line(error)})") from error
+
+
+@lru_cache(maxsize=8)
+def _read_gguf_config(file: Path, _: int) -> Any:
+    """The configuration of a GGUF file as of a time."""
+    read_gguf_once()
+    return AutoConfig.from_pretrained(**pretrained(file))
+
+
+def read_tokenizer(folder: str | Path) -> Any:
+    """Load transformers' tokenizer of a model; that of a GGUF file begins a text as the file says, if it does."""
+    tokenizer = AutoTokenizer.from_pretrained(**pretrained(folder))
+    if (file := gguf_file(folder)) is not None:
+        reader = import_module("gguf").GGUFReader
+        begins = reader(str(file)).fields.get("tokenizer.ggml.add_bos_token")
+        if begins is not None:
+            tokenizer.add_bos_token = bool(begins.contents())
+        if hasattr(reader, "cache_clear"):  # the last that reads the file
+            reader.cache_clear()
+    return tokenizer
+
+
+def read_gguf_once() -> None:
+    """Keep what is read of a GGUF file: transformers reads it again for configuration, tokenizer and weights.
+
+    With a large vocabulary that takes seconds each time.
+    """
+    with suppress(ImportError):
+        gguf: Any = import_module("gguf")
+        if not hasattr(gguf.GGUFReader, "cache_clear"):
+            gguf.GGUFReader = lru_cache(maxsize=2)(gguf.GGUFReader)
 
 
 def context_length(config: Any) -> int:

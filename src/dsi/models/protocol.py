@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
-from dsi.sampling.logits import top_k_tokens, top_logprobs
+from dsi.sampling.logits import greedy_tokens, top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
 from dsi.sampling.penalties import apply_penalties
 from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
@@ -111,6 +112,21 @@ def logprobs_or_answer(model: Model, request: ForwardRequest) -> tuple[Tokens, t
     return model.answer_with_logprobs(request) if isinstance(model, SupportsLogprobs) else (model.answer(request), ())
 
 
+Answer = tuple[Tokens, tuple[TopLogprobs, ...]]  # a token for each position, and log-probabilities where asked for
+
+
+@runtime_checkable
+class SupportsPacking(Model, Protocol):
+    """A model that can compute several texts in one forward."""
+
+    @property
+    def can_pack(self) -> bool: ...
+
+    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+        """Answer requests about different texts in one forward; none of them is cancelled meanwhile."""
+        ...
+
+
 @runtime_checkable
 class Pollable(Model, Protocol):
     """A model that computes asynchronously, for example on a GPU, and is polled."""
@@ -127,6 +143,12 @@ class Pollable(Model, Protocol):
 class Backend(Protocol):
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
         """Return one row of logits after tokens[:i] for each i from `start` to len(tokens)."""
+        ...
+
+
+class PackingBackend(Backend, Protocol):
+    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Array]:
+        """As `forward` for each text and its start, in one forward over the new tokens of all."""
         ...
 
 
@@ -147,7 +169,36 @@ class SamplingModel:
         return self._verify(request, self._logits(request))
 
     def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-        logits = self._forward(request)
+        return self._with_logprobs(request, self._forward(request))
+
+    @property
+    def can_pack(self) -> bool:
+        return hasattr(self.backend, "forward_packed")
+
+    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+        backend: PackingBackend = self.backend  # type: ignore[assignment]
+        logits = backend.forward_packed([(request.tokens, request.start) for request in requests])
+        plain = [i for i, request in enumerate(requests) if request.num_positions and self._is_plain(request.sampling)]
+        best = iter(greedy_tokens([logits[i] for i in plain]))
+        greedy = {i: tuple(islice(best, requests[i].num_positions)) for i in plain}
+        return [
+            (greedy[i], ()) if i in greedy else self._packed_answer(request, rows)
+            for i, (request, rows) in enumerate(zip(requests, logits))
+        ]
+
+    def _is_plain(self, sampling: Sampling) -> bool:
+        """Whether the likeliest token is the answer."""
+        special = self.process is not None or sampling.has_penalties or sampling.logprobs is not None
+        return sampling.temperature == 0 and not special
+
+    def _packed_answer(self, request: ForwardRequest, logits: Array) -> Answer:
+        if not request.num_positions:
+            return (), ()
+        if request.sampling.logprobs is not None:
+            return self._with_logprobs(request, logits)
+        return self._verify(request, self._processed(request, logits)), ()
+
+    def _with_logprobs(self, request: ForwardRequest, logits: Array) -> Answer:
         tokens = self._verify(request, self._processed(request, logits))
         guesses = request.guesses or ((),) * len(tokens)
         required = [(token, *(guess for guess, _ in position)) for token, position in zip(tokens, guesses)]

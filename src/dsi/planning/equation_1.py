@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil
 
 PARALLEL_FRACTION = 0.8  # of a target forward, by Amdahl's law, unless another is given
@@ -38,6 +39,7 @@ def minimal_lookahead(target: Number, drafter: Number, sp: int) -> int:
     return ceil(to_fraction(target) / (sp * to_fraction(drafter)))
 
 
+@lru_cache(maxsize=1024)  # an engine asks for every request
 def best_si_lookahead(target: Number, drafter: Number, acceptance: float, most: int = 200) -> int:
     """The lookahead with the least time per token under SI in a long text (Leviathan et al., 2023)."""
     check_latencies(target, drafter)

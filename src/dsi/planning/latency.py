@@ -44,6 +44,7 @@ class LatencyModel:
     )
     drafter_delay_ms: Number = 0  # that messages to and from a drafter take more (virtual time only)
     network_jitter: float = option("Each message is delayed evenly up to this share more or less: 0 to 0.99.", 0)
+    engine_ms: Number = 0  # of every target forward, what the engine does for it
     alone: LatencyModel | None = None  # forwards that take turns and so use every core, where that is faster
 
     def __post_init__(self) -> None:
@@ -120,6 +121,11 @@ class LatencyModel:
             drafter_by_busy_targets=tuple((busy, ms * drafter) for busy, ms in self.drafter_by_busy_targets),
             alone=None if self.alone is None else self.alone.scaled(target, drafter),
         )
+
+    def with_engine_ms(self, ms: Number) -> LatencyModel:
+        """Every target forward so much longer, as what the engine does for each of them takes."""
+        by_width = tuple((width, forward + ms) for width, forward in self.by_width)
+        return replace(self, target_ms=self.target_ms + ms, by_width=by_width, engine_ms=self.engine_ms + ms)
 
     def target(self, unit: int = 1) -> Latency:
         """A target's forwards in units of so many milliseconds."""

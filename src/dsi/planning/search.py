@@ -40,6 +40,8 @@ DEVICE_MIN_DRAFT_SHARES = (0.5, 0.75)  # of the lookahead
 
 AUTO_SP = (1, 2, 4, 8)  # SP degrees between which `auto` may switch, besides all targets
 LOOKAHEADS = (1, 2, 5)
+SI_BLOCKS = (1, 2, 3, 5)
+HIGHEST_RATE = 0.97  # acceptance rate for which there is still a block of SI's
 LOOKAHEAD_SHARES = (0.5, 1)  # of the lookahead that Eq. (1) asks for
 MIN_DRAFT_RATES = (0.2, 0.4, 0.7, 0.9)  # acceptance rates at which SI's best block may be a good min_draft
 LONGEST_BLOCK = 32
@@ -212,7 +214,7 @@ def spec_candidates(config: SimulationConfig, degrees: Iterable[int] = AUTO_SP) 
     specs = [SpecConfig("nonsi", max_targets=1, rule=rule)]
     if alone is not None and config.drafters == 1:
         turns = replace(config, latency=alone)
-        blocks = sorted({1, 2, *(si_block(turns, rate) for rate in MIN_DRAFT_RATES)})
+        blocks = sorted({*SI_BLOCKS, *(si_block(turns, rate) for rate in (*MIN_DRAFT_RATES, HIGHEST_RATE))})
         specs += [SpecConfig("si", block, max_targets=1, rule=rule) for block in blocks]
     min_drafts = sorted({0, 1, *(si_block(config, rate) for rate in MIN_DRAFT_RATES)})
     for sp in sorted({sp for sp in degrees if sp < config.sp} | {config.sp}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import ceil, inf
 from random import Random
 from statistics import fmean
@@ -12,19 +13,23 @@ from typing import TYPE_CHECKING, Any
 from dsi.core.fields import option
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Sampling, Time
-from dsi.core.policies import Load, load_aware, policy_for
+from dsi.core.policies import Load, autoregressive, load_aware, policy_for, speculative
 from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
+from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.equation_1 import Number, suitable_lookahead
 from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
+from dsi.planning.shared_forwards import draft_ms, forward_ms, shared_block
 
 if TYPE_CHECKING:  # these import numpy, which the help of a command does without
     from dsi.fleets.servers import Server
     from dsi.fleets.simulated import Outage, SimulatedFleet
+    from dsi.fleets.simulated_shared import SharedSimulatedFleet
     from dsi.fleets.spans import Span
     from dsi.fleets.threads import ThreadFleet
+    from dsi.models.protocol import Model
     from dsi.models.toy import ToyDrafter, ToyTarget
 
 TITLES = {"nonsi": "non-SI", "si": "SI", "pearl": "PEARL", "dsi": "DSI", "auto": "auto"}
@@ -58,6 +63,9 @@ class SimulationConfig:
     requests: int = option(
         "Texts at once on the same servers; dsi speculates less far the more there are, as in dsi serve.", 1
     )
+    share_forwards: bool = option(
+        "Requests share the forwards of one target and one drafter, which take turns (virtual time only).", False
+    )
     failures_per_hour: float = option("Of each server, at random; its job is asked for again (virtual time only).", 0)
     repair_s: float = option("Seconds until a server that failed is back, with nothing read.", 10)
     detection_ms: Number = option("Milliseconds until a failure is detected.", 0)
@@ -85,6 +93,12 @@ class SimulationConfig:
             ("repair in s", self.repair_s, 0, MOST_MS),
             ("detection in ms", self.detection_ms, 0, MOST_MS),
         )
+
+        if self.share_forwards and (self.sp > 1 or self.drafters * self.drafter_copies > 1 or self.failures_per_hour):
+            raise ValueError(
+                f"shared forwards with {self.sp} targets, {self.drafters * self.drafter_copies} drafters and "
+                f"{self.failures_per_hour:g} failures per hour: must be 1 (--sp 1), 1 and 0"
+            )
 
     def with_latency(self, **changes: Any) -> SimulationConfig:
         return replace(self, latency=replace(self.latency, **changes))
@@ -130,11 +144,15 @@ class SimulationConfig:
         """Toy models sample nothing: of a rule they show only that it needs the draft token to verify it."""
         return Sampling(0.0 if self.spec.rule == "match" else 1.0, rule=self.spec.rule)
 
-    def policy(self, algorithm: str, load: Load | None = None) -> Policy:
-        """The policy of each request; `load` is that of all requests together."""
+    def policy(self, algorithm: str, load: Load | None = None, shared: SharedForwards | None = None) -> Policy:
+        """The policy of each request; `load` is that of all requests together, as is `shared`."""
         lookahead = self.spec.lookahead or self._suitable(check_algorithm(algorithm))
         spec = replace(self.spec, algorithm=algorithm, lookahead=lookahead, drafters=self.drafter_names)
         alone = policy_for(spec)
+        if load is not None and self.share_forwards and algorithm in ("pearl", "dsi"):
+            block = shared_block(self.latency, 1, self.acceptance)  # there is no overlap for a request alone, either
+            shared = SharedForwards(DRAFTER, load) if shared is None else shared
+            return shared.policy(speculative(block) if block else autoregressive())
         if load is None or self.requests == 1 or algorithm != "dsi":
             return alone
         return load_aware(alone, replace(spec, lookahead=self.lookahead_for("dsi")), load)
@@ -193,18 +211,30 @@ class SimulationConfig:
             from dsi.planning.auto import adaptive, cached_latency_table
 
             algorithm = adaptive(cached_latency_table(self), self)
-        policy = self.policy(algorithm, loop.load) if isinstance(algorithm, str) else algorithm(loop, unit)
+        if self.share_forwards:
+            loop.load.shared_block = partial(shared_block, self.latency)
         try:
-            done = loop.run(*(Request(prompt(i), self.tokens, policy, self.sampling) for i in range(self.requests)))
+            done = loop.run(*self._requests(algorithm, loop, unit))
         finally:
             fleet.close()
         failures = getattr(fleet, "outages", 0)  # only virtual time has them
         return SimulatedRun(tuple(done), dict(fleet.busy), log, unit, failures)
 
-    def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet:
+    def _requests(self, algorithm: str | PolicyFactory, loop: EngineLoop, unit: int) -> Iterator[Request]:
+        """All requests; a policy that shares forwards learns of its own alone."""
+        shared = SharedForwards(DRAFTER, loop.load)
+        policy = self.policy(algorithm, loop.load, shared) if isinstance(algorithm, str) else algorithm(loop, unit)
+        for i in range(self.requests):
+            if self.share_forwards and isinstance(algorithm, str):
+                policy = self.policy(algorithm, loop.load, shared)
+            yield Request(prompt(i), self.tokens, policy, self.sampling)
+
+    def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet | SharedSimulatedFleet:
         """A fleet in virtual time, which counts milliseconds, so that whole ones stay exact."""
         from dsi.fleets.simulated import SimulatedFleet
 
+        if self.share_forwards:
+            return self._shared(seed, log)
         servers = self.servers(seed)
         names = [server.name for server in servers]
         return SimulatedFleet(
@@ -219,6 +249,15 @@ class SimulationConfig:
             log=log,
             seed=seed,
         )
+
+    def _shared(self, seed: int, log: list[Span] | None) -> SharedSimulatedFleet:
+        from dsi.fleets.simulated_shared import SharedSimulatedFleet
+        from dsi.models.toy import ToyTarget
+
+        target, latency = ToyTarget(seed), self.latency.alone or self.latency
+        models: dict[str, Model] = {TARGET: target, DRAFTER: self._drafter(target, seed * 1013)}
+        times = {TARGET: partial(forward_ms, latency), DRAFTER: partial(draft_ms, latency)}
+        return SharedSimulatedFleet(models, times, log)
 
     def machines(self, names: list[str]) -> dict[str, int]:
         """The machine of each server, as evenly as possible: drafters first, beside the driver on machine 0."""
@@ -253,6 +292,8 @@ class SimulationConfig:
             raise ValueError(f"one KV cache for {self.sp} targets: only virtual time has it")
         if self.failures_per_hour:
             raise ValueError(f"{self.failures_per_hour:g} failures per hour: only virtual time has them")
+        if self.share_forwards:
+            raise ValueError(f"{self.requests} requests that share forwards: only virtual time has them")
         if network or contention:
             raise ValueError(f"network {network} ms, contention {contention}: only virtual time has them")
         servers, points = self.servers(seed, SECOND), self.latency.cancel_points

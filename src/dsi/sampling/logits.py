@@ -34,6 +34,14 @@ def sample(logits: Array, sampling: Sampling, position: int) -> int:
     return gumbel_argmax(probabilities(logits, sampling), noise)
 
 
+def greedy_tokens(logits: Sequence[Array]) -> list[int]:
+    """The likeliest token of each row, of several texts' rows at once."""
+    if not logits:
+        return []
+    tokens: list[int] = array_namespace(logits[0]).concatenate(tuple(logits)).argmax(-1).tolist()
+    return tokens
+
+
 def top_k_tokens(logits: Array, sampling: Sampling, position: int, count: int, min_ratio: float) -> tuple[int, ...]:
     """Return the token that `sample` gives, then up to `count - 1` runners-up of at least `min_ratio` its weight."""
     weights = _race_weights(logits, sampling, position)

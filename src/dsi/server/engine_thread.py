@@ -160,6 +160,7 @@ class EngineThread:
 
     def __init__(self, engine: Engine, limits: Limits) -> None:
         self._engine, self._fleet, self._limits = engine, engine.deployment.fleet, limits
+        self._max_running = min(limits.running, engine.deployment.max_running or limits.running)
         self._wake = self._fleet.wake  # the one method that any thread may call
         self._lock = Lock()
         self._commands: deque[Callable[[], object]] = deque()
@@ -169,6 +170,7 @@ class EngineThread:
         self._num_open: Counter[int] = Counter()  # the same, by client
         self._waiting: FairQueue[JobState] = FairQueue()
         self._running: dict[ActiveRequest, JobState] = {}
+        self._traced: dict[ActiveRequest, JobState] = {}  # of those, the ones whose forwards are followed
         self._by_prompt: dict[TokenSequence, JobState] = {}  # a span's context says whose it is
         self._job_seconds = 0.0  # that jobs ran, on average; 0: none has finished yet
         self._next_place = 0.0  # when those that were refused have all found one
@@ -302,7 +304,7 @@ class EngineThread:
         """When places are likely free: clients that are refused are asked to come back one after the other."""
         now, deployment = time.perf_counter(), self._engine.deployment
         tokens = sum(max(1, number) for number in num_tokens)
-        seconds = len(num_tokens) * self._job_seconds / self._limits.running
+        seconds = len(num_tokens) * self._job_seconds / self._max_running
         seconds = seconds or tokens * deployment.latency.target_ms / deployment.sp / 1000
         self._next_place = min(max(self._next_place, now) + seconds, now + MAX_RETRY_SECONDS)
         return math.ceil(self._next_place - now)
@@ -317,7 +319,7 @@ class EngineThread:
         return requests
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._limits.running:
+        while self._waiting and len(self._running) < self._max_running:
             state = self._waiting.popleft()
             state.queued = time.perf_counter() - state.submitted
             state.admitted = float(self._fleet.now())
@@ -331,20 +333,29 @@ class EngineThread:
         state.run = run = self._engine.loop.submit(state.requests.popleft())
         self._running[run] = state
         self._by_prompt[run.generation.origin] = state
+        if state.job.trace:
+            self._traced[run] = state
+        if len(self._running) > 1:
+            for other in self._running.values():
+                other.shared = True
 
     def _leave(self, state: JobState) -> None:
         if state.run is not None:
             self._running.pop(state.run, None)
+            self._traced.pop(state.run, None)
             self._by_prompt.pop(state.run.generation.origin, None)
 
     def _step(self) -> None:
-        self._engine.loop.step()
+        """Handle one event, and deliver what came of it; that nothing came of others need not be looked at."""
+        handled = self._engine.loop.step()
         self._assign_spans()
-        shared = len(self._running) > 1
-        for run, state in list(self._running.items()):
-            state.shared = state.shared or shared
-            if run.done or len(run.tokens) > state.num_tokens or (state.job.trace and self._is_due(state)):
-                self._output(state, run)
+        run = handled[0] if handled else None
+        state = self._running.get(run) if run else None
+        if run and state and (run.done or len(run.tokens) > state.num_tokens):
+            self._output(state, run)
+        for state in [state for state in self._traced.values() if self._is_due(state)]:
+            if state.run is not None and state.run in self._running:
+                self._output(state, state.run)
 
     def _is_due(self, state: JobState) -> bool:
         return len(state.spans) > state.num_spans and self._elapsed(state) - state.time > TRACE_INTERVAL

@@ -11,7 +11,9 @@ MAX_STOP_LENGTH = 1000  # characters of one stop string
 
 @dataclass(frozen=True)
 class Limits:
-    running: int = option("Texts generated at once; on devices 1.", 16, "max-running")
+    running: int = option(
+        "Texts generated at once; on devices 1, and where they cannot share forwards up to 16.", 64, "max-running"
+    )
     waiting: int = option("Texts in the queue, of each API key; then 429.", 256, "max-waiting")
     per_key: int | None = option("Texts of one API key at once, running or waiting; then 429.", None, "max-per-key")
     choices: int = option("Texts of one request at most: prompts times n.", 64, "max-choices")

@@ -23,6 +23,7 @@ from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, JobStats, ServerStatus
 from dsi.server.errors import ApiError, context_length_exceeded, deadline_exceeded, shutting_down
+from dsi.server.inbox import Inbox
 from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
 from dsi.server.parameters import check_unknown, unsupported
@@ -144,10 +145,18 @@ class Service:
         self.limits, self.model = limits, model
         self.metrics = Metrics()
         self.traces = Traces(limits.traces)
+        self._inboxes: dict[asyncio.AbstractEventLoop, Inbox] = {}
         self.created = int(time.time())
         # A fast tokenizer computes without the GIL, and its state is only read once it has encoded a text.
         self.tokenizer.encode("a")
         self.workers = Workers(TOKENIZER_THREADS if self.tokenizer.tokenizer.is_fast else 1)
+
+    def _inbox(self) -> Inbox:
+        """That of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._inboxes:
+            self._inboxes[loop] = Inbox(loop)
+        return self._inboxes[loop]
 
     def close(self) -> None:
         self.workers.close()
@@ -182,7 +191,7 @@ class Service:
             began=began,
         )
         try:
-            await self.workers.run(self._add_choices, request, body, prompts, asyncio.get_running_loop())
+            await self.workers.run(self._add_choices, request, body, prompts, self._inbox())
         except ValueError as error:  # a sentence that begins with the field's name
             name = re.split(r"\W", str(error), maxsplit=1)[0]
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else None) from error
@@ -260,7 +269,7 @@ class Service:
         request: ApiRequest,
         body: CompletionBody | ChatBody,
         prompts: Sequence[Tokens],
-        loop: asyncio.AbstractEventLoop,
+        inbox: Inbox,
     ) -> None:
         stops, num_logprobs, n = self._stops(body), _num_logprobs(body), body.n or 1
         max_tokens = self._max_tokens(body, max(map(len, prompts)))
@@ -282,7 +291,7 @@ class Service:
                 max_tokens,
                 spec,
                 self._sampling(request, body, seed + index % n, num_logprobs),
-                partial(loop.call_soon_threadsafe, partial(self._receive, request, choice)),
+                partial(inbox.put, partial(self._receive, request, choice)),
                 num_logprobs if scores else None,
                 request.trace,
                 request.client,

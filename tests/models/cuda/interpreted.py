@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -78,6 +79,34 @@ def test_triton_forward_ignores_the_cache_beyond_the_text() -> None:
         for layer in cache.layers:
             layer.keys[:, :, 2:], layer.values[:, :, 2:] = torch.nan, torch.nan
         assert torch.allclose(forward(model, cache, torch.tensor(2), ids[2:]), expected[2:], atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "kv_heads", "dtype"), [(32, 2, torch.float32), (64, 4, torch.float16)])
+@torch.inference_mode()
+def test_exact_triton_forward_gives_the_same_bits_for_every_cut(
+    size: int, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forwards are padded to one number of tokens; the text is longer than two tiles of keys."""
+    # As on tensor cores, and unlike in numpy, a row's products must not depend on where in its tile it is.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, None] * b.T[None]).sum(-1, dtype=dtype))
+    model, padded = llama(size, kv_heads, dtype), 16
+    text = torch.randint(VOCAB_SIZE, (140,))
+
+    def logits(cut: list[int]) -> Tensor:
+        cache, rows, length = initialised_cache(model), list[Tensor](), 0
+        with triton_forward(model, MAX_LENGTH, exact=True):
+            for new in cut:
+                ids = torch.nn.functional.pad(text[length : length + new], (0, padded - new))
+                rows.append(forward(model, cache, torch.tensor(length), ids)[:new])
+                length += new
+        return torch.cat(rows)
+
+    expected = logits([16] * 8 + [12])
+    for cut in ([1] * 3 + [16] * 8 + [9], [11, 16] * 5 + [5]):
+        assert torch.equal(logits(cut), expected)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    whole = forward(model, initialised_cache(model), torch.tensor(0), text)
+    assert torch.allclose(expected, whole, atol=tolerance * float(whole.abs().max()))
 
 
 @torch.inference_mode()

@@ -1,6 +1,8 @@
 """Static KV caches and padded forwards, on any device: only capturing them needs a GPU."""
 
+import copy
 from collections.abc import Iterator
+from itertools import accumulate, cycle, islice, pairwise
 from typing import Any
 
 import pytest
@@ -50,6 +52,38 @@ def test_cuda_graph_model_poll_draft_streams_the_greedy_text(model: Any) -> None
         if token is not None
     ]
     assert tokens == text[3:]
+
+
+def rows_of(model: Any, cut: list[int], text: list[int]) -> torch.Tensor:
+    """The logits of all positions of an exact model, the text read in forwards of these widths."""
+    exact, rows, length = CudaGraphModel(model, MAX_LENGTH, exact_size=16), list[torch.Tensor](), 0
+    for new in cut:
+        exact.answer(ForwardRequest(text[: length + new], length + 1))
+        begin = min(length, MAX_LENGTH - 16)
+        rows.append(exact._forwards[16].logits[length - begin : length - begin + new].clone())
+        length += new
+    return torch.cat(rows)
+
+
+def test_exact_model_gives_the_same_bits_for_every_cut(model: Any) -> None:
+    """Up to the last token of the context, in bfloat16."""
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    text = torch.randint(1, 90, (MAX_LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()
+    whole, last = divmod(MAX_LENGTH, 16)
+    expected = rows_of(rounded, [16] * whole + [last] * bool(last), text)
+    for widths in ([1], [5], [2, 9, 1]):
+        cut = list(islice(cycle(widths), MAX_LENGTH))
+        ends = [end for end in accumulate(cut) if end < MAX_LENGTH]
+        assert torch.equal(rows_of(rounded, [b - a for a, b in pairwise([0, *ends, MAX_LENGTH])], text), expected)
+
+
+def test_exact_model_text_is_that_of_the_model(model: Any) -> None:
+    text, exact = greedy_text(model, [1, 5, 9], 20), CudaGraphModel(model, MAX_LENGTH, exact_size=16)
+    assert exact.answer(ForwardRequest(text, 3)) == (*text[3:], *exact.answer(ForwardRequest(text, len(text))))
+    sampling = Sampling(temperature=0.9, top_p=0.8, seed=4)
+    plain = CudaGraphModel(model, MAX_LENGTH)
+    request = ForwardRequest(text, 3, sampling=sampling)
+    assert exact.answer(request) == plain.answer(request)
 
 
 def pipelined(model: Any) -> CudaGraphModel:

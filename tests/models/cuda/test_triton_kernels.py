@@ -48,18 +48,20 @@ def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, int]) -> A
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize(("dtype", "exact"), [("*bf16", False), ("*fp32", False), ("*bf16", True)])
 @pytest.mark.parametrize(
     ("new", "heads", "kv_heads", "half", "rows"),
     [(1, 32, 4, 32, 16), (8, 32, 32, 64, 16), (128, 40, 40, 64, 64)],
 )
-def test_attend_compiles_for_a_gpu(new: int, heads: int, kv_heads: int, half: int, rows: int, dtype: str) -> None:
+def test_attend_compiles_for_a_gpu(
+    new: int, heads: int, kv_heads: int, half: int, rows: int, dtype: str, exact: bool
+) -> None:
     kinds = dict.fromkeys(("qkv", "cos", "sin", "keys", "values", "out"), dtype)
     sizes = {"NEW": new, "HEADS": heads, "KV_HEADS": kv_heads, "HALF": half, "ROWS": rows}
     kernel = compiled(
         kernels._attend,
         kinds | {"length": "*i64", "scale": "fp32", "capacity": "i32"},
-        sizes | {"NEW_TILE": min(64, max(16, new)), "CACHED_TILE": 64},
+        sizes | {"NEW_TILE": min(64, max(16, new)), "CACHED_TILE": 64, "EXACT": exact},
     )
     assert kernel.metadata.shared <= SHARED_MEMORY
 

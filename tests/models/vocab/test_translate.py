@@ -22,6 +22,7 @@ from dsi.engine.engine import Engine
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
+from dsi.models.cpu.decoder import CompiledDecoder
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.protocol import ForwardRequest, Model, SamplingModel
 from dsi.models.tokenizer import Tokenizer
@@ -175,7 +176,7 @@ def test_engine_drafter_vocabulary_smaller_than_its_tokenizer(tmp_path: Path) ->
 def test_engine_with_one_vocabulary_translates_nothing(folders: dict[str, str]) -> None:
     for vocab in ("auto", "same"):
         with Engine.load(folders["byte_level"], folders["byte_level"], vocab=vocab, lookahead=2) as engine:
-            assert isinstance(drafting(engine).backend, LlamaCpu)
+            assert isinstance(drafting(engine).backend, CompiledDecoder)
 
 
 def test_engine_refuses_vocabularies_in_one_sentence(folders: dict[str, str]) -> None:

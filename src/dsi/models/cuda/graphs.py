@@ -4,6 +4,8 @@ A graph is captured for each power of two of new tokens; other numbers are padde
 and values of the padding lie beyond the text and are overwritten. Truncating the cache means setting its
 length. A forward is captured in segments of a few layers, and a cancelled one stops between two. Models on
 green contexts of one device can fill one KV cache together (`kv_cache.py`).
+With `exact_size` every forward computes that many tokens, padded: operands always have the same shapes, so libraries
+always choose the same kernels, and a token's logits are the same to the bit whatever is computed beside it.
 Where capture is impossible, the model runs eagerly.
 """
 
@@ -128,9 +130,9 @@ def replay_in_torch(graph: Any, stream: Any) -> None:
         graph.replay()
 
 
-def capture_patches(model: Any, max_length: int) -> list[Patch]:
+def capture_patches(model: Any, max_length: int, exact: bool = False) -> list[Patch]:
     """Return the ways to capture a model, fastest first: not all work for every model and machine."""
-    triton = [partial(triton_forward, max_length=max_length)] if supports_triton(model) else []
+    triton = [partial(triton_forward, max_length=max_length, exact=exact)] if supports_triton(model) else []
     return [*triton, fused_forward, nullcontext]
 
 
@@ -188,12 +190,14 @@ class CudaGraphModel:
         sizes: Sequence[int] = SIZES,
         share_cache_with: CudaGraphModel | None = None,
         drafts: bool = False,
+        exact_size: int | None = None,
     ) -> None:
         self.model = model.eval()
         self.context = max_length
         self.eager_reason = ""  # why forwards are not captured; empty if they are
         self._device = model.device
-        self._sizes = sorted(size for size in sizes if size <= max_length)
+        self.exact_size = None if exact_size is None else min(exact_size, max_length)
+        self._sizes = [self.exact_size] if self.exact_size else sorted(size for size in sizes if size <= max_length)
         self._kv: SharedKVCache
         self._cache: Any
         layers = list(decoder_layers(model))
@@ -257,7 +261,7 @@ class CudaGraphModel:
             if not self.on_gpu or len(devices) > 1:
                 self.eager_reason = f"forwards on {' and '.join(devices)} are not captured"
                 return dict(eager)
-            for patch in capture_patches(self.model, self.context):
+            for patch in capture_patches(self.model, self.context, self.exact_size is not None):
                 try:
                     captured, self.eager_reason = self._capture_all(patch, drafts), ""
                     return captured
@@ -356,6 +360,7 @@ class CudaGraphModel:
         try:
             while begin < len(request.tokens):
                 size = self._captured_size(begin, len(request.tokens) - begin)
+                begin = min(begin, self.context - size)  # where an exact forward would end beyond the context
                 chunk = list(request.tokens[begin : begin + size])
                 self._kv.prefilling = self if begin + len(chunk) < len(request.tokens) else None
                 tokens += yield from self._run_chunk(request, begin, chunk, size)
@@ -426,10 +431,14 @@ class CudaGraphModel:
             return tokens
         skipped = max(0, request.start - begin - 1)  # logits that are not requested
         with torch.inference_mode(), on(self._stream):
+            if self.exact_size:  # sampling, too, with one shape
+                return match(forward.logits.float(), request.sampling, begin + 1)[skipped:new]
             return match(forward.logits[skipped:new].float(), request.sampling, begin + 1 + skipped)
 
     def _captured_size(self, begin: int, new: int) -> int:
         """The next captured size that holds all new tokens; at the end of the cache, one without padding."""
+        if self.exact_size:
+            return self.exact_size
         room = self.context - begin
         for size in self._sizes:
             if new <= size <= room:

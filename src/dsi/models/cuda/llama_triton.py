@@ -37,15 +37,15 @@ def supports_triton(model: Any) -> bool:
 
 
 @contextmanager
-def triton_forward(model: Any, max_length: int) -> Iterator[None]:
-    """Patch a model's layers for texts of up to `max_length` tokens."""
+def triton_forward(model: Any, max_length: int, exact: bool = False) -> Iterator[None]:
+    """Patch a model's layers for texts of up to `max_length` tokens; `exact` as in `triton_kernels.attend`."""
     decoder, tables = model.model, _tables(model, max_length)
     with ExitStack() as patches:
         patches.enter_context(fused_norms(model))
         patches.enter_context(patched(decoder.rotary_emb, "forward", lambda *_, **__: tables))
         patches.enter_context(patched(sys.modules[type(model).__module__], "create_causal_mask", lambda **_: None))
         for number, layer in enumerate(decoder.layers):
-            patches.enter_context(patched(layer, "forward", _layer_forward(layer, number, model.config)))
+            patches.enter_context(patched(layer, "forward", _layer_forward(layer, number, model.config, exact)))
         yield
 
 
@@ -57,7 +57,7 @@ def _tables(model: Any, max_length: int) -> RotaryTables:
     return by_length[max_length]
 
 
-def _layer_forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor]:
+def _layer_forward(layer: Any, number: int, config: Any, exact: bool) -> Callable[..., Tensor]:
     from dsi.models.cuda.triton_kernels import attend, silu_and_mul
 
     weights = fuse_projections(layer)
@@ -65,9 +65,8 @@ def _layer_forward(layer: Any, number: int, config: Any) -> Callable[..., Tensor
     def forward(hidden_states: Tensor, *, position_embeddings: RotaryTables, past_key_values: Any, **_: Any) -> Tensor:
         x, cache = hidden_states[0], past_key_values.layers[number]
         qkv = functional.linear(layer.input_layernorm(x), weights.qkv)
-        attention = attend(
-            qkv, *position_embeddings, cache.keys, cache.values, cache.cumulative_length, config.num_attention_heads
-        )
+        kv = cache.keys, cache.values, cache.cumulative_length
+        attention = attend(qkv, *position_embeddings, *kv, config.num_attention_heads, exact)
         x.addmm_(attention, weights.out.T)
         gate_up = functional.linear(layer.post_attention_layernorm(x), weights.gate_up)
         x.addmm_(silu_and_mul(gate_up), weights.down.T)

@@ -12,10 +12,20 @@ MIN_TILE = 16  # rows, keys and half a head: the smallest operands of tensor cor
 MAX_TILE = 64
 
 
-def attend(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, length: Tensor, heads: int) -> Tensor:
+def attend(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    length: Tensor,
+    heads: int,
+    exact: bool = False,
+) -> Tensor:
     """Apply rotary embeddings, append new keys and values to the cache, and compute causal attention.
 
-    A row of `qkv` is one new token; the cache is laid out head by head and filled up to `length`.
+    A row of `qkv` is one new token; the cache is laid out head by head and filled up to `length`. With `exact`, keys
+    are taken in the same tiles and order wherever the text was cut into forwards.
     """
     new, (kv_heads, capacity, size) = len(qkv), keys.shape[-3:]
     out = torch.empty(new, heads * size, dtype=qkv.dtype, device=qkv.device)
@@ -38,6 +48,7 @@ def attend(qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, 
         ROWS=tile,
         NEW_TILE=min(MAX_TILE, max(MIN_TILE, next_power_of_2(new))),
         CACHED_TILE=MAX_TILE,
+        EXACT=exact,
     )
     return out
 
@@ -60,8 +71,13 @@ def _attend(
     ROWS: tl.constexpr,
     NEW_TILE: tl.constexpr,
     CACHED_TILE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """One KV head, and a tile of the query rows that read it: all of a token before those of the next."""
+    """One KV head, and a tile of the query rows that read it: all of a token before those of the next.
+
+    Normally new keys come first, read where they were computed. With EXACT, tiles begin at multiples of their size and
+    keys come in the order of the text; the last tiles hold cached and new keys.
+    """
     head, part = tl.program_id(0), tl.program_id(1)
     cached = tl.load(length)
     groups: tl.constexpr = HEADS // KV_HEADS
@@ -76,27 +92,34 @@ def _attend(
     row_max = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, size), tl.float32)
-    for start in tl.range(0, NEW, NEW_TILE, num_stages=1):  # new keys first: each token attends to itself
+    cached_end = cached // CACHED_TILE * CACHED_TILE if EXACT else cached
+    for start in tl.range(0, 0 if EXACT else NEW, NEW_TILE, num_stages=1):  # each token attends to itself
         new = start + tl.arange(0, NEW_TILE)
         valid = (new < NEW)[:, None]
         new_kv = qkv + (new * stride + (HEADS + head) * size)[:, None]
         k1, k2 = _rotate(new_kv + half[None, :], cos, sin, cached + new, valid, HALF)
         v = tl.load(new_kv + KV_HEADS * size + whole[None, :], valid, 0.0)
         if part == 0:
-            target = (head * capacity + cached + new)[:, None] * size
-            tl.store(keys + target + half[None, :], k1, valid)
-            tl.store(keys + target + HALF + half[None, :], k2, valid)
-            tl.store(values + target + whole[None, :], v, valid)
+            _store_kv(keys, values, k1, k2, v, head * capacity + cached + new, valid, HALF)
         visible = (new[None, :] <= token[:, None]) & (new < NEW)[None, :]
         row_max, total, result = _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result)
-    for start in range(0, cached, CACHED_TILE):
+    for start in range(0, cached_end, CACHED_TILE):
         old = start + tl.arange(0, CACHED_TILE)
-        filled = (old < cached)[:, None]
-        source = (head * capacity + old)[:, None] * size
-        k1 = tl.load(keys + source + half[None, :], filled, 0.0)
-        k2 = tl.load(keys + source + HALF + half[None, :], filled, 0.0)
-        v = tl.load(values + source + whole[None, :], filled, 0.0)
+        k1, k2, v = _load_kv(keys, values, head * capacity + old, (old < cached)[:, None], HALF)
         row_max, total, result = _accumulate(q1, q2, k1, k2, v, (old < cached)[None, :], scale, row_max, total, result)
+    for start in range(cached_end, cached + NEW if EXACT else cached_end, CACHED_TILE):
+        position = start + tl.arange(0, CACHED_TILE)
+        is_new = (position >= cached)[:, None]
+        valid = is_new & (position < cached + NEW)[:, None]
+        k1, k2, v = _load_kv(keys, values, head * capacity + position, (position < cached)[:, None], HALF)
+        new_kv = qkv + ((position - cached) * stride + (HEADS + head) * size)[:, None]
+        new_k1, new_k2 = _rotate(new_kv + half[None, :], cos, sin, position, valid, HALF)
+        k1, k2 = tl.where(is_new, new_k1, k1), tl.where(is_new, new_k2, k2)
+        v = tl.where(is_new, tl.load(new_kv + KV_HEADS * size + whole[None, :], valid, 0.0), v)
+        if part == 0:
+            _store_kv(keys, values, k1, k2, v, head * capacity + position, valid, HALF)
+        visible = (position[None, :] <= (cached + token)[:, None]) & (position < cached + NEW)[None, :]
+        row_max, total, result = _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result)
     output = out + (token * HEADS * size + query * size)[:, None] + whole[None, :]
     tl.store(output, (result / total[:, None]).to(out.dtype.element_ty), inside)
 
@@ -110,6 +133,23 @@ def _rotate(pointer, cos, sin, position, inside, HALF: tl.constexpr):
     a, b = tl.load(pointer, inside, 0.0), tl.load(pointer + HALF, inside, 0.0)
     x, y = a.to(tl.float32), b.to(tl.float32)
     return (x * c - y * s).to(a.dtype), (y * c + x * s).to(a.dtype)
+
+
+@triton.jit
+def _load_kv(keys, values, row, filled, HALF: tl.constexpr):
+    """Both halves of the keys, and the values, in these rows of the cache."""
+    half, whole, source = tl.arange(0, HALF), tl.arange(0, 2 * HALF), row[:, None] * (2 * HALF)
+    k1 = tl.load(keys + source + half[None, :], filled, 0.0)
+    k2 = tl.load(keys + source + HALF + half[None, :], filled, 0.0)
+    return k1, k2, tl.load(values + source + whole[None, :], filled, 0.0)
+
+
+@triton.jit
+def _store_kv(keys, values, k1, k2, v, row, valid, HALF: tl.constexpr):
+    half, whole, target = tl.arange(0, HALF), tl.arange(0, 2 * HALF), row[:, None] * (2 * HALF)
+    tl.store(keys + target + half[None, :], k1, valid)
+    tl.store(keys + target + HALF + half[None, :], k2, valid)
+    tl.store(values + target + whole[None, :], v, valid)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Forwards on CPUs in compiled kernels."""

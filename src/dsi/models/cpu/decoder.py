@@ -1,0 +1,381 @@
+"""Decoder-only models of the Llama family in compiled kernels: whole layers in one call.
+
+Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3: grouped queries, biases, norms of queries and keys, norms behind blocks,
+sliding windows, soft caps and tied heads are read off the transformers model, whose weights are used in place. New
+tokens of several texts can share one forward, which reads the weights once for all. A token's logits are the same to
+the bit whatever the width of the forward, how the text was cut into forwards, what other texts share them, and the
+number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from inspect import signature
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from dsi.models.cpu.compiler import declare, kernel, why_unavailable
+from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
+from dsi.models.hf import GROWTH, KVLayer, KVSequence, Transformer
+from dsi.models.protocol import NEVER, Cancelled
+
+GEMMAS = ("gemma", "gemma2", "gemma3_text")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMAS)
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}  # as the kernels number them
+DYNAMIC_ROPE = ("dynamic", "longrope")  # whose frequencies depend on the length of the text
+MAX_ROWS = 256  # tokens of one call: longer prompts are read in parts, which bounds the scratch memory
+IsCancelled = CFUNCTYPE(c_int32)
+NEVER_CALLED = IsCancelled()
+PROJECTIONS = (("self_attn", ("q_proj", "k_proj", "v_proj", "o_proj")), ("mlp", ("gate_proj", "up_proj", "down_proj")))
+
+
+class LayerStruct(Structure):
+    """`struct layer` of the kernels."""
+
+    _fields_ = (
+        *((name, Matrix) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, c_void_p) for name in ("input_norm", "attention_norm", "mlp_norm", "output_norm", "q_norm", "k_norm")),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("window", c_int64),
+    )
+
+
+class ModelStruct(Structure):
+    """`struct model` of the kernels."""
+
+    _fields_ = (
+        ("layers", POINTER(LayerStruct)),
+        ("head", Matrix),
+        ("norm", c_void_p),
+        ("embedding", c_void_p),
+        ("embedding_stride", c_int64),
+        *((name, c_int64) for name in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim")),
+        ("rotary_dim", c_int64),
+        *((name, c_float) for name in ("epsilon", "embedding_scale", "attention_scale")),
+        *((name, c_float) for name in ("attention_softcap", "logit_softcap")),
+        ("embedding_type", c_int32),
+        ("activation", c_int32),
+        ("scratch", c_void_p),
+    )
+
+
+class SequenceStruct(Structure):
+    """`struct sequence` of the kernels."""
+
+    _fields_ = (*((name, c_int64) for name in ("rows", "length", "capacity", "num_positions")), ("kv", c_void_p))
+
+
+SEQUENCES = POINTER(ModelStruct), POINTER(SequenceStruct), c_int64
+declare("scratch_size", c_int64, *SEQUENCES, c_int32)
+declare(
+    "run_decoder",
+    c_int32,
+    POINTER(ModelStruct),
+    c_void_p,
+    POINTER(SequenceStruct),
+    *[c_int64] * 2,
+    c_void_p,
+    c_int32,
+    IsCancelled,
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class KVAddresses:
+    """Where the keys and values of a sequence are, layer by layer."""
+
+    first: Tensor  # the keys of the first and of the last layer, by which it is seen that buffers have grown
+    last: Tensor
+    pointers: Any
+    capacity: int  # tokens that there is room for
+
+    @classmethod
+    def of(cls, layers: list[KVLayer]) -> KVAddresses:
+        addresses = [tensor.data_ptr() for layer in layers for tensor in (layer.keys, layer.values)]
+        first, last = layers[0].keys, layers[-1].keys
+        return cls(first, last, (c_void_p * len(addresses))(*addresses), int(first.shape[-2]))
+
+    def is_of(self, layers: list[KVLayer], length: int) -> bool:
+        """Whether they are still those of these layers, with room for so many tokens."""
+        return length <= self.capacity and self.first is layers[0].keys and self.last is layers[-1].keys
+
+
+@dataclass(eq=False, slots=True)
+class TextPart:
+    """New tokens of one text in a forward, and for how many of the last ones logits are wanted."""
+
+    sequence: KVSequence
+    length: int  # tokens before them
+    new_tokens: list[int]
+    num_positions: int
+
+    def split(self) -> Iterator[TextPart]:
+        """In parts that one forward can compute."""
+        rows = len(self.new_tokens)
+        if rows <= MAX_ROWS:
+            yield self
+            return
+        for start in range(0, rows, MAX_ROWS):
+            tokens = self.new_tokens[start : start + MAX_ROWS]
+            wanted = max(0, min(len(tokens), start + len(tokens) + self.num_positions - rows))
+            yield TextPart(self.sequence, self.length + start, tokens, wanted)
+
+
+class CompiledDecoder(Transformer):
+    """`CompiledDecoder.supports` says which models can run this way. Without `threads`, it has as many as torch."""
+
+    @staticmethod
+    def supports(model: Any) -> bool:
+        config = model.config
+        own_class = type(model) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # somebody's own
+        if own_class or config.model_type not in MODEL_TYPES or why_unavailable():
+            return False
+        if activation(config) not in ACTIVATIONS or getattr(config, "use_bidirectional_attention", False):
+            return False
+        return not has_dynamic_rope(model) and has_plain_layers(model)
+
+    def __init__(self, model: Any, max_sequences: int = 4, threads: int | None = None) -> None:
+        super().__init__(model, max_sequences)
+        self.release()  # from the hooks: the model's own layers do not run
+        self._threads = threads
+        config, attention = model.config, model.model.layers[0].self_attn
+        self._tensors: list[Tensor] = []  # that the kernels hold the addresses of
+        self._linears: list[CompiledLinear] = []  # likewise
+        self._kv_shape = (1, config.num_key_value_heads, 0, attention.head_dim)
+        self._layers = (LayerStruct * config.num_hidden_layers)(*map(self._layer, model.model.layers))
+        embedding = model.model.embed_tokens
+        rows = embedding.weight.detach().contiguous()
+        self._vocab_size = len(rows)
+        self._struct = ModelStruct(
+            layers=self._layers,
+            head=self._matrix(model.lm_head),
+            norm=self._norm(model.model.norm),
+            embedding=self._keep(rows),
+            embedding_stride=rows.stride(0),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            epsilon=config.rms_norm_eps,
+            embedding_scale=torch.tensor(getattr(embedding, "scalar_embed_scale", 1.0)).to(model.dtype),
+            attention_scale=attention.scaling,
+            attention_softcap=getattr(config, "attn_logit_softcapping", None) or 0,
+            logit_softcap=getattr(config, "final_logit_softcapping", None) or 0,
+            embedding_type=TYPES[rows.dtype],
+            activation=ACTIVATIONS[activation(config)],
+        )
+        self._callback = IsCancelled(lambda: self._cancelled.is_set())
+        self._scratch = floats(0)
+        self._positions = 0  # for which the rotary embedding is known
+        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}  # by type of layer
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is made anew from a copy of the model: addresses are those of one object."""
+        return type(self), (self.model, self._max_sequences, self._threads)
+
+    def with_threads(self, threads: int, max_sequences: int | None = None) -> CompiledDecoder:
+        """The same model with a number of threads and KV caches of its own."""
+        return CompiledDecoder(self.model, max_sequences or self._max_sequences, threads)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV cache of one token."""
+        _, kv_heads, _, head_dim = self._kv_shape
+        return int(2 * torch.float32.itemsize * len(self._layers) * kv_heads * head_dim)
+
+    def _layer(self, layer: Any) -> LayerStruct:
+        attention, mlp = layer.self_attn, layer.mlp
+        behind = hasattr(layer, "pre_feedforward_layernorm")  # Gemma 2 and 3 have norms behind blocks, too
+        return LayerStruct(
+            *(self._matrix(getattr(attention, name)) for name in PROJECTIONS[0][1]),
+            *(self._matrix(getattr(mlp, name)) for name in PROJECTIONS[1][1]),
+            input_norm=self._norm(layer.input_layernorm),
+            attention_norm=self._norm(layer.post_attention_layernorm) if behind else None,
+            mlp_norm=self._norm(layer.pre_feedforward_layernorm if behind else layer.post_attention_layernorm),
+            output_norm=self._norm(layer.post_feedforward_layernorm) if behind else None,
+            q_norm=self._norm(getattr(attention, "q_norm", None)),
+            k_norm=self._norm(getattr(attention, "k_norm", None)),
+            window=window(self.model.config, attention),
+        )
+
+    def _matrix(self, linear: Any) -> Matrix:
+        self._linears.append(CompiledLinear(linear))
+        return self._linears[-1].matrix
+
+    def _norm(self, norm: Any) -> int | None:
+        if norm is None:
+            return None
+        weight = norm.weight.detach().float()
+        return self._keep(1 + weight if self.model.config.model_type in GEMMAS else weight)
+
+    def _keep(self, tensor: Tensor) -> int:
+        self._tensors.append(tensor.contiguous())
+        return self._tensors[-1].data_ptr()
+
+    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
+        """As `forward` for each text and start, in one forward over the new tokens of all, if they are not too many."""
+        self._cancelled = NEVER
+        parts: list[TextPart] = []
+        for tokens, start in texts:
+            self.check_text(tokens, start)
+            sequence, num_cached = self._sequence(tokens, start)
+            if any(part.sequence is sequence for part in parts):  # which has begun with the same tokens
+                sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
+                self._keep_sequence(sequence, tokens)
+            num_cached = min(num_cached, len(sequence.tokens))
+            sequence.truncate(num_cached)
+            parts.append(TextPart(sequence, num_cached, list(tokens[num_cached:]), len(tokens) + 1 - start))
+        logits = self._compute_parts(parts)
+        for part in parts:
+            part.sequence.tokens += part.new_tokens
+        return logits
+
+    def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
+        return self._compute_parts([TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)])[0]
+
+    def _compute_parts(self, parts: list[TextPart]) -> list[Tensor]:
+        """Lengths change once all layers have run: a cancelled forward leaves nothing."""
+        logits: dict[int, list[Tensor]] = {}
+        for part in parts:  # for all of its tokens, or what the first forward caches would not be copied
+            self._reserve(part.sequence, part.length + len(part.new_tokens))
+        for forward in self._forwards(parts):
+            for part, rows in zip(forward, self._run(forward)):
+                logits.setdefault(id(part.sequence), []).append(rows)
+        for part in parts:
+            for kv_layer in part.sequence.cache.layers:
+                kv_layer.length = part.length + len(part.new_tokens)
+        rows_of = [logits.get(id(part.sequence), [floats(0, self._struct.head.out_features)]) for part in parts]
+        return [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in rows_of]
+
+    def _forwards(self, parts: list[TextPart]) -> Iterator[list[TextPart]]:
+        """Pack the new tokens of all texts into forwards, each text in its order."""
+        forward: list[TextPart] = []
+        rows = 0
+        for whole in parts:
+            for part in whole.split():
+                if forward and rows + len(part.new_tokens) > MAX_ROWS:
+                    yield forward
+                    forward, rows = [], 0
+                if part.new_tokens:
+                    forward.append(part)
+                    rows += len(part.new_tokens)
+        if forward:
+            yield forward
+
+    def _run(self, parts: list[TextPart]) -> Sequence[Tensor]:
+        """Run one forward; return the logits of each part."""
+        threads, tokens = self._threads or torch.get_num_threads(), parts[0].new_tokens
+        if len(parts) > 1:
+            tokens = [token for part in parts for token in part.new_tokens]
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: must be below {self._vocab_size}")
+        self._reserve_rotary(max(part.length + len(part.new_tokens) for part in parts))
+        structs = (SequenceStruct * len(parts))(*map(self._sequence_struct, parts))
+        self._reserve_scratch(structs, threads)
+        ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        counts = [part.num_positions for part in parts]
+        logits = floats(sum(counts), self._struct.head.out_features)
+        model, callback = byref(self._struct), NEVER_CALLED if self._cancelled is NEVER else self._callback
+        sizes = len(parts), len(self._layers)
+        if kernel("run_decoder")(model, ids.data_ptr(), structs, *sizes, logits.data_ptr(), threads, callback):
+            raise Cancelled
+        if len(parts) == 1:
+            return [logits]
+        return [logits[end - count : end] for count, end in zip(counts, accumulate(counts))]
+
+    def _sequence_struct(self, part: TextPart) -> SequenceStruct:
+        addresses = self._reserve(part.sequence, part.length + len(part.new_tokens))
+        kv = addressof(addresses.pointers)
+        return SequenceStruct(len(part.new_tokens), part.length, addresses.capacity, part.num_positions, kv)
+
+    def _reserve(self, sequence: KVSequence, length: int) -> KVAddresses:
+        """Make room for so many tokens in the KV cache of a sequence."""
+        layers, addresses = sequence.cache.layers, sequence.addresses
+        if layers and isinstance(addresses, KVAddresses) and addresses.is_of(layers, length):
+            return addresses
+        while len(layers) < len(self._layers):
+            layers.append(KVLayer())
+        for layer in layers:
+            layer.reserve(length, self._kv_shape)
+        sequence.addresses = addresses = KVAddresses.of(layers)
+        return addresses
+
+    def _reserve_scratch(self, structs: Any, threads: int) -> None:
+        size = kernel("scratch_size")(byref(self._struct), structs, len(structs), threads)
+        if size > len(self._scratch):
+            self._scratch = floats(size)
+            self._struct.scratch = self._scratch.data_ptr()
+
+    def _reserve_rotary(self, length: int) -> None:
+        """Compute the rotary embedding of all positions below `length`, and some more."""
+        if length <= self._positions:
+            return
+        positions = min(self.context or length + GROWTH, max(2 * length, 1024))
+        types = getattr(self.model.config, "layer_types", None) or ["full_attention"] * len(self._layers)
+        tables = {name: rotary_embedding(self.model, positions, name) for name in set(types)}
+        for layer, name in zip(self._layers, types):
+            layer.cos, layer.sin = map(address, tables[name])
+        self._struct.rotary_dim = tables[types[0]][0].shape[1]
+        self._rotary, self._positions = tables, positions
+
+
+def rotary_embedding(model: Any, positions: int, layer_type: str) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of a model's rotary embedding, in float32; Gemma 3 has another for each type of layer."""
+    rotary = model.model.rotary_emb
+    arguments: tuple[Any, ...] = (floats(0), torch.arange(positions)[None])
+    if "layer_type" in signature(rotary.forward).parameters:
+        arguments = *arguments, layer_type
+    with torch.inference_mode():
+        cos, sin = rotary(*arguments)
+    return cos[0].contiguous(), sin[0].contiguous()
+
+
+def floats(*shape: int) -> Tensor:
+    """Memory for the kernels, whatever torch's default is."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def has_plain_layers(model: Any) -> bool:
+    """Whether all linear layers can be compiled and have one number format and the configuration's sizes."""
+    config, layers = model.config, list(linear_layers(model))
+    if len(model.model.layers) != config.num_hidden_layers or not all(map(CompiledLinear.supports, layers)):
+        return False
+    head_dim = model.model.layers[0].self_attn.head_dim
+    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    sizes = [queries, keys, keys, hidden, inner, inner, hidden] * config.num_hidden_layers
+    one_format = len({layer.weight.dtype for layer in layers}) == 1
+    return one_format and [layer.out_features for layer in layers[:-1]] == sizes
+
+
+def linear_layers(model: Any) -> Iterator[Any]:
+    for layer in model.model.layers:
+        for block, names in PROJECTIONS:
+            yield from (getattr(getattr(layer, block), name) for name in names)
+    yield model.lm_head
+
+
+def activation(config: Any) -> str:
+    """The name of the activation; Gemma's configuration has it in a field of its own."""
+    own = getattr(config, "hidden_activation", None) if config.model_type in GEMMAS else None
+    return str(own or config.hidden_act)
+
+
+def window(config: Any, attention: Any) -> int:
+    """The sliding window of a layer; 0 where it attends to all tokens."""
+    if config.model_type == "mistral":
+        return config.sliding_window or 0
+    return getattr(attention, "sliding_window", None) or 0
+
+
+def has_dynamic_rope(model: Any) -> bool:
+    kinds = model.model.rotary_emb.rope_type
+    return any(kind in DYNAMIC_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))

@@ -1,0 +1,285 @@
+"""Jobs of several requests in shared forwards: on one server, and in a fleet."""
+
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from dsi.core.messages import Draft, Drafted, Failed, Prefill, Sampling, Verified, Verify
+from dsi.core.policies import Load, autoregressive, distributed, speculative
+from dsi.core.request import Request
+from dsi.core.sequence import TokenSequence
+from dsi.core.shared_forwards import SharedForwards
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.packed import MAX_TOKENS, MIN_CHUNK, PackedServer
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.servers import Server
+from dsi.models.protocol import Answer, ForwardRequest, Model
+from dsi.models.toy import ToyDrafter, ToyTarget
+
+TARGET, BAD = ToyTarget(5), 1000
+
+
+@dataclass
+class Packing:
+    """A toy model that computes several texts at once, and records how many tokens of each."""
+
+    model: Model
+    can_pack: bool = True
+    forwards: list[list[int]] = field(default_factory=list)
+
+    def answer(self, request: ForwardRequest) -> tuple[int, ...]:
+        if BAD in request.tokens:
+            raise OSError("a bad token")
+        return self.model.answer(request) if request.num_positions else ()
+
+    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+        answers = [(self.answer(request), ()) for request in requests]
+        self.forwards.append([len(request.tokens) - (request.num_cached or 0) for request in requests])
+        return answers  # type: ignore[return-value]
+
+
+def text(*tokens: int) -> TokenSequence:
+    return TokenSequence.of(tokens)
+
+
+def packed_server(model: Model = TARGET) -> tuple[PackedServer, Packing]:
+    packing = Packing(model)
+    server = PackedServer.of(Server("target-1", "target", packing))
+    assert server is not None
+    return server, packing
+
+
+def after(tokens: Sequence[int], count: int = 1) -> tuple[int, ...]:
+    """The target's text after these tokens."""
+    written = list(tokens)
+    for _ in range(count):
+        written += TARGET.answer(ForwardRequest(written, len(written)))
+    return tuple(written[len(tokens) :])
+
+
+def test_packed_server_answers_jobs_of_several_requests_in_one_forward() -> None:
+    server, packing = packed_server()
+    prompts = [(1, 2), (3,), (4, 5, 6)]
+    for id, prompt in enumerate(prompts):
+        server.add(Verify(id, text(*prompt), 1))
+    assert [event for *_, event in server.step()] == [Verified(id, after(prompt)) for id, prompt in enumerate(prompts)]
+    assert packing.forwards == [[2, 1, 3]]
+    assert server.jobs == {}
+
+
+def test_packed_server_lets_jobs_join_between_two_forwards() -> None:
+    server, packing = packed_server()
+    first = text(1, 2)
+    server.add(Draft(0, first, 3))
+    events = [server.step()]
+    server.add(Draft(1, text(9), 1))
+    events += [server.step(), server.step()]
+    a, b, c = after((1, 2), 3)
+    assert [[event for *_, event in step] for step in events] == [
+        [Drafted(0, a)],
+        [Drafted(0, b), Drafted(1, after((9,))[0])],
+        [Drafted(0, c)],
+    ]
+    assert [tuple(context) for _, context, _ in events[1]] == [(1, 2, a), (9,)]
+    assert packing.forwards == [[2], [1, 1], [1]]
+
+
+def test_packed_server_reads_long_prompts_in_chunks_beside_others() -> None:
+    server, packing = packed_server()
+    prompt = [i % 50 for i in range(300)]
+    server.add(Verify(0, text(*prompt), 1))
+    events = []
+    for id in range(1, 5):
+        server.add(Verify(id, text(id), 1))
+        events.append([event for *_, event in server.step()])
+    assert [len(step) for step in events] == [1, 1, 2, 1]
+    assert events[2] == [Verified(3, after((3,))), Verified(0, after(prompt))]
+    assert packing.forwards == [[1, MAX_TOKENS - 1], [1, MAX_TOKENS - 1], [1, 300 - 2 * (MAX_TOKENS - 1)], [1]]
+
+
+def test_packed_server_reads_prompts_where_others_fill_its_forwards() -> None:
+    server, packing = packed_server()
+    server.add(Verify(0, text(*range(40)), 1))
+    for id in range(1, MAX_TOKENS + 5):
+        server.add(Verify(id, text(id % 60), 1))
+    assert len(server.step()) == MAX_TOKENS
+    assert sum(packing.forwards[0]) == MAX_TOKENS + MIN_CHUNK
+    assert [event.id for *_, event in server.step()] == [
+        MAX_TOKENS + 1,
+        MAX_TOKENS + 2,
+        MAX_TOKENS + 3,
+        MAX_TOKENS + 4,
+        0,
+    ]
+
+
+def test_packed_server_fails_only_the_job_that_cannot_be_computed() -> None:
+    server, _ = packed_server()
+    for id, prompt in enumerate([(1,), (2, BAD), (3,)]):
+        server.add(Verify(id, text(*prompt), 1))
+    assert [event for *_, event in server.step()] == [
+        Verified(0, after((1,))),
+        Failed(1, "OSError: a bad token"),
+        Verified(2, after((3,))),
+    ]
+
+
+def test_packed_server_accepts_one_job_of_a_request_that_gives_tokens_only() -> None:
+    server, _ = packed_server()
+    origin = text(1)
+    server.add(Verify(0, origin, 1))
+    assert not server.accepts(Verify(1, origin.then(2), 2))
+    assert server.accepts(Verify(1, text(1), 2))
+    assert not server.accepts(Verify(1, text(1), MAX_TOKENS + 1))
+    assert not server.accepts(Prefill(1, text(1)))
+    assert not server.accepts(Draft(1, text(1), 3, branches=2))
+    assert not server.accepts(Draft(1, text(1), 3, sampling=Sampling(temperature=1, rule="reject")))
+    assert server.discard(0)
+    assert not server.discard(0)
+    assert server.accepts(Verify(1, origin.then(2), 2))
+
+
+def test_packed_server_is_not_for_models_that_compute_one_text_at_a_time() -> None:
+    assert PackedServer.of(Server("target-1", "target", TARGET)) is None
+    assert PackedServer.of(Server("target-1", "target", Packing(TARGET, can_pack=False))) is None
+
+
+@pytest.fixture(scope="module")
+def shared_loop() -> Iterator[EngineLoop]:
+    """One for all: the ids of its jobs are its fleet's."""
+    fleet = packing_fleet()
+    yield EngineLoop(fleet)
+    fleet.close()
+
+
+def packing_fleet() -> ProcessFleet:
+    drafter = ToyDrafter(TARGET, 0.7, 8)
+    servers = [Server(f"target-{i}", "target", TARGET) for i in (1, 2)] + [Server("drafter", "drafter", drafter)]
+    inline = {role: Server(role, role, Packing(model)) for role, model in (("target", TARGET), ("drafter", drafter))}
+    return ProcessFleet(servers, use_cores=lambda *_: None, inline=inline)
+
+
+def shared(load: Load) -> Request:
+    return Request((1, 2), 30, SharedForwards("drafter", load).policy(distributed(3)))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=9
+    ),
+    st.integers(0, 4),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=40)
+def test_texts_in_shared_forwards_are_those_alone(
+    shared_loop: EngineLoop, asked: list[tuple[int, int, int, bool]], block: int, random: object
+) -> None:
+    """Requests of every algorithm come at any time, and some are cancelled."""
+    loop = shared_loop
+    loop.load.shared_block = lambda *_: block
+    policies = [autoregressive(), speculative(3), distributed(2), None]
+    submitted = []
+    for kind, prompt_length, new, sampled in asked:
+        prompt = tuple(range(prompt_length))
+        policy = policies[kind] or SharedForwards("drafter", loop.load).policy(distributed(2))
+        sampling = Sampling(temperature=0.9, seed=new) if sampled else Sampling()
+        submitted.append((loop.submit(Request(prompt, new, policy, sampling)), prompt, new, sampling))
+        for _ in range(random.randrange(12)):  # type: ignore[attr-defined]
+            if any(not active.done for active, *_ in submitted):
+                loop.step()
+    for number, (active, prompt, new, sampling) in enumerate(submitted):
+        if number % 4 == 3 and not active.done:
+            loop.cancel(active)
+            continue
+        while not active.done:
+            loop.step()
+        expected = list(prompt)
+        for _ in range(new):
+            expected += TARGET.answer(ForwardRequest(expected, len(expected), sampling=sampling))
+        assert active.completion().tokens == tuple(expected[len(prompt) :])
+
+
+def test_process_fleet_shares_forwards_of_waiting_requests() -> None:
+    fleet = packing_fleet()
+    target, loop, fleet.log = fleet._packed["target"]._model, EngineLoop(fleet), []
+    assert isinstance(target, Packing)
+    requests = [Request((i, 2), 20, autoregressive()) for i in range(16)]
+    assert [done.tokens for done in loop.run(*requests)] == [after((i, 2), 20) for i in range(16)]
+    assert [len(forward) for forward in target.forwards] == [16] * 20
+    assert fleet.packs
+    spans = [span for span in fleet.log if span.start == fleet.log[-1].start]
+    assert len({span.context.origin for span in spans}) == 16  # who shared the last forward
+    fleet.close()
+
+
+def test_process_fleet_shares_forwards_while_its_workers_die() -> None:
+    fleet = packing_fleet()
+    try:
+        loop, ids = EngineLoop(fleet), count()
+        loop.load.shared_block = lambda *_: 2
+        running = [loop.submit(replace(shared(loop.load), prompt=(i, 2))) for i in range(6)]
+        while any(not active.done for active in running):
+            loop.step()
+            if next(ids) in (5, 40, 41):
+                for pid in fleet.worker_pids:
+                    with suppress(ProcessLookupError):  # dead, and not yet noticed
+                        os.kill(pid, signal.SIGKILL)
+        assert [active.completion().tokens for active in running] == [after((i, 2), 30) for i in range(6)]
+    finally:
+        fleet.close()
+
+
+def test_process_fleet_goes_on_with_a_draft_whose_companion_is_gone() -> None:
+    fleet = packing_fleet()
+    fleet.num_requests = 2
+    drafter = fleet._packed["drafter"]._model
+    try:
+        for id in range(2):
+            fleet.start(Draft(id, text(id, 2), 4, alone=True))
+        events = [fleet.next_event() for _ in range(4)]  # two tokens of each
+        fleet.cancel(1)
+        events += [fleet.next_event(), fleet.next_event()]
+        expected = [0, 2]
+        for _ in range(4):
+            expected += drafter.answer(ForwardRequest(expected, len(expected)))
+        assert [event for event in events if event.id == 0] == [Drafted(0, token) for token in expected[2:]]
+        with pytest.raises(RuntimeError, match="nothing to do"):
+            fleet.next_event()
+    finally:
+        fleet.close()
+
+
+def test_process_fleet_drops_a_cancelled_job_from_shared_forwards() -> None:
+    fleet = packing_fleet()
+    fleet.num_requests = 4
+    try:
+        for id in range(4):
+            fleet.start(Verify(id, text(id), 1, alone=True))
+        fleet.cancel(0)  # which a server was given
+        fleet.cancel(3)  # which waited
+        assert [fleet.next_event(), fleet.next_event()] == [Verified(1, after((1,))), Verified(2, after((2,)))]
+        with pytest.raises(RuntimeError, match="nothing to do"):
+            fleet.next_event()
+    finally:
+        fleet.close()
+
+
+def test_process_fleet_leaves_slow_forwards_of_one_request_to_workers() -> None:
+    fleet = packing_fleet()
+    try:
+        fleet.limit_inline(alone=False, max_tokens=2)
+        loop, target = EngineLoop(fleet), fleet._packed["target"]._model
+        assert isinstance(target, Packing)
+        [done] = loop.run(Request((1,), 5, autoregressive()))
+        assert (done.tokens, target.forwards) == (after((1,), 5), [])
+        done_at_once = loop.run(*(Request((i,), 5, autoregressive()) for i in range(3)))
+        assert [completion.tokens for completion in done_at_once] == [after((i,), 5) for i in range(3)]
+        assert max(map(len, target.forwards)) == 2
+    finally:
+        fleet.close()

@@ -1,0 +1,255 @@
+"""The compiled decoder: the logits of transformers, and the same bits however a text is cut into forwards."""
+
+import copy
+import os
+from itertools import accumulate, pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings, strategies as st
+
+from cancel_flags import CancelAfter
+from dsi.engine.build import cpu_model
+from dsi.models.cpu.decoder import CompiledDecoder
+from dsi.models.cpu.huge_pages import move_to_huge_pages
+from dsi.models.cpu.linear import quantize_int8
+from dsi.models.hf import Transformer
+from dsi.models.llama_cpu import LlamaCpu
+from dsi.models.protocol import Cancelled
+from models.cpu.shapes import SHAPES, random_model
+
+TOKENS = [int(token) for token in torch.randint(1, 97, (80,), generator=torch.Generator().manual_seed(1))]
+
+
+def logits_of_transformers(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([TOKENS])).logits[0].float()  # type: ignore[no-any-return]
+
+
+def in_parts(decoder: CompiledDecoder, widths: list[int]) -> torch.Tensor:
+    """The logits of all positions, the text read in forwards of these widths."""
+    decoder.clear_cache()
+    parts = [decoder.forward(TOKENS[:end], start + 1) for start, end in pairwise([0, *accumulate(widths)])]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoder_gives_the_logits_of_transformers(shape: str) -> None:
+    model = random_model(shape)
+    decoder = cpu_model(model)
+    assert isinstance(decoder, CompiledDecoder)
+    expected = logits_of_transformers(model)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(decoder.forward(TOKENS, 1), expected, rtol=0, atol=2e-5 * largest)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoder_in_bfloat16_is_close_to_transformers(shape: str) -> None:
+    model = random_model(shape, torch.bfloat16)
+    expected = logits_of_transformers(model)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(CompiledDecoder(model).forward(TOKENS, 1), expected, rtol=0, atol=0.05 * largest)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoder_gives_the_same_bits_for_every_width_and_number_of_threads(shape: str, dtype: str) -> None:
+    model = random_model(shape, torch.float32 if dtype == "float32" else torch.bfloat16)
+    model = quantize_int8(model) if dtype == "int8" else model
+    decoder = CompiledDecoder(model)
+    whole = decoder.forward(TOKENS, 1)
+    for widths in ([1] * 80, [7, 3, 20, 1, 1, 2, 46], [2] * 40, [5] * 16, [9] * 8 + [8], [33, 47]):
+        assert torch.equal(in_parts(decoder, widths), whole)
+    for threads in (2, 3):
+        assert torch.equal(in_parts(decoder.with_threads(threads), [64, 1, 15]), whole)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 4))
+@settings(max_examples=30)
+def test_decoder_gives_the_same_bits_for_any_cut(widths: list[int], threads: int) -> None:
+    ends = [end for end in accumulate(widths) if end < len(TOKENS)]
+    cut = [b - a for a, b in pairwise([0, *ends, len(TOKENS)])]
+    assert torch.equal(in_parts(SHARED.with_threads(threads), cut), EXPECTED)
+
+
+SHARED = CompiledDecoder(random_model("llama biases", hidden_size=48, head_dim=40))
+EXPECTED = SHARED.forward(TOKENS, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_forward_gives_each_text_the_bits_it_has_alone(shape: str, dtype: str) -> None:
+    model = random_model(shape, torch.float32 if dtype == "float32" else torch.bfloat16)
+    model = quantize_int8(model) if dtype == "int8" else model
+    texts = [TOKENS, TOKENS[::-1], TOKENS[40:] + TOKENS[:40], [*TOKENS[:20], *TOKENS[::-1][:60]]]
+    alone = [CompiledDecoder(model).forward(text, 1) for text in texts]
+    for threads in (1, 2, 3):
+        packed = CompiledDecoder(model, 8, threads)
+        done, widths = [0] * len(texts), [(3, 1, 7, 0), (1, 40, 2, 9), (60, 1, 33, 5), (16, 38, 38, 66)]
+        for step in widths:
+            ends = [a + b for a, b in zip(done, step)]
+            asked = [i for i, width in enumerate(step) if width]
+            rows = packed.forward_packed([(texts[i][: ends[i]], done[i] + 1) for i in asked])
+            for i, logits in zip(asked, rows):
+                assert torch.equal(logits, alone[i][done[i] : ends[i]])
+            done = ends
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_packed_forward_gives_the_same_bits_for_any_packing(data: st.DataObject) -> None:
+    """Texts that share prefixes come and go, are cut back, prefilled, and asked about in part."""
+    packed = SHARED.with_threads(data.draw(st.integers(1, 2)))
+    texts: list[list[int]] = [[] for _ in range(5)]
+    for _ in range(data.draw(st.integers(1, 8))):
+        asked = data.draw(st.lists(st.sampled_from(range(5)), min_size=1, unique=True))
+        requests = []
+        for i in asked:
+            end = data.draw(st.integers(1, len(TOKENS)))
+            texts[i][:] = [*TOKENS[:end]] if i < 3 else [*TOKENS[: end // 2], *range(1, end - end // 2 + 1)]
+            requests.append((texts[i], data.draw(st.integers(1, len(texts[i]) + 1))))
+        for (text, start), logits in zip(requests, packed.forward_packed(requests)):
+            assert torch.equal(logits, SHARED.forward(list(text), 1)[start - 1 :])
+
+
+def test_packed_forward_of_many_tokens_takes_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = CompiledDecoder(random_model("gemma2"))
+    whole, other = decoder.forward(TOKENS, 1), decoder.forward(TOKENS[::-1], 1)
+    monkeypatch.setattr("dsi.models.cpu.decoder.MAX_ROWS", 17)
+    monkeypatch.setattr("dsi.models.hf.GROWTH", 1)  # room for what is needed alone
+    for start in (1, 20, 64, 80, 81):
+        decoder.clear_cache()
+        first, second = decoder.forward_packed([(TOKENS, start), (TOKENS[::-1], 1)])
+        assert torch.equal(first, whole[start - 1 :])
+        assert torch.equal(second, other)
+
+
+def test_packed_forward_refuses_a_bad_text_before_it_computes() -> None:
+    decoder = CompiledDecoder(random_model("llama"))
+    expected = decoder.forward(TOKENS, 80)
+    with pytest.raises(IndexError, match="must be below 97"):
+        decoder.forward_packed([(TOKENS, 80), ([1, 99], 2)])
+    assert torch.equal(decoder.forward_packed([(TOKENS, 80)])[0], expected)
+
+
+def test_decoder_returns_to_an_earlier_token() -> None:
+    decoder = CompiledDecoder(random_model("qwen3"))
+    whole = decoder.forward(TOKENS, 1)
+    decoder.forward([*TOKENS[:40], 5, 6, 7], 41)
+    assert torch.equal(decoder.forward(TOKENS, 41), whole[40:])
+
+
+def test_decoder_keeps_several_texts() -> None:
+    decoder = CompiledDecoder(random_model("mistral"), max_sequences=2)
+    other = TOKENS[::-1]
+    first, second = decoder.forward(TOKENS, 1), decoder.forward(other, 1)
+    for _ in range(2):
+        assert torch.equal(decoder.forward(TOKENS, 80), first[79:])
+        assert torch.equal(decoder.forward(other, 80), second[79:])
+
+
+@pytest.mark.parametrize("checks", [0, 1, 2])
+def test_decoder_cancels_between_layers_and_restores_the_cache(checks: int) -> None:
+    decoder = CompiledDecoder(random_model("llama"))
+    whole = decoder.forward(TOKENS, 1)
+    decoder.forward([*TOKENS[:30], 3], 31)
+    with pytest.raises(Cancelled):
+        decoder.forward(TOKENS, 31, CancelAfter(checks))
+    assert torch.equal(decoder.forward(TOKENS, 31), whole[30:])
+
+
+def test_decoder_reads_a_long_text_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = CompiledDecoder(random_model("gemma2"))
+    whole = decoder.forward(TOKENS, 1)
+    monkeypatch.setattr("dsi.models.cpu.decoder.MAX_ROWS", 17)
+    for start in (1, 20, 34, 35, 80, 81):
+        decoder.clear_cache()
+        assert torch.equal(decoder.forward(TOKENS, start).reshape(-1, 97), whole[start - 1 :])
+
+
+def test_decoder_refuses_tokens_that_the_model_does_not_have() -> None:
+    decoder = CompiledDecoder(random_model("llama"))
+    for token in (97, -1):
+        with pytest.raises(IndexError, match="must be below 97"):
+            decoder.forward([1, token], 2)
+    assert decoder.forward([1, 96], 2).shape == (1, 97)
+
+
+def test_decoder_has_its_own_number_format_whatever_the_default() -> None:
+    decoder = CompiledDecoder(random_model("mistral"))
+    whole = decoder.forward(TOKENS, 1)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        other = CompiledDecoder(decoder.model)
+        assert torch.equal(other.forward(TOKENS, 1), whole)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_decoder_uses_the_models_own_weights() -> None:
+    model = random_model("gemma")
+    decoder = CompiledDecoder(model)
+    before = decoder.forward(TOKENS, 80)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.mul_(2)
+    decoder.clear_cache()
+    assert not torch.equal(decoder.forward(TOKENS, 80), before)
+
+
+def test_decoder_can_be_copied() -> None:
+    decoder = CompiledDecoder(random_model("llama"))
+    whole = decoder.forward(TOKENS, 1)
+    other = copy.deepcopy(decoder)
+    with torch.no_grad():
+        decoder.model.lm_head.weight.zero_()
+    assert torch.equal(other.forward(TOKENS, 1), whole)
+
+
+def test_decoder_computes_in_a_forked_process_with_threads() -> None:
+    decoder = CompiledDecoder(random_model("llama")).with_threads(2)
+    whole = decoder.forward(TOKENS, 1)  # has started a thread here, which does not survive
+    if (pid := os.fork()) == 0:
+        os._exit(0 if torch.equal(in_parts(decoder, [40, 40]), whole) else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_decoder_gives_the_same_bits_in_huge_pages() -> None:
+    model = random_model("llama tied", hidden_size=512, intermediate_size=1024)
+    whole = CompiledDecoder(model).forward(TOKENS, 1)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    moved = move_to_huge_pages(model)
+    assert moved.lm_head.weight.data_ptr() == moved.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(CompiledDecoder(moved).forward(TOKENS, 1), whole)
+
+
+def test_decoder_supports_no_other_models() -> None:
+    gpt2 = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=97))
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not CompiledDecoder.supports(gpt2)
+    assert not CompiledDecoder.supports(random_model("llama", hidden_act="relu"))
+    assert not CompiledDecoder.supports(random_model("llama", rope_parameters=dynamic))
+    assert not CompiledDecoder.supports(random_model("llama", torch.float16))
+    cut = random_model("llama")
+    cut.model.layers = cut.model.layers[:2]
+    assert not CompiledDecoder.supports(cut)
+    pruned = random_model("llama")
+    pruned.model.layers[1].mlp.up_proj = torch.nn.Linear(32, 64, bias=False)
+    assert not CompiledDecoder.supports(pruned)
+    own = random_model("llama")
+    own.__class__ = type("OwnForCausalLM", (hf.LlamaForCausalLM,), {})
+    assert not CompiledDecoder.supports(own)
+    mixed = random_model("llama")
+    mixed.model.layers[0].self_attn.k_proj.bfloat16()
+    assert not CompiledDecoder.supports(mixed)
+    adapted = random_model("llama")
+    adapted.model.layers[0].mlp.up_proj = torch.nn.Sequential(adapted.model.layers[0].mlp.up_proj)
+    assert not CompiledDecoder.supports(adapted)
+
+
+def test_cpu_model_does_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("decoder", "transformer"):
+        monkeypatch.setattr(f"dsi.models.cpu.{module}.why_unavailable", lambda: "there is no C compiler")
+    assert type(cpu_model(random_model("llama"))) is LlamaCpu
+    assert type(cpu_model(random_model("qwen2"))) is Transformer
