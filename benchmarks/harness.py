@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NoReturn, TypeVar
 
-from dsi.engine.profile_cache import processor_name
+from dsi.models.host import processor_name
 
 Input = TypeVar("Input")
 Result = TypeVar("Result")

@@ -15,6 +15,7 @@ from statistics import fmean, median
 from typing import Any
 
 import faults
+import forwards
 import harness
 
 ROOT = harness.RESULTS.parents[1]
@@ -148,13 +149,95 @@ def has_every_fault(run: Row) -> bool:
     return {row["fleet"] for row in run["rows"]} == {"processes", "ray"} and "server" in run
 
 
-COMPLETE: dict[str, Callable[[Row], bool]] = {"h200": is_complete, "faults": has_every_fault}
+def newest_of_each(name: str, key: Callable[[Row], Any]) -> Row:
+    """Return the newest runs of a benchmark, one for each pair or number format."""
+    runs = [json.loads(path.read_text()) for path in sorted(harness.RESULTS.glob(f"{name}-*.json"))]
+    return {"runs": list({key(run): run for run in sorted(runs, key=date_of)}.values())}
+
+
+def peers_table(run: Row) -> Iterator[str]:
+    """Median tokens per second by class of prompts, and the speed of `auto` over the best of llama.cpp's rows."""
+    for pair in run["runs"]:
+        names, rates = pair["pair"], pair["tokens_per_second"]
+        yield f"{MODELS.get(names['target'], names['target'])}, drafter {names['drafter']}, {names['dtype']}:"
+        yield ""
+        rows = [
+            (row, *(f"{median(by_row[row]):.0f}" for by_row in rates.values())) for row in next(iter(rates.values()))
+        ]
+        over = pair["over_llama_cpp"]
+        best = ("**auto over llama.cpp at its best**", *(f"**{over[name]:.2f}**" for name in rates))
+        yield from harness.markdown(("tokens per second", *rates), [*rows, best])
+        others = ", ".join(f"{count} of {row}" for row, count in pair["other_texts"].items())
+        yield ""
+        yield f"{pair['texts']} texts of each row; other texts than ours: {others or 'none'}."
+        yield ""
+
+
+def forwards_table(run: Row) -> Iterator[str]:
+    heads = ("", "tokens", "compiled, ms", "torch, ms", "llama.cpp, ms", "of torch's time", "of llama.cpp's time")
+    rows = [
+        (
+            f"{role}, {pair['dtype']}",
+            width,
+            *(f"{median(times[name][width]):.2f}" for name in times),
+            *(f"{forwards.ratio(times, name, width):.2f}" for name in (forwards.TORCH, forwards.LLAMA_CPP)),
+        )
+        for pair in run["runs"]
+        for role, times in pair["ms"].items()
+        for width in times[forwards.COMPILED]
+    ]
+    return harness.markdown(heads, rows)
+
+
+def batches_table(run: Row) -> Iterator[str]:
+    """Tokens per second of the server and of transformers' batches, and the delay of a short request."""
+    heads = ("", "texts at once", "`dsi serve`, tokens/s", "transformers batched", "ratio", "texts that differ", "its")
+    rows = [
+        (
+            pair["dtype"],
+            row["streams"],
+            *(f"{median(row['tokens_per_second'][name]):.0f}" for name in ("server", "transformers")),
+            harness.extremes(row["ratios"]),
+            *row["differing"].values(),
+        )
+        for pair in run["runs"]
+        for row in pair["load"]
+    ]
+    yield from harness.markdown(heads, rows)
+    yield ""
+    for pair in run["runs"]:
+        behind, alone = (median(pair["short"][name]) for name in ("behind_ms", "alone_ms"))
+        ratio = harness.extremes(pair["short"]["ratios"])
+        yield f"- 4 tokens behind 16 long requests, {pair['dtype']}: {behind:.0f} ms, alone {alone:.0f}: {ratio}"
+
+
+def exact_table(run: Row) -> Iterator[str]:
+    heads = ("logits of", "dtype", "rows compared", "differing")
+    rows = [(row["model"], row["dtype"], row["rows"], row["differing"]) for row in run["logits"]]
+    yield from harness.markdown(heads, rows)
+    yield ""
+    texts = run["texts"]
+    total, differing = sum(row["texts"] for row in texts), sum(row["differing"] for row in texts)
+    names = f"{len(texts)} configurations (non-SI, SI, PEARL, DSI, auto)"
+    yield f"{texts[0]['texts']} texts in {texts[0]['dtype']} under {names}: {differing} of {total} differ."
+
+
+MODELS = {"build/smollm2": "SmolLM2-135M", "builtin": "the built-in target"}
+COMPLETE: dict[str, Callable[[Row], bool]] = {
+    "h200": is_complete,
+    "faults": has_every_fault,
+    "exact": lambda run: bool(run["logits"] and run["texts"]),
+}
 SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the name of its benchmark
     "h200 source": source,
     "h200 slices": slices,
     "h200 table 2": table2,
     "h200 whole": whole_gpu,
     "faults": fault_table,
+    "peers": peers_table,
+    "forwards": forwards_table,
+    "batches": batches_table,
+    "exact": exact_table,
 }
 
 
@@ -169,7 +252,10 @@ def rewritten(text: str, runs: dict[str, Row]) -> str:
 
 
 def newest_runs() -> dict[str, Row]:
-    return {name: json.loads(newest(name).read_text()) for name in COMPLETE}
+    runs = {name: json.loads(newest(name).read_text()) for name in COMPLETE}
+    peers = newest_of_each("peers", lambda run: tuple(run["pair"].values()))
+    by_dtype = {name: newest_of_each(name, lambda run: run["dtype"]) for name in ("forwards", "batches")}
+    return {**runs, "peers": peers, **by_dtype}
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""Our engine beside transformers' own `generate`, plain and assisted, on the same cores. Measured.
+"""Our engine beside llama.cpp's server and transformers' own `generate`, plain and with a drafter. Measured.
 
 One run, interleaved: each prompt goes through every row before the next one. Our rows have one core for the drafter
-and the others for the target, or, where they say so, all cores for each forward; transformers has all cores.
-Greedy texts in float32 are checked to be equal. `--check` exits with status 1 unless `auto` is first in every class of
-prompts, or within 3% of the first. `--quick` for a first look.
+and the others for the target, or, where they say so, all cores for each forward; transformers has all cores, and
+llama.cpp one or all of them (its own times, without HTTP; `--rows` leaves it out where it cannot be installed).
+Our greedy texts in float32 are checked to be equal, and everybody's are compared with ours. `--check` exits with status
+1 unless `auto` is first in every class of prompts, or within 3% of the first. `--quick` for a first look.
 """
 
 from __future__ import annotations
@@ -28,13 +29,21 @@ from dsi.engine.config import DTYPES
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import CLASSES
 from dsi.models.names import NGRAM, model_path
+from llama_cpp import LlamaCpp, gguf
 
 AUTO, DSI, PLAIN, ASSISTED = "auto", "dsi", "transformers plain", "transformers assisted"
 OWN_CORES = {name: SpecConfig(name) for name in (AUTO, DSI, "pearl", "nonsi")} | {
     f"si {lookahead}": SpecConfig("si", lookahead) for lookahead in (3, 5, 8)
 }
 ALL_CORES = {f"{name} all cores": OWN_CORES[name] for name in ("nonsi", "si 3", "si 5")}
-ROWS = (*OWN_CORES, *ALL_CORES, ASSISTED, PLAIN)
+LLAMA_CPP = {  # threads for each core of the pair's, and draft tokens
+    "llama.cpp 1 thread": (False, 0),
+    "llama.cpp": (True, 0),
+    "llama.cpp draft 5": (True, 5),
+    "llama.cpp draft 10": (True, 10),
+}
+OURS = (*OWN_CORES, *ALL_CORES)
+ROWS = (*OURS, *LLAMA_CPP, ASSISTED, PLAIN)
 TOLERANCE = 0.03  # by which `auto` may be slower than the fastest row
 LOOKUP_TOKENS = 10  # draft tokens of transformers' prompt lookup, as its documentation has it
 
@@ -114,6 +123,25 @@ class Transformers:
         return write
 
 
+def llama_cpp_rows(options: argparse.Namespace, eos: int, servers: ExitStack) -> dict[str, Write]:
+    rows: dict[str, Write] = {}
+    for name, (all_cores, guesses) in LLAMA_CPP.items():
+        if name not in options.rows:
+            continue
+        target = gguf(model_path(options.target, "target"), options.dtype)
+        draft = NGRAM if options.drafter == NGRAM else gguf(model_path(options.drafter, "drafter"), options.dtype)
+        server = LlamaCpp(target, eos, options.cores if all_cores else 1, draft if guesses else "", guesses)
+        rows[name] = llama_cpp_row(servers.enter_context(server), options.tokens)
+    return rows
+
+
+def llama_cpp_row(server: LlamaCpp, tokens: int) -> Write:
+    def write(item: Round) -> Text:
+        return Text(*server.generate(item[1], tokens))
+
+    return write
+
+
 def make_rows(options: argparse.Namespace, tokenizer: Any, engines: ExitStack) -> dict[str, Write]:
     """Load what the chosen rows need: processes are forked before transformers starts threads here."""
     pair = {"target": options.target, "drafter": options.drafter, "dtype": options.dtype}
@@ -122,6 +150,7 @@ def make_rows(options: argparse.Namespace, tokenizer: Any, engines: ExitStack) -
         if chosen := [name for name in specs if name in options.rows]:
             engine = engines.enter_context(Engine.load(**pair, threads=threads))
             rows |= {name: ours(engine, specs[name], options.tokens) for name in chosen}
+    rows |= llama_cpp_rows(options, tokenizer.eos_token_id, engines)
     if chosen := [name for name in (ASSISTED, PLAIN) if name in options.rows]:
         theirs = Transformers(options, tokenizer)
         rows |= {name: theirs.row(name == ASSISTED) for name in chosen}
@@ -145,6 +174,17 @@ def verdict(rates: Rates) -> tuple[str, float]:
     over = {name: median(harness.ratios(rates[AUTO], row)) for name, row in rates.items() if name != AUTO}
     rival = min(over, key=lambda name: over[name])
     return rival, over[rival]
+
+
+def over_llama_cpp(classes: Mapping[str, Rates]) -> dict[str, float]:
+    """The speed of `auto` over that of llama.cpp's fastest row, by class of prompt, and in all of them together."""
+    every = {row: [rate for rates in classes.values() for rate in rates[row]] for row in next(iter(classes.values()))}
+    if AUTO not in every or not any(row in LLAMA_CPP for row in every):
+        return {}
+    return {
+        name: min(median(harness.ratios(rates[AUTO], rates[row])) for row in rates if row in LLAMA_CPP)
+        for name, rates in {**classes, "all": every}.items()
+    }
 
 
 def holds(ratio: float) -> bool:
@@ -196,6 +236,15 @@ def equal_rounds(texts: Mapping[str, Sequence[Text]]) -> int:
     return sum(len(different) == 1 for different in rounds)
 
 
+def other_texts(texts: Mapping[str, Sequence[Text]]) -> dict[str, int]:
+    """Count the rounds in which a row's text is not that of our first row; rows without any are left out."""
+    own = next((texts[row] for row in texts if row in OURS), ())
+    counts = {
+        row: sum(a.tokens != b.tokens for a, b in zip(done, own, strict=True)) for row, done in texts.items() if own
+    }
+    return {row: count for row, count in counts.items() if count}
+
+
 def parse() -> argparse.Namespace:
     parser = harness.arguments(__doc__, "--quick", repeats=3, tokens=96, cores=2)
     parser.add_argument("--target", default="builtin", help="a model folder, or builtin")
@@ -215,36 +264,42 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace) -> tuple[dict[str, dict[str, list[Text]]], int]:
-    """Return the texts by class of prompt and row, and in how many rounds they were equal."""
+def run(options: argparse.Namespace) -> tuple[dict[str, dict[str, list[Text]]], dict[str, int]]:
+    """Return the texts by class of prompt and row, and how many texts of which rows are not ours."""
     tokenizer = AutoTokenizer.from_pretrained(model_path(options.target, "target"))
     count = 2 if options.quick else None
     rounds = [(name, tuple(tokenizer(text)["input_ids"])) for name in options.classes for text in CLASSES[name][:count]]
-    one_text: Callable[[Text], object] | None = (lambda text: text.tokens) if options.dtype == DTYPES[0] else None
     with ExitStack() as engines:
         rows = make_rows(options, tokenizer, engines)
-        texts = harness.interleave(rows, rounds, options.repeats, warm_up=1, agree=one_text)
-    return by_class(texts, rounds), equal_rounds(texts)
+        texts = harness.interleave(rows, rounds, options.repeats, warm_up=1)
+    others = other_texts(texts)
+    if options.dtype == DTYPES[0] and (wrong := [row for row in others if row in OURS]):
+        harness.fail(f"different texts of ours in float32: {', '.join(wrong)}")
+    return by_class(texts, rounds), others
 
 
 def main() -> None:
     options = parse()
     silence_transformers()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    classes, equal = run(options)
+    classes, others = run(options)
     rates = {name: speeds(rows) for name, rows in classes.items()}
     verdicts = {name: verdict(rows) for name, rows in rates.items() if can_judge(rows)}
-    results = {
+    results: dict[str, Any] = {
         "pair": {"target": options.target, "drafter": options.drafter, "dtype": options.dtype},
         "tokens_per_second": rates,
         "ttft_ms": {n: {row: [1000 * t.ttft for t in done] for row, done in c.items()} for n, c in classes.items()},
         "auto": {name: {"rival": rival, "over_it": ratio} for name, (rival, ratio) in verdicts.items()},
-        "equal_texts": equal,
+        "over_llama_cpp": over_llama_cpp(rates),
+        "texts": sum(len(rows[options.rows[0]]) for rows in rates.values()),
+        "other_texts": others,
     }
     notes = [
         f"measured on {options.cores} cores; ratios are medians within a prompt and repeat",
-        f"all texts equal in {equal} of {sum(len(rows[options.rows[0]]) for rows in rates.values())} rounds",
+        f"{results['texts']} texts of each row; other texts than ours: {others or 'none'}",
     ]
+    if over := results["over_llama_cpp"]:
+        notes.append("auto over llama.cpp at its best: " + ", ".join(f"{name} {x:.2f}" for name, x in over.items()))
     if own := [text.seconds / text.target_seconds - 1 for rows in classes.values() for text in rows.get("nonsi", ())]:
         notes.append(f"the engine beyond the target's forwards in plain decoding: {median(own):.1%} of their time")
     lines = [line for name, rows in classes.items() for line in class_lines(name, rows)]
