@@ -255,6 +255,19 @@ def test_engine_thread_survives_deaths_of_servers(engine_thread: EngineThread, f
     run(scenario)
 
 
+def test_engine_thread_replaces_dead_servers_while_its_status_is_polled(
+    engine_thread: EngineThread, fleet: ProcessFleet
+) -> None:
+    async def scenario() -> None:
+        os.kill(next(iter(fleet._workers.values())).process.pid or 0, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while not any(server.restarts for server in (await engine_thread.status()).servers):
+                pass
+        assert len(fleet._events) <= 1
+
+    run(scenario)
+
+
 def test_engine_thread_reports_a_job_that_cannot_begin_to_it_alone(engine_thread: EngineThread) -> None:
     async def scenario() -> None:
         invalid, valid = Client(1, -3), Client(2)

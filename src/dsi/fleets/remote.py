@@ -234,7 +234,8 @@ class RemoteFleet(RealTimeFleet):
         for key, _ in readable:
             if key.fileobj is self._wake_receiver:
                 self._wake_receiver.recv(READ_BYTES)
-                self._events.append(WOKEN)
+                if not self._events or self._events[-1] is not WOKEN:  # nobody takes events while no job runs
+                    self._events.append(WOKEN)
             elif key.data in self._workers and self._workers[key.data].connection is key.fileobj:
                 self._on_messages(key.data)
             else:

@@ -255,9 +255,9 @@ class EngineThread:
         if self._running:
             self._step()
         elif not self._stopped and not self._commands:
-            if not self._signal.wait(CHECK_SECONDS):
-                self._fleet.check_workers()
+            self._signal.wait(CHECK_SECONDS)
             self._signal.clear()
+            self._fleet.check_workers()  # also where commands come all the time: /health may be polled
 
     def _stop(self) -> None:
         with self._lock:
