@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf, log
+from typing import Any
 
-from dsi.core.messages import DraftToken, TopLogprobs
-from dsi.core.sequence import TokenSequence
+from dsi.core.messages import END, DraftToken, Expansions, TopLogprobs, Tree
+from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.tree_shape import Chances, by_level
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -26,6 +29,8 @@ class Node:
     verifier: int | None = None  # the verification that covers the next token, in flight or answered
     target_token: int | None = None  # the next token according to the target, once verified
     top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
+    log_chance: float = 0.0  # that it becomes text, by its path's ranks: only differences between nodes count
+    drafting: bool = False  # whether its children are being drafted
     sampled: bool = False  # whether the target sampled the next token instead of accepting a draft token
 
     @property
@@ -60,6 +65,43 @@ class Node:
             jobs += node.jobs
             nodes += node.children.values()
         return jobs
+
+
+class TreeDraft:
+    """A tree that a drafter grows, a level at a time; its nodes have numbers, as in the job."""
+
+    def __init__(self, root: Node, nodes: Sequence[Node], expansions: Expansions, chances: Chances) -> None:
+        self._root, self._chances = root, chances
+        self._nodes: list[Node | None] = list(nodes)  # None: the drafter had no such choice
+        self._levels = deque(by_level(expansions, len(nodes)))
+        self.expanded = [self._node(index) for index, _ in self._levels[0]]  # by the first forward
+        for node in self.expanded:
+            node.drafting = True
+
+    def _node(self, index: int) -> Any:
+        return self._root if index == END else self._nodes[index]
+
+    def grow(self, tree: DraftTree, children: Sequence[Tokens], model: str, block_size: int) -> bool:
+        """Add the children that a forward returned; return whether it was the last one."""
+        for (index, count), tokens in zip(self._levels.popleft(), children):
+            node: Node | None = self._node(index)
+            grown: list[Node | None] = []
+            if node is not None and node.alive and tokens:
+                node.drafted_by[model] = tokens[0]
+                grown += [self._child(tree, node, rank, token, block_size) for rank, token in enumerate(tokens[:count])]
+            self._nodes += grown + [None] * (count - len(grown))
+        return not self._levels
+
+    def _child(self, tree: DraftTree, node: Node, rank: int, token: int, block_size: int) -> Node:
+        child = tree.grow(node, token, block_size)
+        chance = self._chances[rank] if rank < len(self._chances) else 0.0
+        child.log_chance = node.log_chance + (log(chance) if chance > 0 else -inf)
+        return child
+
+    def stop(self) -> None:
+        """No more levels come."""
+        for node in self.expanded:
+            node.drafting = False
 
 
 class DraftTree:
@@ -100,6 +142,30 @@ class DraftTree:
             if node is not None and node.alive and node is not root:
                 return node
         return root
+
+    def below_root(self) -> Iterator[Node]:
+        """All nodes below the root, parents before children."""
+        nodes = deque(self.root.children.values())
+        while nodes:
+            node = nodes.popleft()
+            yield node
+            nodes.extend(node.children.values())
+
+    def with_ancestors(self, nodes: Iterable[Node]) -> tuple[list[Node], list[Node]]:
+        """The nodes between the root and these, and these without the root: parents before children in both."""
+        wanted = {node: None for node in sorted(nodes, key=lambda node: node.depth) if node is not self.root}
+        between: set[Node] = set()
+        for node in wanted:
+            parent = node.parent
+            while parent is not None and parent is not self.root and parent not in wanted and parent not in between:
+                between.add(parent)
+                parent = parent.parent
+        return sorted(between, key=lambda node: node.depth), list(wanted)
+
+    def encode(self, nodes: Sequence[Node]) -> Tree:
+        """The nodes as messages carry them; the parent of each is among those before it, or the root."""
+        index = {node: i for i, node in enumerate(nodes)}
+        return tuple((index.get(node.parent, END), node.token) for node in nodes)  # type: ignore[arg-type]
 
     def max_depth(self) -> int:
         """The depth of the furthest draft token, or of the root."""

@@ -14,15 +14,18 @@ from itertools import count
 from math import inf
 from typing import Any
 
-from dsi.core.draft_tree import DraftTree, Node
+from dsi.core.draft_tree import DraftTree, Node, TreeDraft
 from dsi.core.jobs import JobTable
 from dsi.core.messages import (
     DRAFTER,
+    END,
     GREEDY,
     NO_STEP,
     Draft,
     Drafted,
+    DraftedLevel,
     Event,
+    Expansions,
     Failed,
     Job,
     Prefill,
@@ -34,6 +37,7 @@ from dsi.core.messages import (
 )
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
+from dsi.core.tree_shape import Chances
 
 Policy = Callable[["Generation"], None]
 
@@ -94,6 +98,8 @@ class Generation:
         self._last_verifier: int | None = None  # the verification that moved the root last
         self._started: list[Job] = []
         self._cancelled: list[int] = []
+        self.new_levels = 0  # that were drafted since the last verification of a tree began
+        self._tree_drafts: dict[int, TreeDraft] = {}  # in flight
         self._ids = count() if ids is None else ids
         self._prefill_id = next(self._ids)
         self._prefill_depth = -PREFILL_EVERY  # of the root when servers were last asked to prefill
@@ -180,39 +186,52 @@ class Generation:
         child = tree.tips[job.model] = tree.grow(node, token, self._block_size)
         self.jobs.move(job.id, child)
         if child.context.length >= job.context.length + job.count:
-            self.jobs.close(job.id)
+            self._close(job)
         elif token in self._stop_tokens:  # nothing follows a stop token: the rest of the draft is not wanted
             self._cancel([job.id])
 
+    def _on_drafted_level(self, job: Draft, event: DraftedLevel) -> None:
+        self.tally.drafted += sum(map(len, event.children))
+        self.new_levels += 1
+        self.jobs.drafter_answered(job.model)
+        if self._tree_drafts[job.id].grow(self.tree, event.children, job.model, self._block_size):
+            self._close(job)
+
     def _on_verified(self, job: Verify, event: Verified) -> None:
-        # The answer covers the last `width` positions of the job's text. The root may have passed the first of
-        # them since; the rule `block` may have cut the answer short, and then its last token is a correction.
+        # The answer covers the last `width` positions of the job's text and the nodes of its tree. The root may have
+        # passed some of them since, and others be pruned; the rule `block` may have cut the answer short, and then
+        # its last token is a correction.
         tokens, top_logprobs = event.tokens, event.top_logprobs
         if not job.fits(tokens):
-            raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} positions")
+            raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.num_positions} positions")
         self.tally.forwards += 1
-        nodes = self._close(job)[::-1]
-        is_cut = len(tokens) < job.width
+        nodes = self._close(job)
+        is_cut = len(tokens) < job.num_positions
         if is_cut:
             self._release(job.id, nodes)
-        passed = job.width - len(nodes)
-        for node, token, logprobs in zip(nodes, tokens[passed:], top_logprobs[passed:] or ((),) * len(nodes)):
-            node.target_token, node.verifier, node.top_logprobs = token, job.id, logprobs
-            node.sampled = not node.draft_tokens or (is_cut and node is nodes[len(tokens) - job.width - 1])
+        for i, (node, token) in enumerate(zip(nodes, tokens)):
+            if node.alive:
+                node.target_token, node.verifier = token, job.id
+                node.top_logprobs = top_logprobs[i] if top_logprobs else ()
+                node.sampled = not node.draft_tokens or (is_cut and i == len(tokens) - 1)
 
     def _on_draft_failed(self, job: Draft, _: Failed) -> None:
         # The policy may draft again.
         self.tally.failed += 1
-        self.jobs.close(job.id)
+        self._close(job)
         self.jobs.drafter_failed(job.model)
 
     def _on_verify_failed(self, job: Verify, _: Failed) -> None:
         # The same positions are verified again: deeper ones may be covered by now, and a gap before them would
         # never close.
+        # A tree is not verified again as it was: the policy looks for the nodes that no verification covers.
         self.tally.failed += 1
         node = self.jobs.node(job.id)
-        self.jobs.close(job.id)
-        self.verify(node, job.width, job.is_alternate, job.alone)
+        nodes = self._close(job)
+        if job.tree:
+            self._release(job.id, nodes)
+        else:
+            self.verify(node, job.width, job.is_alternate, job.alone)
 
     def _on_prefill_failed(self, _: Prefill, __: Failed) -> None:
         # The next prefill comes anyway.
@@ -226,7 +245,7 @@ class Generation:
             emitted.append(token)
             self._account(tree.root, token)
             if pruned := tree.advance(token, self._block_size):
-                self._cancel(pruned)
+                self._cancel(self.jobs.obsolete(pruned))
             self._stopped = token in self._stop_tokens
         if emitted:
             self.jobs.root_moved()
@@ -261,18 +280,22 @@ class Generation:
     def _cancel(self, ids: list[int]) -> None:
         for id in ids:
             job = self.jobs.open[id]
+            if isinstance(job, Prefill):
+                self.jobs.close(id)
+                continue
+            nodes = self._close(job)
             if isinstance(job, Verify):
                 self.tally.abandoned += 1
-                self._release(id, self._close(job))
-            else:
-                self.jobs.close(id)
+                self._release(id, nodes)
         self._cancelled += ids
 
-    def _close(self, job: Verify) -> list[Node]:
-        """Remove a verification; return the positions it covers that the root has not passed, the last first."""
-        node = self.jobs.node(job.id)
+    def _close(self, job: Draft | Verify) -> list[Node]:
+        """Remove a job; return the nodes that it covers, those that were passed or pruned, too."""
+        nodes = [node for node in self.jobs.nodes(job.id) if node is not None]
+        if (draft := self._tree_drafts.pop(job.id, None)) is not None:
+            draft.stop()
         self.jobs.close(job.id)
-        return node.lineage(job.width)
+        return nodes
 
     def _release(self, id: int, nodes: list[Node]) -> None:
         """This verification will not cover these positions."""
@@ -292,6 +315,10 @@ class Generation:
             return 0
         last = self.max_new_tokens if self.needs_draft else self.max_new_tokens - 1
         return int(max(0, min(last - tip.depth, self._context_room(tip, model))))
+
+    def stops(self, node: Node) -> bool:
+        """Whether the text ends with this node's token."""
+        return node.token in self._stop_tokens
 
     def usable(self, drafters: Sequence[str]) -> Sequence[str]:
         """The drafters that neither keep failing nor have come to the end of their context; if none, the first."""
@@ -324,7 +351,7 @@ class Generation:
         missing = (spec.min_draft or 0) - (node.depth - self.tree.root.depth)  # before the root is verified
         first_block = missing if missing > 0 else self._block_size
         options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio, first_block
-        self._start(Draft(next(self._ids), node.context, count, model, *options, alone), node)
+        self._start(Draft(next(self._ids), node.context, count, model, *options, alone), [node], [])
 
     def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:
         """Verify the last `width` positions up to this node."""
@@ -332,9 +359,38 @@ class Generation:
         nodes = node.lineage(width)
         draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
         job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, is_alternate, alone)
-        for covered in nodes:
-            covered.verifier = job.id
-        self._start(job, node)
+        self._start(job, [node], nodes[::-1])
+
+    def draft_tree(
+        self, expand: Sequence[tuple[Node, int]], model: str, spec: SpecConfig, then: Expansions = (), alone: bool = False
+    ) -> None:
+        """Draft so many children of each of these nodes, in one forward; `then` grows more levels on them."""
+        between, nodes = self.tree.with_ancestors(node for node, _ in expand)
+        nodes = between + nodes
+        index = {node: i for i, node in enumerate(nodes)}
+        expansions = then or tuple((index.get(node, END), count) for node, count in expand)
+        self._block_size = spec.lookahead or 1
+        draft = TreeDraft(self.tree.root, nodes, expansions, spec.chances)
+        context, tree = self.tree.root.context, self.tree.encode(nodes)
+        job = Draft(
+            next(self._ids), context, 1, model, self.sampling, tree=tree, expansions=expansions, alone=alone
+        )
+        self._tree_drafts[job.id] = draft
+        self._start(job, draft.expanded, [])
+
+    def verify_tree(self, nodes: Sequence[Node], alone: bool = False) -> None:
+        """Verify what follows these nodes, the root or any below it, in one forward."""
+        self.new_levels = 0
+        known, asked = self.tree.with_ancestors(nodes)
+        width, root = int(self.tree.root in nodes), self.tree.root
+        covered = [root, *asked] if width else asked
+        tops = [node for node in covered if node.parent not in covered]
+        lead = min(node.depth for node in covered) - root.depth
+        tree = self.tree.encode(known + asked)
+        job = Verify(
+            next(self._ids), root.context, width, lead, self.sampling, alone=alone, tree=tree, num_known=len(known)
+        )
+        self._start(job, tops, covered)
 
     def prefill(self) -> None:
         """Let idle targets prefill the prompt, and every so often the text verified since."""
@@ -344,14 +400,18 @@ class Generation:
             self.jobs.add_prefill(job)
             self._started.append(job)
 
-    def _start(self, job: Draft | Verify, node: Node) -> None:
-        self.jobs.add(job, node)
+    def _start(self, job: Draft | Verify, attached: list[Node], nodes: Sequence[Node]) -> None:
+        if isinstance(job, Verify):
+            for covered in nodes:
+                covered.verifier = job.id
+        self.jobs.add(job, attached, list(nodes))
         self._started.append(job)
 
 
 # How each kind of event changes a generation, by the kind of job it answers; all others are ignored.
 EVENT_HANDLERS: dict[tuple[type, type], Callable[[Generation, Any, Any], None]] = {
     (Draft, Drafted): Generation._on_drafted,
+    (Draft, DraftedLevel): Generation._on_drafted_level,
     (Draft, Failed): Generation._on_draft_failed,
     (Verify, Verified): Generation._on_verified,
     (Verify, Failed): Generation._on_verify_failed,

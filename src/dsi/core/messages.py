@@ -25,6 +25,11 @@ PENALTIES = (  # fields of `Sampling` that process logits before all others
 )
 RULE_HELP = "How draft tokens are accepted: match, reject, block or specinfer; all are lossless."
 
+# Draft tokens after a text: the parent of each, as the index of an earlier one (END: the end of the text), and it.
+Tree = tuple[tuple[int, int], ...]
+Expansions = tuple[tuple[int, int], ...]  # nodes of a tree, by index, and how many children each is to have
+END = -1
+
 TopLogprobs = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the likeliest first
 DraftToken = tuple[int, Any]  # a token and the draft probabilities that a rule needs: only servers read them
 
@@ -161,13 +166,16 @@ class Draft:
     min_ratio: float = 0.0
     first_block: int = 1  # tokens after which the first are wanted; later ones are, after each block
     alone: bool = False  # nothing of its request runs beside it: it may use every core
+    tree: Tree = ()  # draft tokens after this text, whose children are wanted
+    expansions: Expansions = ()  # instead of a chain: level by level; new nodes are numbered as they are asked for
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
     """Return the target's next token after each of the last `width` prefixes of this text.
 
-    A rule that needs them is given the draft tokens of each position; where there are none, it samples.
+    With a tree, also after each of its nodes but the first `num_known`, which others verify. A rule that needs them
+    is given the draft tokens of each position; where there are none, it samples.
     """
 
     id: int
@@ -178,11 +186,17 @@ class Verify:
     draft_tokens: tuple[tuple[DraftToken, ...], ...] = ()
     is_alternate: bool = False  # follows a runner-up, in case the first choice is rejected: for a spare target
     alone: bool = False  # nothing of its request runs beside it: it may use every core
+    tree: Tree = ()
+    num_known: int = 0
+
+    @property
+    def num_positions(self) -> int:
+        return self.width + len(self.tree) - self.num_known
 
     def fits(self, tokens: Tokens) -> bool:
         """Whether there is a token for each position; the rule `block` may cut the answer short."""
         is_cut = self.sampling.rule == "block" and 0 < len(tokens) < self.width
-        return len(tokens) == self.width or is_cut
+        return len(tokens) == self.num_positions or is_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +212,14 @@ class Drafted:
     token: int
     draft_probs: Any = None
     alternates: Tokens = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedLevel:
+    """The children of the nodes that one forward of a tree's draft expanded, the likeliest first."""
+
+    id: int
+    children: tuple[Tokens, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +242,7 @@ class Failed:
 WOKEN = Failed(-1, "woken")  # what a fleet returns that was woken and has no event; no job has this id
 
 Job = Prefill | Draft | Verify
-Event = Prefilled | Drafted | Verified | Failed
+Event = Prefilled | Drafted | DraftedLevel | Verified | Failed
 
 
 @dataclass(frozen=True, slots=True)

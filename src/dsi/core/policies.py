@@ -10,6 +10,7 @@ from typing import Any
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
 from dsi.core.spec import MIN_RATIO, SpecConfig, check_algorithm, default_max_lead
+from dsi.core.tree_policies import tree_policy
 
 OLD_NAMES = {"patience": "min_draft", "horizon": "max_lead", "spare": "spare_targets", "doubt": "min_ratio"}
 
@@ -21,6 +22,8 @@ def policy_for(spec: SpecConfig) -> Policy:
         return autoregressive()
     if spec.lookahead is None:
         raise ValueError(f"algorithm {algorithm} without a lookahead: give one, or let the engine choose")
+    if spec.tree:
+        return tree_policy(spec)
     if algorithm == "si":
         return speculative(spec.lookahead, spec.drafters[0])
     return pearl(spec.lookahead) if algorithm == "pearl" else _distributed(spec)

@@ -8,11 +8,13 @@ from math import inf
 
 from dsi.core.fields import option
 from dsi.core.messages import DRAFTER, RULE_HELP, check_rule
+from dsi.core.tree_shape import Chances, rank_chances
 
 ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
 TURN_TAKING = ("nonsi", "si")  # the drafter and the target never compute at the same time
 AUTO = "auto"  # switches between configurations of the others as it learns acceptance rates and latencies
 MIN_RATIO = 0.1
+PRIOR_CHANCES = rank_chances(0.7, 0.4, 3)  # of a drafter's choices, before any has been verified
 
 
 def check_algorithm(name: str, auto: bool = False) -> str:
@@ -42,6 +44,8 @@ class SpecConfig:
     min_ratio: float = MIN_RATIO  # dsi: least probability of a runner-up, relative to the first choice
     drafters: tuple[str, ...] = (DRAFTER,)  # roles of the drafter servers
     rule: str = option(RULE_HELP, "match")
+    tree: int = option("Draft tokens that a verification carries as a tree, rule match; 0: a chain.", 0)
+    chances: Chances = ()  # tree: how often the drafter's first, second, ... choice is the target's token
 
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm, auto=True)
@@ -54,9 +58,14 @@ class SpecConfig:
             ("branches", self.branches, 1),
             ("spare targets", self.spare_targets, 0),
             ("number of drafters", len(self.drafters), 1),
+            ("tree", self.tree, 0),
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name} {value}: must be at least {least}")
+        if self.tree and not self.chances:
+            object.__setattr__(self, "chances", PRIOR_CHANCES)
+        if not all(0 <= chance <= 1 for chance in self.chances) or sum(self.chances) > 1 + 1e-9:
+            raise ValueError(f"chances {self.chances}: must be between 0 and 1, and at most 1 together")
         if not 0 <= self.min_ratio <= 1:
             raise ValueError(f"min ratio {self.min_ratio}: must be between 0 and 1")
 
@@ -81,11 +90,12 @@ class SpecConfig:
     def __str__(self) -> str:
         if not self.speculates:
             return "no speculation"
+        tree = f", trees of {self.tree}" if self.tree else ""
         if self.takes_turns:
-            return f"SI, lookahead {self.lookahead}"
+            return f"SI, lookahead {self.lookahead}{tree}"
         targets = "" if self.max_targets is None else f"SP {self.max_targets}, "
         alternates = f", {self.spare_targets} for runner-ups" if self.branches > 1 else ""
-        return f"{targets}lookahead {self.lookahead}, min draft {self.min_draft or 0}{alternates}"
+        return f"{targets}lookahead {self.lookahead}, min draft {self.min_draft or 0}{alternates}{tree}"
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ A request carries the whole text, and a model answers as if it were stateless; K
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import Protocol, runtime_checkable
 
-from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
+from dsi.core.messages import END, GREEDY, DraftToken, Sampling, TopLogprobs, Tree
 from dsi.core.sequence import Tokens
 from dsi.sampling.logits import greedy_tokens, top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
@@ -48,7 +48,8 @@ NEVER = Never()
 class ForwardRequest:
     """A request for the token after tokens[:i], for each i from `start` to len(tokens).
 
-    A `start` beyond the end only prefills the KV cache.
+    A `start` beyond the end only prefills the KV cache. With a tree of draft tokens after the text, it also asks
+    for the token after each of the nodes `asked`, by number.
     """
 
     tokens: Sequence[int]
@@ -58,10 +59,31 @@ class ForwardRequest:
     cancelled: CancelFlag = NEVER
     guesses: tuple[tuple[DraftToken, ...], ...] = ()  # draft tokens for each position, where the rule needs them
     prompt_length: int = 0  # tokens before the generated text
+    tree: Tree = ()
+    asked: Sequence[int] = ()
+    num_new_nodes: int = 0  # of the tree that are not in the KV cache
 
     @property
     def num_positions(self) -> int:
-        return len(self.tokens) + 1 - self.start
+        return len(self.tokens) + 1 - self.start + len(self.asked)
+
+    def texts(self) -> Iterator[ForwardRequest]:
+        """What is asked as requests without a tree, one for each node after the first: the same answers, slower."""
+        if self.start <= len(self.tokens):
+            yield replace(self, tree=(), asked=(), num_new_nodes=0)
+        for node in self.asked:
+            text = [*self.tokens, *tree_path(self.tree, node)]
+            cached = None if self.num_cached is None else min(self.num_cached, len(text) - 1)
+            yield replace(self, tokens=text, start=len(text), num_cached=cached, tree=(), asked=(), num_new_nodes=0)
+
+
+def tree_path(tree: Tree, node: int) -> Tokens:
+    """The tokens from the end of the text to a node."""
+    path: list[int] = []
+    while node != END:
+        node, token = tree[node]
+        path.append(token)
+    return tuple(reversed(path))
 
 
 class Model(Protocol):
@@ -128,6 +150,34 @@ class SupportsPacking(Model, Protocol):
 
 
 @runtime_checkable
+class SupportsTrees(Model, Protocol):
+    """A model that answers about a tree of draft tokens in one forward."""
+
+    def answer_tree(self, request: ForwardRequest) -> Answer:
+        """The answer for the positions of the text, then for the nodes asked about."""
+        ...
+
+    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
+        """The likeliest tokens after the text, if its last position is asked for, and after each node asked."""
+        ...
+
+
+def tree_answer(model: Model, request: ForwardRequest) -> Answer:
+    """Without `answer_tree`, answer text by text."""
+    if isinstance(model, SupportsTrees):
+        return model.answer_tree(request)
+    answers = [logprobs_or_answer(model, text) for text in request.texts()]
+    return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
+
+
+def tree_children(model: Model, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
+    """Without `expand_tree`, ask text by text."""
+    if isinstance(model, SupportsTrees):
+        return model.expand_tree(request, counts)
+    return [top_k_or_answer(model, text, count, 0.0) for text, count in zip(request.texts(), counts)]
+
+
+@runtime_checkable
 class Pollable(Model, Protocol):
     """A model that computes asynchronously, for example on a GPU, and is polled."""
 
@@ -149,6 +199,14 @@ class Backend(Protocol):
 class PackingBackend(Backend, Protocol):
     def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Array]:
         """As `forward` for each text and its start, in one forward over the new tokens of all."""
+        ...
+
+
+class TreeBackend(Backend, Protocol):
+    def forward_tree(
+        self, tokens: Sequence[int], start: int, tree: Tree, asked: Sequence[int], cancelled: CancelFlag
+    ) -> Array:
+        """As `forward`, with rows after these nodes of a tree behind them, all in one forward."""
         ...
 
 
@@ -207,6 +265,32 @@ class SamplingModel:
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
         [row] = self._logits(request)
         return top_k_tokens(row, request.sampling, request.start, count, min_ratio)
+
+    def answer_tree(self, request: ForwardRequest) -> Answer:
+        rows = self._tree_rows(request)
+        if self._is_plain(request.sampling):
+            return tuple(greedy_tokens([logits for _, logits in rows])), ()
+        if request.sampling.logprobs is None:
+            return tuple(token for text, row in rows for token in self._verify(text, self._processed(text, row))), ()
+        answers = [self._with_logprobs(text, row) for text, row in rows]
+        return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
+
+    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
+        children = []
+        for (text, logits), count in zip(self._tree_rows(request), counts):
+            [row] = self._processed(text, logits)
+            children.append(top_k_tokens(row, text.sampling, text.start, count, 0.0))
+        return children
+
+    def _tree_rows(self, request: ForwardRequest) -> list[tuple[ForwardRequest, Array]]:
+        """The texts that are asked about, and their logits: computed in one forward where the backend can."""
+        texts = list(request.texts())
+        if not hasattr(self.backend, "forward_tree"):
+            return [(text, self._forward(text)) for text in texts]
+        backend: TreeBackend = self.backend
+        logits = backend.forward_tree(request.tokens, request.start, request.tree, request.asked, request.cancelled)
+        ends = accumulate(text.num_positions for text in texts)
+        return [(text, logits[end - text.num_positions : end]) for text, end in zip(texts, ends)]
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         [row] = self._logits(request)

@@ -80,15 +80,23 @@ class ToyDrafter:
         return tuple(token + error for token, error in zip(target_tokens, errors))
 
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:  # noqa: ARG002
-        """Return the guess and a runner-up; further ones would never be right, and are left out."""
+        """Return the guess and `count - 1` more: each is right as often as the runner-up, where all before are wrong."""
         [target_token], [guess] = self.target.answer(request), self.answer(request)
         correct = guess == target_token
         if count < 2 or (correct and self._uniform(NO_RUNNER_UP, request) < self.no_runner_up_rate):
             return (guess,)
-        if correct:
-            return guess, target_token + 1
-        recovers = self._uniform(RUNNER_UP, request) < self.runner_up_acceptance
-        return guess, target_token if recovers else (target_token + 3) % VOCAB_SIZE
+        rank = 0 if correct else self._rank(request, count)
+        wrong = (target_token + 1 + 2 * i for i in range(count))  # odd tokens, which the target never outputs
+        return tuple(target_token if i == rank else (next(wrong) % VOCAB_SIZE) for i in range(count))
+
+    def _rank(self, request: ForwardRequest, count: int) -> int:
+        """Which choice is right, given that the first is not; `count` if none of those before is."""
+        chance = self._uniform(RUNNER_UP, request)
+        for rank in range(1, count):
+            if chance < self.runner_up_acceptance:
+                return rank
+            chance = (chance - self.runner_up_acceptance) / (1 - self.runner_up_acceptance)  # uniform again
+        return count
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
         logits = self.target.forward(tokens, start, cancelled)

@@ -1,0 +1,94 @@
+"""SI, PEARL and DSI with draft trees: a wrong first choice costs nothing where a sibling is right and was continued.
+
+Under the rule match the target's token after a node depends on the text up to it alone, so the text is that of
+non-SI whatever the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import inf
+
+from dsi.core.draft_tree import Node
+from dsi.core.generation import Generation, Policy
+from dsi.core.spec import SpecConfig
+from dsi.core.tree_shape import expansions
+
+
+def tree_policy(spec: SpecConfig) -> Policy:
+    """The policy of a configuration with a tree."""
+    if spec.algorithm == "pearl":  # verifies in turn what was drafted during the verification before
+        spec = replace(spec, max_targets=1, max_lead=2 * (spec.lookahead or 1))
+    speculate = speculate_in_turns if spec.takes_turns else speculate_at_once
+    shares_text = not spec.takes_turns and spec.max_targets != 1
+
+    def policy(g: Generation) -> None:
+        if g.needs_draft:
+            raise ValueError(
+                f"rule {g.sampling.rule} with trees of {spec.tree} draft tokens: it verifies the draft tokens it is "
+                "given, and a tree's would change the text; use no tree, or the rule match"
+            )
+        speculate(g, spec)
+        if shares_text:  # any target may be the next to verify this request
+            g.prefill()
+
+    return policy
+
+
+def speculate_in_turns(g: Generation, spec: SpecConfig) -> None:
+    """SI: draft the best tree of a size, `lookahead` levels at most, verify it in one forward, repeat."""
+    if g.busy:
+        return
+    drafter = spec.drafters[0]
+    depth = min(spec.lookahead or 1, g.room(g.root, drafter))
+    if g.root.children or depth < 1:
+        g.verify_tree(_unverified(g), alone=True)
+    else:
+        g.draft_tree([(g.root, 1)], drafter, spec, expansions(spec.chances, spec.tree, depth), alone=True)
+
+
+def speculate_at_once(g: Generation, spec: SpecConfig) -> None:
+    """DSI: keep the drafter growing the likeliest nodes, and verify the likeliest of what is new.
+
+    A verification begins with a new root, and with every `lookahead` levels while a target is free.
+    """
+    lookahead = spec.lookahead or 1
+    model = g.usable(spec.drafters)[0]
+    width = max(1, spec.tree // lookahead)  # nodes that a forward of the drafter expands
+    grown = [] if g.jobs.drafting(model) else _likeliest(_expandable(g, model, spec.lead_limit), width)
+    can_grow = bool(grown) or g.jobs.drafting(model)
+    if _wants_verification(g, spec, lookahead, can_grow):
+        nodes = _unverified(g)
+        first = [g.root] if g.root.verifier is None else []
+        others = _likeliest((node for node in nodes if node is not g.root), spec.tree)
+        if first or others:
+            g.verify_tree(first + others)
+    if grown:
+        g.draft_tree([(node, len(spec.chances)) for node in grown], model, spec)
+
+
+def _wants_verification(g: Generation, spec: SpecConfig, lookahead: int, can_grow: bool) -> bool:
+    if g.root.verifier is None:
+        return g.new_levels >= (spec.min_draft or 0) or not can_grow
+    if spec.max_targets is not None and g.jobs.verifying >= spec.max_targets:
+        return False
+    return g.new_levels >= lookahead or (g.new_levels > 0 and not can_grow)
+
+
+def _unverified(g: Generation) -> list[Node]:
+    """The root and the nodes below it that no verification covers; nothing follows a stop token."""
+    nodes = (g.root, *g.tree.below_root())
+    return [node for node in nodes if node.verifier is None and (node is g.root or not g.stops(node))]
+
+
+def _expandable(g: Generation, model: str, max_lead: float) -> Iterable[Node]:
+    for node in (g.root, *g.tree.below_root()):
+        is_leaf = not node.children and not node.drafting and node.log_chance > -inf
+        if is_leaf and node.depth - g.root.depth < max_lead and g.room(node, model) > 0:
+            yield node
+
+
+def _likeliest(nodes: Iterable[Node], count: int) -> list[Node]:
+    """The likeliest; a parent is never less likely than its children, and comes first."""
+    return sorted(nodes, key=lambda node: (-node.log_chance, node.depth))[:count]
