@@ -74,6 +74,7 @@ class TreeDraft:
         self._root, self._chances = root, chances
         self._nodes: list[Node | None] = list(nodes)  # None: the drafter had no such choice
         self._levels = deque(by_level(expansions, len(nodes)))
+        self.level = 0  # that is drafted next
         self.expanded = [self._node(index) for index, _ in self._levels[0]]  # by the first forward
         for node in self.expanded:
             node.drafting = True
@@ -90,6 +91,7 @@ class TreeDraft:
                 node.drafted_by[model] = tokens[0]
                 grown += [self._child(tree, node, rank, token, block_size) for rank, token in enumerate(tokens[:count])]
             self._nodes += grown + [None] * (count - len(grown))
+        self.level += 1
         return not self._levels
 
     def _child(self, tree: DraftTree, node: Node, rank: int, token: int, block_size: int) -> Node:
@@ -151,16 +153,14 @@ class DraftTree:
             yield node
             nodes.extend(node.children.values())
 
-    def with_ancestors(self, nodes: Iterable[Node]) -> tuple[list[Node], list[Node]]:
-        """The nodes between the root and these, and these without the root: parents before children in both."""
-        wanted = {node: None for node in sorted(nodes, key=lambda node: node.depth) if node is not self.root}
-        between: set[Node] = set()
-        for node in wanted:
-            parent = node.parent
-            while parent is not None and parent is not self.root and parent not in wanted and parent not in between:
-                between.add(parent)
-                parent = parent.parent
-        return sorted(between, key=lambda node: node.depth), list(wanted)
+    def with_ancestors(self, nodes: Iterable[Node]) -> list[Node]:
+        """These nodes and those between them and the root, which is left out: parents before children."""
+        needed: set[Node] = set()
+        for node in nodes:
+            while node is not self.root and node not in needed:
+                needed.add(node)
+                node = node.parent  # type: ignore[assignment]
+        return sorted(needed, key=lambda node: node.depth)
 
     def encode(self, nodes: Sequence[Node]) -> Tree:
         """The nodes as messages carry them; the parent of each is among those before it, or the root."""

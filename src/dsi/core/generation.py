@@ -37,7 +37,6 @@ from dsi.core.messages import (
 )
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
-from dsi.core.tree_shape import Chances
 
 Policy = Callable[["Generation"], None]
 
@@ -191,6 +190,8 @@ class Generation:
             self._cancel([job.id])
 
     def _on_drafted_level(self, job: Draft, event: DraftedLevel) -> None:
+        if event.level != self._tree_drafts[job.id].level:
+            return  # repeated
         self.tally.drafted += sum(map(len, event.children))
         self.new_levels += 1
         self.jobs.drafter_answered(job.model)
@@ -362,33 +363,42 @@ class Generation:
         self._start(job, [node], nodes[::-1])
 
     def draft_tree(
-        self, expand: Sequence[tuple[Node, int]], model: str, spec: SpecConfig, then: Expansions = (), alone: bool = False
+        self,
+        expand: Sequence[tuple[Node, int]],
+        model: str,
+        spec: SpecConfig,
+        then: Expansions = (),
+        alone: bool = False,
     ) -> None:
         """Draft so many children of each of these nodes, in one forward; `then` grows more levels on them."""
-        between, nodes = self.tree.with_ancestors(node for node, _ in expand)
-        nodes = between + nodes
+        nodes = self.tree.with_ancestors(node for node, _ in expand)
         index = {node: i for i, node in enumerate(nodes)}
         expansions = then or tuple((index.get(node, END), count) for node, count in expand)
         self._block_size = spec.lookahead or 1
         draft = TreeDraft(self.tree.root, nodes, expansions, spec.chances)
         context, tree = self.tree.root.context, self.tree.encode(nodes)
-        job = Draft(
-            next(self._ids), context, 1, model, self.sampling, tree=tree, expansions=expansions, alone=alone
-        )
+        job = Draft(next(self._ids), context, 1, model, self.sampling, tree=tree, expansions=expansions, alone=alone)
         self._tree_drafts[job.id] = draft
         self._start(job, draft.expanded, [])
 
     def verify_tree(self, nodes: Sequence[Node], alone: bool = False) -> None:
         """Verify what follows these nodes, the root or any below it, in one forward."""
         self.new_levels = 0
-        known, asked = self.tree.with_ancestors(nodes)
-        width, root = int(self.tree.root in nodes), self.tree.root
-        covered = [root, *asked] if width else asked
+        root, tree = self.tree.root, self.tree.with_ancestors(nodes)
+        index = {node: i for i, node in enumerate(tree)}
+        below = [node for node in nodes if node is not root]
+        covered = [root, *below] if len(below) < len(nodes) else below
         tops = [node for node in covered if node.parent not in covered]
         lead = min(node.depth for node in covered) - root.depth
-        tree = self.tree.encode(known + asked)
         job = Verify(
-            next(self._ids), root.context, width, lead, self.sampling, alone=alone, tree=tree, num_known=len(known)
+            next(self._ids),
+            root.context,
+            len(covered) - len(below),
+            lead,
+            self.sampling,
+            alone=alone,
+            tree=self.tree.encode(tree),
+            asked=tuple(index[node] for node in below),
         )
         self._start(job, tops, covered)
 

@@ -174,8 +174,8 @@ class Draft:
 class Verify:
     """Return the target's next token after each of the last `width` prefixes of this text.
 
-    With a tree, also after each of its nodes but the first `num_known`, which others verify. A rule that needs them
-    is given the draft tokens of each position; where there are none, it samples.
+    With a tree, also after each of its nodes `asked`; others verify the rest. A rule that needs them is given the
+    draft tokens of each position; where there are none, it samples.
     """
 
     id: int
@@ -187,11 +187,11 @@ class Verify:
     is_alternate: bool = False  # follows a runner-up, in case the first choice is rejected: for a spare target
     alone: bool = False  # nothing of its request runs beside it: it may use every core
     tree: Tree = ()
-    num_known: int = 0
+    asked: Tokens = ()  # nodes of the tree, by index
 
     @property
     def num_positions(self) -> int:
-        return self.width + len(self.tree) - self.num_known
+        return self.width + len(self.asked)
 
     def fits(self, tokens: Tokens) -> bool:
         """Whether there is a token for each position; the rule `block` may cut the answer short."""
@@ -220,6 +220,7 @@ class DraftedLevel:
 
     id: int
     children: tuple[Tokens, ...]
+    level: int = 0  # forwards of the job before this one
 
 
 @dataclass(frozen=True, slots=True)

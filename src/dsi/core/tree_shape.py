@@ -61,7 +61,7 @@ def expansions(chances: Chances, size: int, depth: int) -> Expansions:
     children: dict[Path, int] = {}
     for path, _ in best_paths(chances, size, depth):
         children[path[:-1]] = max(children.get(path[:-1], 0), path[-1] + 1)
-    index = {(): END}
+    index: dict[Path, int] = {(): END}
     grown: list[tuple[int, int]] = []
     for path in sorted(children, key=len):
         grown.append((index[path], children[path]))

@@ -82,6 +82,8 @@ class PackedServer:
         """Whether a job can join now: one of each request, and only such as give nothing but tokens."""
         if not isinstance(job, SharedJob) or job.context.origin in self._origins:
             return False
+        if job.tree or (isinstance(job, Draft) and job.expansions):
+            return False
         if isinstance(job, Verify):
             return job.width <= MAX_TOKENS
         return job.branches == 1 and not job.sampling.needs_draft

@@ -29,6 +29,6 @@ KINDS = {Draft: "draft", Verify: "verify", Prefill: "warm"}  # the names in trac
 
 def span(server: str, role: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> Span:
     """Make the span of a forward that ended in `event`, or was cancelled."""
-    width = job.width if isinstance(job, Verify) else int(isinstance(job, Draft))
+    width = job.num_positions if isinstance(job, Verify) else int(isinstance(job, Draft))
     token = event.token if isinstance(event, Drafted) else None
     return Span(server, role, KINDS[type(job)], job.id, context, width, start, end, token, event is None)

@@ -8,7 +8,7 @@ from functools import cache
 from queue import SimpleQueue
 from threading import Event as Signal, Thread
 
-from dsi.core.messages import WOKEN, Drafted, Event, Job
+from dsi.core.messages import WOKEN, Drafted, DraftedLevel, Event, Job
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
@@ -99,9 +99,11 @@ class ThreadWorker:
                 fleet._record(name, job, context, start, end, None if cancelled else event)
                 if cancelled:
                     break
-                if isinstance(event, Drafted):
+                if isinstance(event, Drafted | DraftedLevel):
                     fleet.messages.put((name, event, False))
-                    context, start = context.then(event.token), end
+                    start = end
+                    if isinstance(event, Drafted):
+                        context = context.then(event.token)
                 else:
                     last = event
         except Cancelled:

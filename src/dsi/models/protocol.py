@@ -287,7 +287,7 @@ class SamplingModel:
         texts = list(request.texts())
         if not hasattr(self.backend, "forward_tree"):
             return [(text, self._forward(text)) for text in texts]
-        backend: TreeBackend = self.backend
+        backend: TreeBackend = self.backend  # type: ignore[assignment]
         logits = backend.forward_tree(request.tokens, request.start, request.tree, request.asked, request.cancelled)
         ends = accumulate(text.num_positions for text in texts)
         return [(text, logits[end - text.num_positions : end]) for text, end in zip(texts, ends)]

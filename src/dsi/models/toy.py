@@ -80,7 +80,7 @@ class ToyDrafter:
         return tuple(token + error for token, error in zip(target_tokens, errors))
 
     def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:  # noqa: ARG002
-        """Return the guess and `count - 1` more: each is right as often as the runner-up, where all before are wrong."""
+        """Return the guess and runners-up, each of which is right as often where all before it are wrong."""
         [target_token], [guess] = self.target.answer(request), self.answer(request)
         correct = guess == target_token
         if count < 2 or (correct and self._uniform(NO_RUNNER_UP, request) < self.no_runner_up_rate):
