@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count as counter
 from math import inf, log
 from typing import Any
 
@@ -67,6 +69,29 @@ class Node:
         return jobs
 
 
+class NodeQueue:
+    """Nodes of a draft tree, the likeliest first; a parent comes before its children. Pruned ones drop out."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Node]] = []
+        self._order = counter()
+
+    def push(self, node: Node) -> None:
+        heappush(self._heap, (-node.log_chance, node.depth, next(self._order), node))
+
+    def pop(self, most: int, wanted: Callable[[Node], bool]) -> list[Node]:
+        """Take so many at most; those that are not wanted now stay."""
+        taken: list[Node] = []
+        kept: list[Node] = []
+        while self._heap and len(taken) < most:
+            node = heappop(self._heap)[-1]
+            if node.alive:
+                (taken if wanted(node) else kept).append(node)
+        for node in kept:
+            self.push(node)
+        return taken
+
+
 class TreeDraft:
     """A tree that a drafter grows, a level at a time; its nodes have numbers, as in the job."""
 
@@ -95,15 +120,21 @@ class TreeDraft:
         return not self._levels
 
     def _child(self, tree: DraftTree, node: Node, rank: int, token: int, block_size: int) -> Node:
+        is_new = token not in node.children
         child = tree.grow(node, token, block_size)
         chance = self._chances[rank] if rank < len(self._chances) else 0.0
         child.log_chance = node.log_chance + (log(chance) if chance > 0 else -inf)
+        if is_new:
+            tree.leaves.push(child)
+            tree.unverified.push(child)
         return child
 
-    def stop(self) -> None:
-        """No more levels come."""
+    def stop(self, tree: DraftTree) -> None:
+        """No more levels come; nodes that were not expanded can be again."""
         for node in self.expanded:
             node.drafting = False
+            if node.alive and not node.children and node is not tree.root:
+                tree.leaves.push(node)
 
 
 class DraftTree:
@@ -114,6 +145,8 @@ class DraftTree:
         self.root = Node(context, None, 0, context.length)
         self.tips: dict[str, Node] = {}  # the last draft token of each drafter
         self.runner_ups: deque[Node] = deque()  # alternates whose next token nobody has verified
+        self.leaves = NodeQueue()  # of trees that drafters grow: to be continued...
+        self.unverified = NodeQueue()  # ...and to be verified
 
     def grow(self, node: Node, token: int, block_size: int) -> Node:
         """Return the child for this token: equal draft tokens share a node, whichever drafter returned them.
@@ -144,14 +177,6 @@ class DraftTree:
             if node is not None and node.alive and node is not root:
                 return node
         return root
-
-    def below_root(self) -> Iterator[Node]:
-        """All nodes below the root, parents before children."""
-        nodes = deque(self.root.children.values())
-        while nodes:
-            node = nodes.popleft()
-            yield node
-            nodes.extend(node.children.values())
 
     def with_ancestors(self, nodes: Iterable[Node]) -> list[Node]:
         """These nodes and those between them and the root, which is left out: parents before children."""

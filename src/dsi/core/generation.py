@@ -294,7 +294,7 @@ class Generation:
         """Remove a job; return the nodes that it covers, those that were passed or pruned, too."""
         nodes = [node for node in self.jobs.nodes(job.id) if node is not None]
         if (draft := self._tree_drafts.pop(job.id, None)) is not None:
-            draft.stop()
+            draft.stop(self.tree)
         self.jobs.close(job.id)
         return nodes
 
@@ -303,6 +303,8 @@ class Generation:
         for node in nodes:
             if node.verifier == id:
                 node.verifier = None
+                if node.alive and node is not self.tree.root:
+                    self.tree.unverified.push(node)
 
     # What a policy may read...
 
@@ -388,7 +390,8 @@ class Generation:
         index = {node: i for i, node in enumerate(tree)}
         below = [node for node in nodes if node is not root]
         covered = [root, *below] if len(below) < len(nodes) else below
-        tops = [node for node in covered if node.parent not in covered]
+        among = set(covered)
+        tops = [node for node in covered if node.parent not in among]
         lead = min(node.depth for node in covered) - root.depth
         job = Verify(
             next(self._ids),

@@ -6,7 +6,6 @@ non-SI whatever the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 
@@ -43,7 +42,7 @@ def speculate_in_turns(g: Generation, spec: SpecConfig) -> None:
     drafter = spec.drafters[0]
     depth = min(spec.lookahead or 1, g.room(g.root, drafter))
     if g.root.children or depth < 1:
-        g.verify_tree(_unverified(g), alone=True)
+        g.verify_tree([g.root, *unverified(g, spec.tree)], alone=True)
     else:
         g.draft_tree([(g.root, 1)], drafter, spec, expansions(spec.chances, spec.tree, depth), alone=True)
 
@@ -55,20 +54,16 @@ def speculate_at_once(g: Generation, spec: SpecConfig) -> None:
     """
     lookahead = spec.lookahead or 1
     model = g.usable(spec.drafters)[0]
-    width = max(1, spec.tree // lookahead)  # nodes that a forward of the drafter expands
-    grown = [] if g.jobs.drafting(model) else _likeliest(_expandable(g, model, spec.lead_limit), width)
-    can_grow = bool(grown) or g.jobs.drafting(model)
-    if _wants_verification(g, spec, lookahead, can_grow):
-        nodes = _unverified(g)
+    grown = [] if g.jobs.drafting(model) else growing(g, model, spec, max(1, spec.tree // lookahead))
+    if wants_verification(g, spec, lookahead, can_grow=bool(grown) or g.jobs.drafting(model)):
         first = [g.root] if g.root.verifier is None else []
-        others = _likeliest((node for node in nodes if node is not g.root), spec.tree)
-        if first or others:
-            g.verify_tree(first + others)
+        if nodes := first + unverified(g, spec.tree):
+            g.verify_tree(nodes)
     if grown:
         g.draft_tree([(node, len(spec.chances)) for node in grown], model, spec)
 
 
-def _wants_verification(g: Generation, spec: SpecConfig, lookahead: int, can_grow: bool) -> bool:
+def wants_verification(g: Generation, spec: SpecConfig, lookahead: int, can_grow: bool) -> bool:
     if g.root.verifier is None:
         return g.new_levels >= (spec.min_draft or 0) or not can_grow
     if spec.max_targets is not None and g.jobs.verifying >= spec.max_targets:
@@ -76,19 +71,16 @@ def _wants_verification(g: Generation, spec: SpecConfig, lookahead: int, can_gro
     return g.new_levels >= lookahead or (g.new_levels > 0 and not can_grow)
 
 
-def _unverified(g: Generation) -> list[Node]:
-    """The root and the nodes below it that no verification covers; nothing follows a stop token."""
-    nodes = (g.root, *g.tree.below_root())
-    return [node for node in nodes if node.verifier is None and (node is g.root or not g.stops(node))]
+def unverified(g: Generation, most: int) -> list[Node]:
+    """Take the likeliest draft tokens that no verification covers; nothing follows a stop token."""
+    waiting = g.tree.unverified.pop(most, lambda node: node is not g.root)
+    return [node for node in waiting if node.verifier is None and not g.stops(node)]
 
 
-def _expandable(g: Generation, model: str, max_lead: float) -> Iterable[Node]:
-    for node in (g.root, *g.tree.below_root()):
-        is_leaf = not node.children and not node.drafting and node.log_chance > -inf
-        if is_leaf and node.depth - g.root.depth < max_lead and g.room(node, model) > 0:
-            yield node
-
-
-def _likeliest(nodes: Iterable[Node], count: int) -> list[Node]:
-    """The likeliest; a parent is never less likely than its children, and comes first."""
-    return sorted(nodes, key=lambda node: (-node.log_chance, node.depth))[:count]
+def growing(g: Generation, model: str, spec: SpecConfig, most: int) -> list[Node]:
+    """Take the likeliest nodes that the drafter can continue, the root if there is nothing after it."""
+    if not g.root.children:
+        return [g.root] if g.room(g.root, model) > 0 else []
+    limit = g.root.depth + spec.lead_limit
+    leaves = g.tree.leaves.pop(most, lambda node: node.depth < limit and g.room(node, model) > 0)
+    return [node for node in leaves if node is not g.root and not node.children and node.log_chance > -inf]

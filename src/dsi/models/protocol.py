@@ -166,6 +166,8 @@ def tree_answer(model: Model, request: ForwardRequest) -> Answer:
     """Without `answer_tree`, answer text by text."""
     if isinstance(model, SupportsTrees):
         return model.answer_tree(request)
+    if request.sampling.logprobs is None:
+        return tuple(token for text in request.texts() for token in model.answer(text)), ()
     answers = [logprobs_or_answer(model, text) for text in request.texts()]
     return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
 
@@ -174,7 +176,9 @@ def tree_children(model: Model, request: ForwardRequest, counts: Sequence[int]) 
     """Without `expand_tree`, ask text by text."""
     if isinstance(model, SupportsTrees):
         return model.expand_tree(request, counts)
-    return [top_k_or_answer(model, text, count, 0.0) for text, count in zip(request.texts(), counts)]
+    if not isinstance(model, SupportsTopK):
+        return [model.answer(text) for text in request.texts()]
+    return [model.top_k(text, count, 0.0) for text, count in zip(request.texts(), counts)]
 
 
 @runtime_checkable
