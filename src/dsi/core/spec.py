@@ -8,13 +8,12 @@ from math import inf
 
 from dsi.core.fields import option
 from dsi.core.messages import DRAFTER, RULE_HELP, check_rule
-from dsi.core.tree_shape import Chances, rank_chances
+from dsi.core.tree_shape import Chances
 
 ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
 TURN_TAKING = ("nonsi", "si")  # the drafter and the target never compute at the same time
 AUTO = "auto"  # switches between configurations of the others as it learns acceptance rates and latencies
 MIN_RATIO = 0.1
-PRIOR_CHANCES = rank_chances(0.7, 0.4, 3)  # of a drafter's choices, before any has been verified
 
 
 def check_algorithm(name: str, auto: bool = False) -> str:
@@ -45,7 +44,7 @@ class SpecConfig:
     drafters: tuple[str, ...] = (DRAFTER,)  # roles of the drafter servers
     rule: str = option(RULE_HELP, "match")
     tree: int = option("Draft tokens that a verification carries as a tree, rule match; 0: a chain.", 0)
-    chances: Chances = ()  # tree: how often the drafter's first, second, ... choice is the target's token
+    chances: Chances = ()  # tree: how often the drafter's first, second, ... choice is right; empty: a prior
 
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm, auto=True)
@@ -62,8 +61,6 @@ class SpecConfig:
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name} {value}: must be at least {least}")
-        if self.tree and not self.chances:
-            object.__setattr__(self, "chances", PRIOR_CHANCES)
         if not all(0 <= chance <= 1 for chance in self.chances) or sum(self.chances) > 1 + 1e-9:
             raise ValueError(f"chances {self.chances}: must be between 0 and 1, and at most 1 together")
         if not 0 <= self.min_ratio <= 1:

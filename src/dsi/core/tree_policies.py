@@ -12,11 +12,15 @@ from math import inf
 from dsi.core.draft_tree import Node
 from dsi.core.generation import Generation, Policy
 from dsi.core.spec import SpecConfig
-from dsi.core.tree_shape import expansions
+from dsi.core.tree_shape import expansions, rank_chances
+
+
+PRIOR_CHANCES = rank_chances(0.7, 0.4, 3)  # of a drafter's choices, where nothing is known of them
 
 
 def tree_policy(spec: SpecConfig) -> Policy:
     """The policy of a configuration with a tree."""
+    spec = replace(spec, chances=spec.chances or PRIOR_CHANCES)
     if spec.algorithm == "pearl":  # verifies in turn what was drafted during the verification before
         spec = replace(spec, max_targets=1, max_lead=2 * (spec.lookahead or 1))
     speculate = speculate_in_turns if spec.takes_turns else speculate_at_once

@@ -18,6 +18,7 @@ from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
+from dsi.core.tree_shape import rank_chances
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.equation_1 import Number, suitable_lookahead
 from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
@@ -38,6 +39,7 @@ SECOND = 1000  # ms
 HOUR = 3600 * SECOND
 MOST_SERVERS = 1000
 MOST_REQUESTS = 10_000
+TREE_BRANCHES = 3  # choices of a drafter at each node of a tree
 PolicyFactory = Callable[[EngineLoop, int], Policy]
 MOST_FAILURES = 100_000  # of a server in an hour: one in 36 ms
 
@@ -148,6 +150,8 @@ class SimulationConfig:
         """The policy of each request; `load` is that of all requests together, as is `shared`."""
         lookahead = self.spec.lookahead or self._suitable(check_algorithm(algorithm))
         spec = replace(self.spec, algorithm=algorithm, lookahead=lookahead, drafters=self.drafter_names)
+        if spec.tree and not spec.chances:
+            spec = replace(spec, chances=rank_chances(self.acceptance, self.runner_up_acceptance, TREE_BRANCHES))
         alone = policy_for(spec)
         if load is not None and self.share_forwards and algorithm in ("pearl", "dsi"):
             block = shared_block(self.latency, 1, self.acceptance)  # there is no overlap for a request alone, either
