@@ -29,9 +29,19 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicLayer
 
+from dsi.core.messages import END, Tree
 from dsi.core.progress import Status, no_status
 from dsi.models.names import check_exists, gguf_file, pretrained
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
+from dsi.models.tree_cache import (
+    CachedNodes,
+    TreeRows,
+    cached_path,
+    nodes_below,
+    position_ids,
+    tree_depth,
+    visible_slots,
+)
 
 MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
 MAX_KNOWN_TEXTS = 1024  # of which it is known which sequence they had; others are found by their tokens
@@ -50,8 +60,11 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
+        self.slots: Tensor | None = None  # where the next forward's keys and values go, if not behind the text's
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.slots is not None:
+            return self._update_slots(self.slots, key_states, value_states)
         end = self.length + key_states.shape[-2]
         if not self.is_initialized or end > self.keys.shape[-2]:
             self._grow(key_states, value_states, end + GROWTH)
@@ -59,6 +72,19 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
         self.values[..., self.length : end, :] = value_states
         self.length = end
         return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def _update_slots(self, slots: Tensor, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        end = int(slots.max()) + 1
+        if end > self.keys.shape[-2]:
+            self._grow(key_states, value_states, end + GROWTH)
+        self.keys[..., slots, :] = key_states
+        self.values[..., slots, :] = value_states
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def move(self, sources: list[int], first: int) -> None:
+        """Move what is in these slots, none of which is before its destination, to `first` and behind."""
+        for states in (self.keys, self.values):
+            states[..., first : first + len(sources), :] = states[..., sources, :]
 
     def _grow(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
         previous = (self.keys, self.values) if self.is_initialized else None
@@ -68,8 +94,9 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
             for states in (key_states, value_states)
         )
         if previous is not None:
-            self.keys[..., : self.length, :] = previous[0][..., : self.length, :]
-            self.values[..., : self.length, :] = previous[1][..., : self.length, :]
+            length = previous[0].shape[-2]  # all of it: a tree may be cached behind the text
+            self.keys[..., :length, :] = previous[0]
+            self.values[..., :length, :] = previous[1]
 
     def reserve(self, length: int, shape: tuple[int, ...]) -> None:
         """Have room for so many tokens in float32; `shape` is that of no tokens' keys."""
@@ -88,10 +115,11 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class KVSequence:
-    """The KV cache of one text, and its tokens."""
+    """The KV cache of one text and of a tree of draft tokens after it, and their tokens."""
 
     cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=KVLayer))
     tokens: list[int] = field(default_factory=list)
+    nodes: CachedNodes = field(default_factory=dict)
     addresses: Any = None  # of the keys and values, where compiled kernels use them
 
     def fork(self, length: int) -> KVSequence:
@@ -102,8 +130,26 @@ class KVSequence:
 
     def truncate(self, length: int) -> None:
         del self.tokens[length:]
+        self.nodes = {}
         for layer in self.cache.layers:
             layer.length = min(layer.length, length)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Make cached nodes that this text goes on with text; keep those below its end, and no others."""
+        length = len(self.tokens)
+        path = cached_path(self.nodes, tokens[length:])
+        is_cached = length + len(path) == len(tokens)
+        below, self.nodes = nodes_below(self.nodes, path[-1] if path else END) if is_cached else ([], {})
+        self._move([length + slot for slot in (*path, *below)], length)
+        self.tokens += tokens[length : length + len(path)]
+        for layer in self.cache.layers:
+            layer.length = len(self.tokens)
+
+    def _move(self, sources: list[int], first: int) -> None:
+        if sources == list(range(first, first + len(sources))):
+            return
+        for states in self.cache.layers if self.addresses is None else [self.addresses]:
+            states.move(sources, first)
 
 
 class Transformer:
@@ -142,11 +188,29 @@ class Transformer:
         sequence.tokens += new_tokens
         return logits
 
-    def check_text(self, tokens: Sequence[int], start: int) -> None:
+    def forward_tree(
+        self, tokens: Sequence[int], start: int, tree: Tree, asked: Sequence[int], cancelled: CancelFlag = NEVER
+    ) -> Any:
+        """As `forward`, with rows after these nodes of a tree behind them: what is cached of it is not recomputed."""
+        if not asked:
+            return self.forward(tokens, start, cancelled)
+        self.check_text(tokens, start, tree_depth(tree))
+        self._cancelled = cancelled
+        sequence, num_cached = self._sequence(tokens, start)
+        rows = TreeRows.of(sequence.nodes if len(sequence.tokens) == len(tokens) else {}, tree, asked)
+        sequence.truncate(num_cached)
+        new_tokens = list(tokens[num_cached:])
+        logits = self._compute_tree(sequence, new_tokens, max(0, len(tokens) + 1 - start), rows)
+        sequence.tokens += new_tokens
+        sequence.nodes = rows.nodes
+        return logits
+
+    def check_text(self, tokens: Sequence[int], start: int, depth: int = 0) -> None:
+        """Refuse a text, and a tree of this depth after it, that the model cannot compute."""
         if start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
-        if self.context and len(tokens) > self.context:
-            raise ValueError(f"a text of {len(tokens)} tokens: the model's context is {self.context}")
+        if self.context and len(tokens) + depth > self.context:
+            raise ValueError(f"a text of {len(tokens) + depth} tokens: the model's context is {self.context}")
 
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
         """Run one forward over the new tokens; if it is cancelled, undo what some layers have cached."""
@@ -171,6 +235,9 @@ class Transformer:
         A text that would overwrite much of what is cached of another one forks off its own sequence.
         """
         shared, sequence = self._last_used(tokens) or self._longest_prefix(tokens)
+        if sequence.nodes and shared == len(sequence.tokens):
+            sequence.accept(tokens)
+            shared = len(sequence.tokens)
         if len(sequence.tokens) - shared > self.max_overwrite:
             sequence = sequence.fork(shared)
         self._keep_sequence(sequence, tokens)
