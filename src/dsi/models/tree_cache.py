@@ -96,7 +96,7 @@ def cached_path(nodes: CachedNodes, tokens: Sequence[int]) -> list[int]:
 
 
 def nodes_below(nodes: CachedNodes, root: int) -> tuple[list[int], CachedNodes]:
-    """The slots of the nodes below one, and the same nodes in slots without gaps, that one being the end of the text."""
+    """The slots of the nodes below one, and these nodes in slots without gaps, that one being the end of the text."""
     slots: list[int] = []
     renumbered = {root: END}
     below: CachedNodes = {}
@@ -107,20 +107,30 @@ def nodes_below(nodes: CachedNodes, root: int) -> tuple[list[int], CachedNodes]:
     return slots, below
 
 
-def position_ids(length: int, new_tokens: int, rows: TreeRows) -> list[int]:
-    """The positions of the last tokens of a text of this length, and of the nodes behind them."""
-    depths = rows.depths
-    return [*range(length - new_tokens, length), *(length + depths[slot] for slot in rows.computed)]
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """The tokens of a forward, not all of which see those before them, and the slots of the KV cache that each sees."""
+
+    tokens: list[int]
+    slots: list[int]  # of their keys and values
+    positions: Tensor
+    key_positions: Tensor  # of all slots
+    visible: Tensor  # [tokens, slots]
+    wanted: list[int]  # the rows whose logits are wanted
+
+    def visible_in(self, window: int) -> Tensor:
+        """With a sliding window, which counts positions; 0 is none."""
+        return self.visible & (self.positions[:, None] - self.key_positions < window) if window else self.visible
 
 
-def visible_slots(length: int, new_tokens: int, rows: TreeRows, window: int = 0) -> Tensor:
-    """Which slots each row sees: the text before it and its ancestors, with a sliding window those near enough."""
-    visible = torch.zeros((new_tokens + len(rows.computed), length + len(rows.nodes)), dtype=torch.bool)
-    visible[:new_tokens, :length] = torch.ones((new_tokens, length), dtype=torch.bool).tril(length - new_tokens)
-    visible[new_tokens:, :length] = True
-    visible[new_tokens:, length:] = rows.ancestors()
-    if window:
-        queries = torch.tensor(position_ids(length, new_tokens, rows))
-        keys = torch.tensor([*range(length), *(length + depth for depth in rows.depths)])
-        visible &= queries[:, None] - keys < window
-    return visible
+def masked_rows(length: int, new_tokens: list[int], num_positions: int, tree: TreeRows) -> MaskedRows:
+    """New tokens of a text behind `length` others, of the last of which logits are wanted, and nodes of a tree."""
+    count, end, depths = len(new_tokens), length + len(new_tokens), tree.depths
+    visible = torch.zeros((count + len(tree.computed), end + len(tree.nodes)), dtype=torch.bool)
+    visible[:count, :end] = torch.ones((count, end), dtype=torch.bool).tril(length)
+    visible[count:, :end] = True
+    visible[count:, end:] = tree.ancestors()
+    key_positions = torch.tensor([*range(end), *(end + depth for depth in depths)])
+    slots = [*range(length, end), *(end + slot for slot in tree.computed)]
+    wanted = [*range(count - num_positions, count), *(count + row for row in tree.asked)]
+    return MaskedRows(new_tokens + tree.tokens, slots, key_positions[slots], key_positions, visible, wanted)

@@ -194,6 +194,8 @@ class TextPart:
 class CompiledDecoder(Transformer):
     """`CompiledDecoder.supports` says which models can run this way. Without `threads`, it has as many as torch."""
 
+    supports_trees = True
+
     @staticmethod
     def supports(model: Any) -> bool:
         config = model.config
