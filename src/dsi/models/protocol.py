@@ -289,7 +289,7 @@ class SamplingModel:
     def _tree_rows(self, request: ForwardRequest) -> list[tuple[ForwardRequest, Array]]:
         """The texts that are asked about, and their logits: computed in one forward where the backend can."""
         texts = list(request.texts())
-        if not hasattr(self.backend, "forward_tree"):
+        if not getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_tree")):
             return [(text, self._forward(text)) for text in texts]
         backend: TreeBackend = self.backend  # type: ignore[assignment]
         logits = backend.forward_tree(request.tokens, request.start, request.tree, request.asked, request.cancelled)
