@@ -178,6 +178,13 @@ class DraftTree:
                 return node
         return root
 
+    def first_choices(self) -> Node:
+        """Where the path of first choices ends."""
+        node = self.root
+        while node.children:
+            node = next(iter(node.children.values()))
+        return node
+
     def with_ancestors(self, nodes: Iterable[Node]) -> list[Node]:
         """These nodes and those between them and the root, which is left out: parents before children."""
         needed: set[Node] = set()

@@ -97,7 +97,6 @@ class Generation:
         self._last_verifier: int | None = None  # the verification that moved the root last
         self._started: list[Job] = []
         self._cancelled: list[int] = []
-        self.new_levels = 0  # that were drafted since the last verification of a tree began
         self._tree_drafts: dict[int, TreeDraft] = {}  # in flight
         self._ids = count() if ids is None else ids
         self._prefill_id = next(self._ids)
@@ -193,7 +192,6 @@ class Generation:
         if event.level != self._tree_drafts[job.id].level:
             return  # repeated
         self.tally.drafted += sum(map(len, event.children))
-        self.new_levels += 1
         self.jobs.drafter_answered(job.model)
         if self._tree_drafts[job.id].grow(self.tree, event.children, job.model, self._block_size):
             self._close(job)
@@ -385,7 +383,6 @@ class Generation:
 
     def verify_tree(self, nodes: Sequence[Node], alone: bool = False) -> None:
         """Verify what follows these nodes, the root or any below it, in one forward."""
-        self.new_levels = 0
         root, tree = self.tree.root, self.tree.with_ancestors(nodes)
         index = {node: i for i, node in enumerate(tree)}
         below = [node for node in nodes if node is not root]

@@ -14,7 +14,6 @@ from dsi.core.generation import Generation, Policy
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import expansions, rank_chances
 
-
 PRIOR_CHANCES = rank_chances(0.7, 0.4, 3)  # of a drafter's choices, where nothing is known of them
 
 
@@ -68,11 +67,13 @@ def speculate_at_once(g: Generation, spec: SpecConfig) -> None:
 
 
 def wants_verification(g: Generation, spec: SpecConfig, lookahead: int, can_grow: bool) -> bool:
+    """Whether enough was drafted on the path of first choices, or nothing more will be."""
+    tip = g.tree.first_choices()
     if g.root.verifier is None:
-        return g.new_levels >= (spec.min_draft or 0) or not can_grow
+        return tip.depth - g.root.depth >= (spec.min_draft or 0) or not can_grow
     if spec.max_targets is not None and g.jobs.verifying >= spec.max_targets:
         return False
-    return g.new_levels >= lookahead or (g.new_levels > 0 and not can_grow)
+    return tip.num_unverified() >= (lookahead if can_grow else 1)
 
 
 def unverified(g: Generation, most: int) -> list[Node]:
