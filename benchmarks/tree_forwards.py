@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import harness
-from dsi.core.messages import END, Tree
+from dsi.core.tree_shape import END, Tree
 from dsi.engine.build import cpu_model, load_for_cpu, silence_transformers
 from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsi.core.generation import Policy
-from dsi.core.messages import DRAFTER, END, TARGET, Draft, Event, Failed, Job, Prefilled, Sampling
+from dsi.core.messages import DRAFTER, TARGET, Draft, Event, Failed, Job, Prefilled, Sampling
 from dsi.core.policies import autoregressive, distributed, pearl, policy_for, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
 from dsi.core.spec import SpecConfig
 from dsi.core.stats import ServerUsage
+from dsi.core.tree_shape import END
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet

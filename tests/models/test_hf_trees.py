@@ -8,7 +8,7 @@ import torch
 import transformers as hf
 
 from cancel_flags import CancelAfter
-from dsi.core.messages import END, Tree
+from dsi.core.tree_shape import END, Tree
 from dsi.models.cpu.transformer import CompiledTransformer
 from dsi.models.hf import KVSequence, Transformer
 from dsi.models.llama_cpu import LlamaCpu

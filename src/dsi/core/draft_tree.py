@@ -10,9 +10,9 @@ from itertools import count as counter
 from math import inf, log
 from typing import Any
 
-from dsi.core.messages import END, DraftToken, Expansions, TopLogprobs, Tree
+from dsi.core.messages import DraftToken, TopLogprobs
 from dsi.core.sequence import Tokens, TokenSequence
-from dsi.core.tree_shape import Chances, by_level
+from dsi.core.tree_shape import END, Chances, Expansions, Tree, by_level
 
 
 @dataclass(slots=True, eq=False, repr=False)

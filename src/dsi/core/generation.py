@@ -18,14 +18,12 @@ from dsi.core.draft_tree import DraftTree, Node, TreeDraft
 from dsi.core.jobs import JobTable
 from dsi.core.messages import (
     DRAFTER,
-    END,
     GREEDY,
     NO_STEP,
     Draft,
     Drafted,
     DraftedLevel,
     Event,
-    Expansions,
     Failed,
     Job,
     Prefill,
@@ -37,6 +35,7 @@ from dsi.core.messages import (
 )
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
+from dsi.core.tree_shape import END, Expansions
 
 Policy = Callable[["Generation"], None]
 

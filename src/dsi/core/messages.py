@@ -8,6 +8,7 @@ from typing import Any
 
 from dsi.core.fields import option
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.tree_shape import Expansions, Tree, by_level
 
 Time = Any  # float seconds, or a Fraction where virtual time is to be exact
 
@@ -24,11 +25,6 @@ PENALTIES = (  # fields of `Sampling` that process logits before all others
     "allowed_token_ids",
 )
 RULE_HELP = "How draft tokens are accepted: match, reject, block or specinfer; all are lossless."
-
-# Draft tokens after a text: the parent of each, as the index of an earlier one (END: the end of the text), and it.
-Tree = tuple[tuple[int, int], ...]
-Expansions = tuple[tuple[int, int], ...]  # nodes of a tree, by index, and how many children each is to have
-END = -1
 
 TopLogprobs = tuple[tuple[int, float], ...]  # tokens and their log probabilities, the likeliest first
 DraftToken = tuple[int, Any]  # a token and the draft probabilities that a rule needs: only servers read them
@@ -168,6 +164,11 @@ class Draft:
     alone: bool = False  # nothing of its request runs beside it: it may use every core
     tree: Tree = ()  # draft tokens after this text, whose children are wanted
     expansions: Expansions = ()  # instead of a chain: level by level; new nodes are numbered as they are asked for
+
+    @property
+    def num_answers(self) -> int:
+        """Events that answer it: draft tokens, or levels of a tree."""
+        return sum(1 for _ in by_level(self.expansions, len(self.tree))) if self.expansions else self.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,10 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
-from dsi.core.messages import END, Expansions
+# Draft tokens after a text: the parent of each, as the index of an earlier one (END: the end of the text), and it.
+Tree = tuple[tuple[int, int], ...]
+Expansions = tuple[tuple[int, int], ...]  # nodes of a tree, by index, and how many children each is to have
+END = -1
 
 Chances = tuple[float, ...]
 Path = tuple[int, ...]  # the ranks from the root to a node

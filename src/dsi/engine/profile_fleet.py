@@ -13,6 +13,7 @@ from dsi.core.messages import Draft, Failed, Verify
 from dsi.core.policies import autoregressive
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.tree_shape import END
 from dsi.engine.build import ModelInfo
 from dsi.fleets.loop import EngineLoop, Fleet
 from dsi.models.vocab.translate import SAMPLE_TEXT
@@ -23,6 +24,7 @@ WIDTHS = (1, 2, 4, 8, 16)  # new tokens of a target forward
 WIDE = (32, 64)  # likewise, of forwards that requests share; for each token of the narrower ones, a line is enough
 MAX_WIDE_MS = 20.0  # of a forward over the widest of the others, or these would take too long to measure
 DRAFT_TOKENS = 8
+TREE_NODES = 4  # of the level by which it is measured what nodes add to a drafter's forward
 MAX_WIDTH = 32  # up to which latencies are extrapolated
 MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS = 3, 9, 0.25  # of measurements
 DECODED = 12  # tokens of a text by which the engine's own work is measured
@@ -94,6 +96,8 @@ class FleetProfiler:
         if self._drafter is not None:
             timed["first"] = lambda: self.run(self._draft(1, every_core))
             timed["all"] = lambda: self.run(self._draft(tokens, every_core))
+            if tokens > 1:
+                timed["tree"] = lambda: self.run(self._draft_tree(every_core))
         ms = typical_ms(timed)
         by_width = {width: ms[width] for width in widths}
         if every_core:
@@ -103,7 +107,9 @@ class FleetProfiler:
         first, all = ms["first"], ms["all"]
         drafter_ms = min(first, (all - first) / (tokens - 1)) if all > first and tokens > 1 else all / tokens
         delay_ms = max(0.0, first - drafter_ms) / 2  # to the drafter and back
-        return replace(measured_latency(by_width, drafter_ms), drafter_delay_ms=delay_ms)
+        node_ms = max(0.0, ms["tree"] - first - drafter_ms) / (TREE_NODES - 1) if "tree" in ms else 0.0
+        latency = measured_latency(by_width, drafter_ms)
+        return replace(latency, drafter_delay_ms=delay_ms, drafter_per_token_ms=node_ms)
 
     def _wide_ms(self, widest_ms: float) -> dict[int, float]:
         """Forwards that many requests share, unless they take long."""
@@ -132,7 +138,7 @@ class FleetProfiler:
 
     def run(self, job: Verify | Draft) -> float:
         """Run a job; return after how many milliseconds it has ended."""
-        began, missing = time.perf_counter(), job.count if isinstance(job, Draft) else 1  # events
+        began, missing = time.perf_counter(), job.num_answers if isinstance(job, Draft) else 1  # events
         self._fleet.start(job)
         while missing:
             event = self._fleet.next_event()
@@ -147,6 +153,11 @@ class FleetProfiler:
     def _draft(self, tokens: int, alone: bool = False) -> Draft:
         job = Draft(next(self._ids), self._text(1), tokens, self._drafter or "", alone=alone)
         return replace(job, block_size=tokens, first_block=tokens)
+
+    def _draft_tree(self, alone: bool = False) -> Draft:
+        """A tree in two forwards: over the end of the text, and over its children."""
+        expansions = ((END, TREE_NODES), *((node, 1) for node in range(TREE_NODES)))
+        return replace(self._draft(1, alone), expansions=expansions, first_block=2)
 
     def _text(self, new: int) -> TokenSequence:
         """The prompt and so many tokens after it, which are not those of the text before."""

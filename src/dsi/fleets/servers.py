@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsi.core.messages import END, TARGET, Tree
+from dsi.core.messages import TARGET
 from dsi.core.sequence import TokenSequence
+from dsi.core.tree_shape import END, Tree
 from dsi.models.protocol import Model
 
 Trie = dict[int, Any]  # draft tokens, and what follows each of them

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TypeGuard
 
 from dsi.core.messages import (
-    END,
     GREEDY,
     Draft,
     Drafted,
@@ -18,12 +17,11 @@ from dsi.core.messages import (
     Prefill,
     Prefilled,
     TopLogprobs,
-    Tree,
     Verified,
     Verify,
 )
 from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import by_level
+from dsi.core.tree_shape import END, Tree, by_level
 from dsi.fleets.servers import CachedPrefix, Server
 from dsi.models.protocol import (
     NEVER,

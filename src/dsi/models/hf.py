@@ -29,8 +29,8 @@ from transformers import (
 )
 from transformers.cache_utils import Cache, DynamicLayer
 
-from dsi.core.messages import END, Tree
 from dsi.core.progress import Status, no_status
+from dsi.core.tree_shape import END, Tree
 from dsi.models.names import check_exists, gguf_file, pretrained
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 from dsi.models.tree_cache import CachedNodes, MaskedRows, TreeRows, cached_path, masked_rows, nodes_below, tree_depth

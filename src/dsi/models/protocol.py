@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import Protocol, runtime_checkable
 
-from dsi.core.messages import END, GREEDY, DraftToken, Sampling, TopLogprobs, Tree
+from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import END, Tree
 from dsi.sampling.logits import greedy_tokens, top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
 from dsi.sampling.penalties import apply_penalties

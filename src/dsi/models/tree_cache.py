@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsi.core.messages import END, Tree
+from dsi.core.tree_shape import END, Tree
 
 MAX_NODES = 512  # cached behind one text: where branches that were given up would make more, all are dropped
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from cancel_flags import CancelAfter
-from dsi.core.messages import END, Tree
+from dsi.core.tree_shape import END, Tree
 from dsi.models.cpu.decoder import CompiledDecoder, TextPart
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.protocol import Cancelled, tree_path
