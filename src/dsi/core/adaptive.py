@@ -15,7 +15,7 @@ from dsi.core.generation import Generation, VerifiedPosition
 from dsi.core.latency_table import RUNNER_UPS_IN_TIME, LatencyTable
 from dsi.core.messages import Draft, Job, Time, Verify
 from dsi.core.policies import policy_for
-from dsi.core.spec import Decision
+from dsi.core.spec import Decision, SpecConfig
 
 WINDOW = 40  # tokens of a request, or forwards, of an exponential moving average
 ENGINE_WINDOW = 1000  # tokens of all requests
@@ -30,7 +30,8 @@ MIN_TIMED = 8  # forwards before their latency is believed
 
 
 DrafterSet = tuple[str, ...]  # drafters that share a tree
-Candidate = tuple[DrafterSet, int, int]  # drafters, the index of a config, and spare targets for runner-ups
+# Drafters, the index of a config or one with a tree, and spare targets for runner-ups.
+Candidate = tuple[DrafterSet, int | SpecConfig, int]
 
 
 @dataclass
@@ -86,10 +87,12 @@ class LatencyMonitor:
     def observe(self, job: Job, time: Time, busy_targets: int) -> None:
         """Add a forward; that of a target only if no other was busy, which would have slowed it down."""
         ms = float(time) * self._unit
+        if isinstance(job, Draft) and job.expansions:
+            return  # a level of a tree takes longer the more nodes it has
         if isinstance(job, Draft):
             self._drafters.setdefault(job.model, LatencyEMA()).add(ms / self._planned.draft_ms(job.alone))
         elif isinstance(job, Verify) and busy_targets <= 1:
-            self._targets.add(ms / self._planned.forward_ms(job.width, job.alone))
+            self._targets.add(ms / self._planned.forward_ms(job.num_positions, job.alone))
 
     def drafter_slowdown(self, drafters: Sequence[str]) -> float:
         """How much slower than planned the slowest of these drafters is, relative to the target."""
@@ -114,7 +117,7 @@ class AdaptiveController:
         self.runner_up = AcceptanceEMA(PRIOR_RUNNER_UP_ACCEPTANCE, ENGINE_WINDOW)
         self.scales = dict.fromkeys(sets, latency_table.scale_index(1.0))
         unlearned = dict.fromkeys(sets, PRIOR_ACCEPTANCE)  # or a text would depend on others
-        initial = latency_table.configs[self.best(unlearned, 0.0)[1]]
+        initial = self.spec(self.best(unlearned, 0.0))
         self._initial_policy = policy_for(replace(initial, drafters=self.drafters[:1]))
         self._requests: WeakKeyDictionary[Generation, RequestController] = WeakKeyDictionary()
 
@@ -152,17 +155,37 @@ class AdaptiveController:
         table = self.latency_table
         return table.configs[table.best(self.scales[drafters], table.rate_index(1.0))].speculates
 
+    def spec(self, candidate: Candidate) -> SpecConfig:
+        """The config of a candidate."""
+        config = candidate[1]
+        return config if isinstance(config, SpecConfig) else self.latency_table.configs[config]
+
     def predicted_ms(self, candidate: Candidate, acceptance: float, runner_up: float) -> float:
         """Predict the latency per token; an accepted runner-up saves what a rejection costs."""
         drafters, config, spare_targets = candidate
         table = self.latency_table
+        if isinstance(config, SpecConfig):
+            if table.trees is None:
+                raise ValueError(f"{config}: nothing predicts trees")
+            return table.trees.ms(config, self._scale(drafters), acceptance, runner_up)
         ms = table.ms[self.scales[drafters]][config][table.rate_index(acceptance)]
         saved = (1 - acceptance) * runner_up * RUNNER_UPS_IN_TIME[spare_targets] if spare_targets else 0.0
         return ms * (1 - saved) * (1 + table.contention * spare_targets)
 
     def best(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Candidate:
         """The drafters, config and number of spare targets that are predicted to be fastest now."""
-        return min(self._candidates(rates), key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
+        candidates = (*self._candidates(rates), *self._trees(rates, runner_up))
+        return min(candidates, key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
+
+    def _scale(self, drafters: DrafterSet) -> float:
+        return self.latency_table.drafter_scales[self.scales[drafters]]
+
+    def _trees(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Iterator[Candidate]:
+        """The best tree of each drafter; a tree has one."""
+        trees = self.latency_table.trees
+        for drafters, acceptance in rates.items() if trees is not None and runner_up > 0 else ():
+            if len(drafters) == 1 and trees is not None:
+                yield drafters, trees.best(self._scale(drafters), acceptance, runner_up), 0
 
     def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:
         table = self.latency_table
@@ -189,8 +212,8 @@ class RequestController:
         self._choose(g, self._best(g), "start")
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
-        drafters, config, spare_targets = self._candidate = candidate
-        spec, branches = self._engine.latency_table.configs[config], 2 if spare_targets else 1
+        drafters, _, spare_targets = self._candidate = candidate
+        spec, branches = self._engine.spec(candidate), 2 if spare_targets else 1
         self.spec = replace(spec, drafters=drafters, branches=branches, spare_targets=spare_targets)
         self._policy = policy_for(self.spec)
         self._next_probe = g.root.depth + self._engine.probe_every
@@ -221,7 +244,7 @@ class RequestController:
     def _min_gain(self, candidate: Candidate) -> float:
         """The gain for which it is worth changing to another candidate."""
         table = self._engine.latency_table
-        moves = table.configs[candidate[1]].takes_turns != self.spec.takes_turns
+        moves = self._engine.spec(candidate).takes_turns != self.spec.takes_turns
         return MIN_OVERLAP_GAIN if moves and table.alone_steps_ms else MIN_GAIN
 
     def _inputs(self, g: Generation) -> tuple[object, ...]:
@@ -236,7 +259,7 @@ class RequestController:
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
         emas = (fitting or self._acceptance).items()
         best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, self._runner_up.rate)
-        if self._engine.latency_table.configs[best[1]].speculates:
+        if self._engine.spec(best).speculates:
             return best
         # Speculation that fails costs little, and without it there is little to learn from.
         return self._engine.best({drafters: ema.optimistic_rate for drafters, ema in emas}, self._runner_up.rate)
@@ -246,9 +269,11 @@ class RequestController:
 
     def _learn(self, position: VerifiedPosition) -> None:
         drafted_by, token, draft_tokens = position
-        if self.spec.branches > 1 and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
-            self._runner_up.add(token in draft_tokens)
-            self._engine.runner_up.add(token in draft_tokens)
+        several = self.spec.branches > 1 or self.spec.tree
+        if several and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
+            is_next = token == next(other for other in draft_tokens if other not in drafted_by.values())
+            self._runner_up.add(is_next)
+            self._engine.runner_up.add(is_next)
         for drafters, acceptance in self._acceptance.items():
             if all(name in drafted_by for name in drafters):
                 accepted = any(drafted_by[name] == token for name in drafters)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dsi.core.spec import SpecConfig
 
 # Spare targets, and for what share of the correct runner-ups the next token is then known in time: as
 # `benchmarks/branches.py` measures.
 RUNNER_UPS_IN_TIME = {1: 0.45, 2: 0.62, 4: 0.72}
+
+
+class TreeForecast(Protocol):
+    """Predicts configurations with trees, for a drafter that is so many times as slow as measured."""
+
+    def best(self, scale: float, acceptance: float, runner_up: float) -> SpecConfig:
+        """The tree that is predicted to be fastest, where first choices and runner-ups are right so often."""
+        ...
+
+    def ms(self, spec: SpecConfig, scale: float, acceptance: float, runner_up: float) -> float:
+        """The predicted milliseconds per token with this tree."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,7 @@ class LatencyTable:
     alone_drafter_ms: float | None = None  # of forwards that take turns on every core, where that is faster
     alone_steps_ms: tuple[tuple[int, float], ...] = ()
     spare_targets: tuple[int, ...] = tuple(RUNNER_UPS_IN_TIME)  # numbers of them that may verify runner-ups
+    trees: TreeForecast | None = field(default=None, repr=False, compare=False)  # None: there are only chains
     is_ready: Callable[[int], bool] = field(default=lambda _: True, repr=False, compare=False)  # whether a scale is
     num_rates: int = field(init=False)
     _best: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)

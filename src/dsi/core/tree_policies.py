@@ -12,9 +12,9 @@ from math import inf
 from dsi.core.draft_tree import Node
 from dsi.core.generation import Generation, Policy
 from dsi.core.spec import SpecConfig
-from dsi.core.tree_shape import expansions, rank_chances
+from dsi.core.tree_shape import TREE_BRANCHES, expansions, rank_chances
 
-PRIOR_CHANCES = rank_chances(0.7, 0.4, 3)  # of a drafter's choices, where nothing is known of them
+PRIOR_CHANCES = rank_chances(0.7, 0.4, TREE_BRANCHES)  # of a drafter's choices, where nothing is known of them
 
 
 def tree_policy(spec: SpecConfig) -> Policy:

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 Tree = tuple[tuple[int, int], ...]
 Expansions = tuple[tuple[int, int], ...]  # nodes of a tree, by index, and how many children each is to have
 END = -1
+TREE_BRANCHES = 3  # choices of a drafter at each node, by default
 
 Chances = tuple[float, ...]
 Path = tuple[int, ...]  # the ranks from the root to a node

@@ -23,6 +23,7 @@ from dsi.planning.forecast import LAST_RUN, Array, renewal_model
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
 from dsi.planning.simulation import PolicyFactory, SimulationConfig
+from dsi.planning.trees import TreePredictions
 
 RATES = np.arange(51) / 50  # acceptance rates
 DRAFTER_SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
@@ -77,6 +78,7 @@ def latency_table(
     drafter_scales: Sequence[float] = DRAFTER_SCALES,
     specs: Sequence[SpecConfig] | None = None,
     in_background: bool = False,
+    trees: bool = False,
 ) -> LatencyTable:
     """Predict each candidate at each acceptance rate and each speed of the drafter.
 
@@ -95,6 +97,7 @@ def latency_table(
         latency.contention,
         alone_drafter_ms=None if alone is None else float(alone.drafter_ms),
         alone_steps_ms=() if alone is None else _steps_ms(alone),
+        trees=TreePredictions(latency) if trees and config.drafters == 1 and config.spec.rule == "match" else None,
         is_ready=predictions.is_ready if in_background else (lambda _: True),
     )
 
@@ -117,7 +120,7 @@ def cached_latency_table(config: SimulationConfig) -> LatencyTable:
         config,
         acceptance=0.5,
         tokens=LAST_RUN,
-        spec=SpecConfig(rule=config.spec.rule),
+        spec=SpecConfig(rule=config.spec.rule, tree=config.spec.tree),
         acceptance_change=None,
         requests=1,
         failures_per_hour=0,
@@ -127,7 +130,7 @@ def cached_latency_table(config: SimulationConfig) -> LatencyTable:
 
 @lru_cache
 def _cached_latency_table(config: SimulationConfig) -> LatencyTable:
-    return latency_table(config)
+    return latency_table(config, trees=config.spec.tree > 0)
 
 
 def best_config(table: LatencyTable, acceptance: float, speculating: bool = False) -> tuple[SpecConfig, float]:

@@ -18,7 +18,7 @@ from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
-from dsi.core.tree_shape import rank_chances
+from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.equation_1 import Number, suitable_lookahead
 from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
@@ -39,7 +39,6 @@ SECOND = 1000  # ms
 HOUR = 3600 * SECOND
 MOST_SERVERS = 1000
 MOST_REQUESTS = 10_000
-TREE_BRANCHES = 3  # choices of a drafter at each node of a tree
 PolicyFactory = Callable[[EngineLoop, int], Policy]
 MOST_FAILURES = 100_000  # of a server in an hour: one in 36 ms
 
