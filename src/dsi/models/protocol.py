@@ -231,7 +231,7 @@ class SamplingModel:
 
     @property
     def can_pack(self) -> bool:
-        return hasattr(self.backend, "forward_packed")
+        return bool(getattr(self.backend, "can_pack", hasattr(self.backend, "forward_packed")))
 
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
         backend: PackingBackend = self.backend  # type: ignore[assignment]
