@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from transformers.cache_utils import Cache
 
 from cancel_flags import CancelAfter
 from dsi.core.tree_shape import END, Tree
 from dsi.models.cpu.transformer import CompiledTransformer
-from dsi.models.hf import KVSequence, Transformer
+from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel, tree_path
 from dsi.models.tree_cache import MaskedRows
@@ -80,9 +81,9 @@ class Counting(Transformer):
 
     rows = 0
 
-    def _run_masked(self, sequence: KVSequence, rows: MaskedRows) -> Any:
+    def _run_masked(self, cache: Cache, rows: MaskedRows) -> Any:
         self.rows += len(rows.tokens)
-        return super()._run_masked(sequence, rows)
+        return super()._run_masked(cache, rows)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -167,6 +168,51 @@ def test_cancelled_tree_forward_leaves_nothing(checks: int) -> None:
         model.forward_tree([*TOKENS[:30], 6], 31, ((END, 9), (END, 3)), [0, 1], CancelAfter(checks))
     assert_same(model.forward_tree(TOKENS[:30], 31, TREE, [6]), expected[0])
     assert_same(model.forward(TOKENS, 31), expected[1])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str) -> None:
+    model = random_model(CONFIGS[name])
+    packed, plain = Transformer(model, 32), Transformer(model)
+    assert packed.can_pack
+    texts = [TOKENS, TOKENS[::-1], TOKENS[20:] + TOKENS[:20], [*TOKENS[:10], *TOKENS[::-1][:30]]]
+    done = [0] * len(texts)
+    for step in ((3, 1, 7, 0), (1, 9, 2, 9), (10, 1, 3, 5), (9, 10, 1, 10)):
+        ends = [a + b for a, b in zip(done, step)]
+        asked = [i for i, width in enumerate(step) if width]
+        rows = packed.forward_packed([(texts[i][: ends[i]], done[i] + 1) for i in asked])
+        for i, logits in zip(asked, rows):
+            assert_same(logits, plain.forward(texts[i][: ends[i]], done[i] + 1))
+        done = ends
+
+
+def test_packed_forward_of_llama_and_of_prompts() -> None:
+    model = LlamaCpu(random_model(hf.LlamaConfig(**{**SIZES, "num_key_value_heads": 4})), 32)
+    texts = [TOKENS, TOKENS[::-1], TOKENS[20:]]
+    expected = [model.forward(text, len(text)) for text in texts]
+    model.clear_cache()
+    model.forward(TOKENS[:30], 31)
+    prefilled, *logits = model.forward_packed([(TOKENS[:31], 32), *((text, len(text)) for text in texts)])
+    assert prefilled.numel() == 0
+    for own, alone in zip(logits, expected):
+        assert_same(own, alone)
+
+
+def test_packed_forward_needs_masks_and_kv_caches() -> None:
+    assert not Transformer(random_model(CONFIGS["gpt2"])).can_pack
+    assert not Transformer(random_model(OWN_MASKS["bloom"]), 32).can_pack
+
+
+def test_packed_forward_that_fails_leaves_nothing() -> None:
+    model = Transformer(random_model(CONFIGS["gpt2"]), 32)
+    texts = [TOKENS[:20], TOKENS[::-1]]
+    expected = [model.forward([*text, 3, 4], len(text) + 1) for text in texts]
+    for text in texts:
+        model.forward(text, len(text))
+    with pytest.raises(IndexError):
+        model.forward_packed([([*texts[0], 3], 20), ([*texts[1], 1000], 41)])
+    for text, alone in zip(texts, expected):
+        assert_same(model.forward_packed([([*text, 3, 4], len(text) + 1)])[0], alone)
 
 
 def test_tree_forward_in_bfloat16_is_close_to_plain_forwards() -> None:

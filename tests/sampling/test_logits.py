@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from dsi.core.messages import Sampling
-from dsi.sampling.logits import probabilities, sample, top_k_tokens, top_logprobs
+from dsi.sampling.logits import greedy_top_k, probabilities, sample, top_k_tokens, top_logprobs
 from dsi.sampling.noise import array_namespace, exponential, float64, noise_key
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
@@ -133,6 +133,16 @@ def test_top_k_tokens_gives_the_sample_without_the_first(
     assert top_k_tokens(torch.from_numpy(row), sampling, position, 2, 0.0) == (first, second)
     row[first] = -np.inf
     assert second == sample(row, sampling, position)
+
+
+@given(st.lists(st.permutations([-np.inf, -3, 0, 0.5, 2]), min_size=1), st.data())
+def test_greedy_top_k_gives_the_top_k_tokens_of_each_row(rows: list[list[float]], data: st.DataObject) -> None:
+    logits = np.array([[9.5, *row] for row in rows], np.float32)
+    counts = [data.draw(st.integers(1, 7)) for _ in rows]
+    expected = [top_k_tokens(row, Sampling(), 0, count, 0.0) for row, count in zip(logits, counts)]
+    for array in (logits, torch.from_numpy(logits)):
+        assert greedy_top_k([array[:1], array[1:]], counts) == expected
+        assert greedy_top_k([array], counts) == expected
 
 
 def test_top_k_tokens_respects_min_ratio() -> None:

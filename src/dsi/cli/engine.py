@@ -27,11 +27,11 @@ REPORTED_MIB = 1000  # memory from which a line reports it: half of it is torch 
 def _choose_algorithm(spec: dict[str, Any]) -> None:
     """Take numbers without an algorithm as DSI's: `auto`, the default, finds its own."""
     if spec["algorithm"] is None:
-        spec["algorithm"] = default_algorithm(AUTO, spec["lookahead"], spec["min_draft"])
+        spec["algorithm"] = default_algorithm(AUTO, spec["lookahead"], spec["min_draft"], spec["tree"] or None)
 
 
 SPEC = Fields(
-    only=("algorithm", "lookahead", "min_draft"),
+    only=("algorithm", "lookahead", "min_draft", "tree"),
     auto=("lookahead", "min_draft"),
     defaults={"algorithm": None},
     complete=_choose_algorithm,

@@ -102,6 +102,7 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         names,
         warnings=warnings,
         exact=isinstance(target, CompiledDecoder),
+        trees=getattr(target, "supports_trees", False) and computes_trees(drafters[0].model),
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=info.vocab_size,
         repetition_penalty=getattr(weights.generation_config, "repetition_penalty", None) or 1.0,
@@ -110,6 +111,11 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
             packed_sequences(target) if fleet.packs and isinstance(target, CompiledDecoder) else running_limit(config)
         ),
     )
+
+
+def computes_trees(model: Model) -> bool:
+    """Whether a drafter computes a tree in one forward, in the target's vocabulary."""
+    return isinstance(model, SamplingModel) and getattr(model.backend, "supports_trees", False)
 
 
 def uses_every_core(target: Transformer | TensorParallel, config: EngineConfig, sp: int) -> bool:

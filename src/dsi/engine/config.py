@@ -24,7 +24,7 @@ FLOAT32, INT8 = "float32", "int8"
 DTYPES = (FLOAT32, "bfloat16", INT8)
 SPEC_FIELDS = tuple(field.name for field in fields(SpecConfig))
 DEFAULT_SPEC = SpecConfig(AUTO_ALGORITHM)
-NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "branches", "spare_targets")  # that `auto` chooses
+NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "branches", "spare_targets", "tree")  # auto's own
 OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_draft"}  # kept for one release
 
 
@@ -230,7 +230,7 @@ def fill_spec(spec: SpecConfig, default: SpecConfig) -> SpecConfig:
 
 def check_auto(spec: SpecConfig) -> SpecConfig:
     """Refuse numbers for `auto`, which chooses its own."""
-    for name, number in (("lookahead", spec.lookahead), ("min draft", spec.min_draft)):
+    for name, number in (("lookahead", spec.lookahead), ("min draft", spec.min_draft), ("tree", spec.tree or None)):
         if spec.algorithm == AUTO_ALGORITHM and number is not None:
             raise ValueError(
                 f"{name} {number} with the algorithm {spec.algorithm}: it finds its own; leave one of them out"

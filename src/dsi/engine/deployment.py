@@ -47,6 +47,7 @@ class Deployment:
     plans: Mapping[str, DeploymentPlan] = field(default_factory=dict)  # the fastest of each algorithm, on devices
     warnings: tuple[str, ...] = ()
     exact: bool = False  # whether the target's logits do not depend on how a text is cut into forwards, to the bit
+    trees: bool = False  # whether target and first drafter compute a tree of draft tokens in one forward
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
     repetition_penalty: float = 1.0  # of the target's generation configuration, for requests that give none
@@ -61,6 +62,8 @@ class Deployment:
 
     def resolve(self, spec: SpecConfig) -> SpecConfig:
         """Choose what a request left open: by plan, Eq. (1), or simulation with the measured latencies."""
+        if spec.tree and not self.trees:
+            raise ValueError(f"tree {spec.tree}: these models compute a chain of draft tokens; leave it out")
         lookahead, min_draft = spec.lookahead or self.lookahead(spec.algorithm), spec.min_draft
         if min_draft is None:
             min_draft = self.min_draft(lookahead) if spec.algorithm == "dsi" else 0
@@ -113,7 +116,7 @@ class Deployment:
         """Expected latencies of all configurations that `auto` chooses from."""
         config = self.simulation(self.sp, SIMULATED_TOKENS)
         if not self.plans:
-            return latency_table(config, in_background=True)
+            return latency_table(config, in_background=True, trees=self.trees)
         table = latency_table(config, specs=device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp))
         all(table.ms)  # predicted now: a process with CUDA should not be forked
         return table

@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,7 +33,16 @@ from dsi.core.progress import Status, no_status
 from dsi.core.tree_shape import END, Tree
 from dsi.models.names import check_exists, gguf_file, pretrained
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
-from dsi.models.tree_cache import CachedNodes, MaskedRows, TreeRows, cached_path, masked_rows, nodes_below, tree_depth
+from dsi.models.tree_cache import (
+    CachedNodes,
+    MaskedRows,
+    TreeRows,
+    cached_path,
+    masked_rows,
+    nodes_below,
+    packed_rows,
+    tree_depth,
+)
 
 MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
 MAX_KNOWN_TEXTS = 1024  # of which it is known which sequence they had; others are found by their tokens
@@ -41,6 +50,7 @@ GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely gr
 NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
 # Types of layers in transformers' configurations that keep a state besides keys and values, or instead of them.
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+MIN_PACKED_SEQUENCES = 32  # with fewer KV caches, texts that share forwards would take them from each other
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers whose masks are known
 PROBE: Tree = ((END, 2), (END, 3), (0, 4), (1, 4))  # after tokens 0 and 1: whether siblings see each other
 
@@ -146,6 +156,31 @@ class KVSequence:
             states.move(sources, first)
 
 
+class NewTokens(NamedTuple):
+    """The tokens of a text that are not cached, and for how many of the last ones logits are wanted."""
+
+    sequence: KVSequence
+    length: int  # tokens before them
+    tokens: list[int]
+    num_positions: int
+
+
+class PackedLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's keys and values of several texts, in their own buffers, for a forward over new tokens of all."""
+
+    def __init__(self, layers: Sequence[KVLayer], widths: list[int]) -> None:
+        super().__init__()
+        self._layers, self._widths = layers, widths
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        new = zip(torch.split(key_states, self._widths, -2), torch.split(value_states, self._widths, -2))
+        keys, values = zip(*(layer.update(*states) for layer, states in zip(self._layers, new)))
+        return torch.cat(keys, -2), torch.cat(values, -2)
+
+    def get_seq_length(self) -> int:
+        return sum(layer.length for layer in self._layers)
+
+
 class Transformer:
     """A transformers model on one device, with KV caches for up to `max_sequences` texts."""
 
@@ -198,6 +233,54 @@ class Transformer:
         sequence.tokens += new_tokens
         sequence.nodes = rows.nodes
         return logits
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether texts can share a forward, and there are KV caches for so many that prompts are not read again."""
+        return self._max_sequences >= MIN_PACKED_SEQUENCES and self.supports_trees
+
+    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Any]:
+        """As `forward` for each text and start: those of which something is cached share one forward."""
+        self._cancelled = NEVER
+        parts = self._new_tokens(texts)
+        shared = [part for part in parts if part.tokens and part.sequence.cache.layers]
+        logits = dict(zip(map(id, shared), self._compute_packed(shared)))
+        for part in parts:
+            if part.tokens and id(part) not in logits:  # the first forward of a text makes its layers
+                logits[id(part)] = self._compute(part.sequence, part.tokens, part.num_positions)
+        for part in parts:
+            part.sequence.tokens += part.tokens
+        return [logits.get(id(part), torch.empty((0, 0))) for part in parts]
+
+    def _new_tokens(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[NewTokens]:
+        """What is to be computed of each text, each with a sequence of its own."""
+        parts: list[NewTokens] = []
+        for tokens, start in texts:
+            self.check_text(tokens, start)
+            sequence, num_cached = self._sequence(tokens, start)
+            if any(part.sequence is sequence for part in parts):  # which has begun with the same tokens
+                sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
+                self._keep_sequence(sequence, tokens)
+            num_cached = min(num_cached, len(sequence.tokens))
+            sequence.truncate(num_cached)
+            parts.append(NewTokens(sequence, num_cached, list(tokens[num_cached:]), max(0, len(tokens) + 1 - start)))
+        return parts
+
+    def _compute_packed(self, parts: list[NewTokens]) -> Sequence[Any]:
+        """Run one forward over the new tokens of all, each of which sees those of its own text."""
+        if not parts:
+            return ()
+        layers = zip(*(part.sequence.cache.layers for part in parts))
+        widths = [len(part.tokens) for part in parts]
+        rows = packed_rows([(part.length, part.tokens, part.num_positions) for part in parts])
+        try:
+            with torch.inference_mode():
+                logits = self._run_masked(Cache(layers=[PackedLayer(own, widths) for own in layers]), rows).float()
+        except BaseException:
+            for part in parts:
+                part.sequence.truncate(part.length)
+            raise
+        return torch.split(logits, [part.num_positions for part in parts])
 
     def check_text(self, tokens: Sequence[int], start: int, depth: int = 0) -> None:
         """Refuse a text, and a tree of this depth after it, that the model cannot compute."""
@@ -255,7 +338,7 @@ class Transformer:
             for layer in layers:
                 layer.slots = slots
             with torch.inference_mode():
-                logits = self._run_masked(sequence, rows)
+                logits = self._run_masked(sequence.cache, rows)
         except BaseException:
             sequence.truncate(length)
             raise
@@ -266,13 +349,13 @@ class Transformer:
             layer.length += num_new
         return logits.float()
 
-    def _run_masked(self, sequence: KVSequence, rows: MaskedRows) -> Any:
+    def _run_masked(self, cache: Cache, rows: MaskedRows) -> Any:
         device, masks = self.model.device, self._masks(rows)
         return self.model(
             input_ids=torch.tensor([rows.tokens], device=device),
             position_ids=rows.positions[None].to(device),
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
-            past_key_values=sequence.cache,
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=torch.tensor(rows.wanted, device=device),
         ).logits[0]
@@ -297,6 +380,8 @@ class Transformer:
             shared = len(sequence.tokens)
         if len(sequence.tokens) - shared > self.max_overwrite:
             sequence = sequence.fork(shared)
+        if shared < len(sequence.tokens):
+            sequence.nodes = {}  # which are after another text
         self._keep_sequence(sequence, tokens)
         return sequence, min(shared, start - 1)
 

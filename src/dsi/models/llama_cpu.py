@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
+from transformers.cache_utils import Cache
 
 from dsi.models.hf import KVLayer, KVSequence, Transformer
 from dsi.models.tree_cache import MaskedRows
@@ -73,9 +74,9 @@ class LlamaCpu(Transformer):
         mask = None if len(ids) == 1 else torch.ones(len(ids), end, dtype=torch.bool).tril(length)
         return self._run(ids, slice(length, end), mask, kv_layers, slice(len(ids) - num_positions, len(ids)))
 
-    def _run_masked(self, sequence: KVSequence, rows: MaskedRows) -> Tensor:
+    def _run_masked(self, cache: Cache, rows: MaskedRows) -> Tensor:
         ids, wanted = torch.tensor(rows.tokens), torch.tensor(rows.wanted)
-        return self._run(ids, rows.positions, rows.visible, sequence.cache.layers, wanted)
+        return self._run(ids, rows.positions, rows.visible, cache.layers, wanted)
 
     def _run(
         self,

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Tree
-from dsi.sampling.logits import greedy_tokens, top_k_tokens, top_logprobs
+from dsi.sampling.logits import greedy_tokens, greedy_top_k, top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
 from dsi.sampling.penalties import apply_penalties
 from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
@@ -236,7 +236,7 @@ class SamplingModel:
 
     @property
     def can_pack(self) -> bool:
-        return hasattr(self.backend, "forward_packed")
+        return bool(getattr(self.backend, "can_pack", hasattr(self.backend, "forward_packed")))
 
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
         backend: PackingBackend = self.backend  # type: ignore[assignment]
@@ -281,8 +281,10 @@ class SamplingModel:
         return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
 
     def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
-        children = []
-        for (text, logits), count in zip(self._tree_rows(request), counts):
+        rows, children = self._tree_rows(request), []
+        if rows and self._is_plain(request.sampling):
+            return greedy_top_k([logits for _, logits in rows], counts)
+        for (text, logits), count in zip(rows, counts):
             [row] = self._processed(text, logits)
             children.append(top_k_tokens(row, text.sampling, text.start, count, 0.0))
         return children

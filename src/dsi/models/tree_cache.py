@@ -112,7 +112,7 @@ class MaskedRows:
     """The tokens of a forward, not all of which see those before them, and the slots of the KV cache that each sees."""
 
     tokens: list[int]
-    slots: list[int]  # of their keys and values
+    slots: list[int]  # of their keys and values; none: each text's are behind its others
     positions: Tensor
     key_positions: Tensor  # of all slots
     visible: Tensor  # [tokens, slots]
@@ -121,6 +121,20 @@ class MaskedRows:
     def visible_in(self, window: int) -> Tensor:
         """With a sliding window, which counts positions; 0 is none."""
         return self.visible & (self.positions[:, None] - self.key_positions < window) if window else self.visible
+
+
+def packed_rows(texts: Sequence[tuple[int, list[int], int]]) -> MaskedRows:
+    """New tokens of several texts, each behind `length` others of its own; slots are one text's after another's."""
+    blocks, positions, key_positions, wanted = [], list[int](), list[int](), list[int]()
+    for length, tokens, num_positions in texts:
+        end = length + len(tokens)
+        blocks.append(torch.ones((len(tokens), end), dtype=torch.bool).tril(length))
+        positions += range(length, end)
+        key_positions += range(end)
+        wanted += range(len(positions) - num_positions, len(positions))
+    visible: Tensor = torch.block_diag(*blocks).bool()  # type: ignore[no-untyped-call]
+    tokens = [token for _, tokens, _ in texts for token in tokens]
+    return MaskedRows(tokens, [], torch.tensor(positions), torch.tensor(key_positions), visible, wanted)
 
 
 def masked_rows(length: int, new_tokens: list[int], num_positions: int, tree: TreeRows) -> MaskedRows:

@@ -71,12 +71,14 @@ def test_tree_forward_gives_the_same_bits_for_any_history(data: st.DataObject) -
     decoder, text = PLAIN.with_threads(1), TOKENS[:10]
     tree: Tree = ()
     for _ in range(data.draw(st.integers(1, 12))):
-        action = random.choice(("grow", "grow", "accept", "accept", "new", "other", "cut", "cancel"))
+        action = random.choice(("grow", "grow", "accept", "accept", "new", "sibling", "other", "cut", "cancel"))
         if action == "grow" and len(tree) < 40:
             tree = grown(tree, random)
         elif action in ("accept", "new") and tree:
             text, tree = accepted(text, tree, random.randrange(len(tree)), random)
             text = [*text, random.randrange(1, 97)] if action == "new" else text
+        elif action == "sibling":
+            text = [*text[:-1], random.randrange(1, 97)]
         elif action == "other":
             text, tree = [*text[: max(1, len(text) - random.randrange(9))], random.randrange(1, 97)], ()
         elif action == "cut":
@@ -119,6 +121,14 @@ def test_accepted_path_is_not_recomputed() -> None:
     assert torch.equal(
         decoder.forward([*text, 11, 12, 13], 1), CompiledDecoder(decoder.model).forward([*text, 11, 12, 13], 1)
     )
+
+
+def test_tree_is_not_that_of_another_text_of_the_same_length() -> None:
+    decoder = CountingDecoder(random_model("llama"))
+    decoder.forward_tree(TOKENS, 60, CHAIN, [7])
+    text = [*TOKENS[:-1], 3]
+    expected = plain_rows(CompiledDecoder(decoder.model), text, 61, CHAIN, [7])
+    assert torch.equal(decoder.forward_tree(text, 61, CHAIN, [7]), expected)
 
 
 def test_plain_forward_after_a_tree_keeps_the_accepted_path() -> None:

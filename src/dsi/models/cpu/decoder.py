@@ -194,7 +194,7 @@ class TextPart:
 class CompiledDecoder(Transformer):
     """`CompiledDecoder.supports` says which models can run this way. Without `threads`, it has as many as torch."""
 
-    supports_trees = True
+    supports_trees = can_pack = True
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -288,16 +288,7 @@ class CompiledDecoder(Transformer):
     def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
         """As `forward` for each text and start, in one forward over the new tokens of all, if they are not too many."""
         self._cancelled = NEVER
-        parts: list[TextPart] = []
-        for tokens, start in texts:
-            self.check_text(tokens, start)
-            sequence, num_cached = self._sequence(tokens, start)
-            if any(part.sequence is sequence for part in parts):  # which has begun with the same tokens
-                sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
-                self._keep_sequence(sequence, tokens)
-            num_cached = min(num_cached, len(sequence.tokens))
-            sequence.truncate(num_cached)
-            parts.append(TextPart(sequence, num_cached, list(tokens[num_cached:]), len(tokens) + 1 - start))
+        parts = [TextPart(*part) for part in self._new_tokens(texts)]
         logits = self._compute_parts(parts)
         for part in parts:
             part.sequence.tokens += part.new_tokens
