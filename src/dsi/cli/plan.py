@@ -236,6 +236,8 @@ def _command(plan: DeploymentPlan, models: tuple[str, str], dtype: str, processo
         command += f" --lookahead {plan.spec.lookahead}"
     if plan.algorithm == "dsi":
         command += f" --min-draft {plan.spec.min_draft or 0}"
+    if plan.spec.tree:
+        command += f" --tree {plan.spec.tree}"
     if plan.spec.rule != "match":
         command += f" --rule {plan.spec.rule} --temperature 1"
     return command + (_threads(plan, processors) if cores else _devices(plan))

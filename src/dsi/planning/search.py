@@ -15,10 +15,12 @@ from typing import Any
 
 from dsi.core.progress import Progress, no_progress
 from dsi.core.spec import SpecConfig, default_max_lead
+from dsi.core.tree_shape import num_accepted
 from dsi.planning.equation_1 import amdahl, best_si_lookahead, minimal_lookahead, servers_needed
 from dsi.planning.forecast import predicted_ms
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import TITLES, SimulationConfig
+from dsi.planning.trees import best_si_tree
 
 SHOWN = 5  # plans
 FINALISTS = 10  # plans for processors that are simulated
@@ -28,6 +30,8 @@ SI_SHARES = (0.6, 1, 1.4)  # of the block that is SI's best in theory
 MOST_PROCESSORS = 1000
 PROCESSOR_SP = (1, 2, 3, 4, 6, 8)  # SP degrees that are tried, besides the largest possible
 SPARE_TARGETS = (1, 2)
+DSI_TREES = ((1, 0, 16), (2, 0, 32), (4, 4, 32))  # lookahead, min_draft and size of the trees that are tried
+TREE_SEEDS, TREE_TOKENS = range(2000, 2004), 100  # of simulations with trees, which take longer
 
 DEVICE_FINALISTS = 6  # plans of each algorithm for devices that are simulated
 DEVICE_SEEDS = range(1004, 1016)
@@ -158,7 +162,7 @@ class DeploymentPlan:
     def layout(self) -> tuple[str | int, ...]:
         """Of plans with the same layout only the fastest is shown."""
         drafter = "" if self.algorithm == "nonsi" else self.drafter
-        return self.algorithm, self.sp, self.mp, self.spec.rule, self.spec.branches, drafter
+        return self.algorithm, self.sp, self.mp, self.spec.rule, self.spec.branches, bool(self.spec.tree), drafter
 
     def simulation(self, profile: PairProfile, tokens: int = TOKENS) -> SimulationConfig:
         """The plan as it would run; SI's drafter never computes beside a target."""
@@ -166,7 +170,7 @@ class DeploymentPlan:
         config = profile.simulation(self.mp, self.sp, self.spec.rule, tokens)
         if self.algorithm == "si":
             config = config.with_latency(drafter_ms=profile.by_mp[self.mp].drafter_ms)
-        runner_ups = profile.runner_up_acceptance if self.spec.branches > 1 else 0.0
+        runner_ups = profile.runner_up_acceptance if self.spec.branches > 1 or self.spec.tree else 0.0
         return replace(config, spec=self.spec, runner_up_acceptance=runner_ups)
 
     def json(self) -> dict[str, Any]:
@@ -184,6 +188,7 @@ class DeploymentPlan:
             "patience": spec.min_draft or 0,
             "rule": spec.rule,
             "branches": spec.branches,
+            "tree": spec.tree,
             "spare_targets": spare,
             "spare": spare,
             "drafter": self.drafter,
@@ -239,6 +244,7 @@ def search_processors(
         finalists.append(nonsi)
     finalists += plans_with_runner_ups(profile, finalists)
     simulated = [replace(plan, ms=simulated_ms(plan.simulation(profile), seeds)) for plan in finalists]
+    simulated += plans_with_trees(profile, plans)
     return sorted(simulated, key=lambda plan: plan.ms)
 
 
@@ -309,6 +315,27 @@ def plans_with_runner_ups(profile: PairProfile, plans: Sequence[DeploymentPlan])
         return []
     spec = replace(first.spec, branches=2, max_targets=None, max_lead=first.spec.lead_limit)
     return [replace(first, spec=replace(spec, spare_targets=spare)) for spare in SPARE_TARGETS if spare < first.sp]
+
+
+def plans_with_trees(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> list[DeploymentPlan]:
+    """The best plans of SI, which is predicted exactly, and of DSI, which is simulated, with a tree for a chain."""
+    runner_up = profile.runner_up_acceptance
+    matching = [plan for plan in plans if plan.spec.rule == "match" and profile.of(plan.drafter).drafters == 1]
+    if not runner_up:
+        return []
+    found = []
+    for plan in [plan for plan in matching if plan.algorithm == "si"][:1]:
+        pair = profile.of(plan.drafter)
+        spec, ms = best_si_tree(pair.by_mp[plan.mp], pair.acceptance["match"], runner_up)
+        found.append(replace(plan, spec=spec, ms=ms))
+    for plan in [plan for plan in matching if plan.algorithm == "dsi"][:1]:
+        tried = [
+            replace(plan, spec=replace(plan.spec, lookahead=lookahead, min_draft=min_draft, tree=tree))
+            for lookahead, min_draft, tree in DSI_TREES
+        ]
+        times = [simulated_ms(plan.simulation(profile, TREE_TOKENS), TREE_SEEDS) for plan in tried]
+        found.append(min((replace(plan, ms=ms) for plan, ms in zip(tried, times)), key=lambda plan: plan.ms))
+    return found
 
 
 def search_devices(
@@ -413,6 +440,12 @@ def explanation(plan: DeploymentPlan, profile: PairProfile) -> str:
     latency, rate, lookahead = pair.by_mp[plan.mp], pair.acceptance[spec.rule], spec.lookahead or 0
     if plan.algorithm == "nonsi":
         return f"a forward of {latency.target_ms:.2f} ms for each token"
+    if plan.algorithm == "si" and spec.tree:
+        tokens = 1 + num_accepted(spec.chances, spec.tree, lookahead)
+        return (
+            f"a tree of {spec.tree} guesses in {lookahead} levels of {latency.drafter_ms:.2f} ms, then a forward: "
+            f"{tokens:.1f} tokens a turn"
+        )
     if plan.algorithm == "si":
         tokens = sum(rate**i for i in range(lookahead + 1))
         return (
@@ -424,4 +457,5 @@ def explanation(plan: DeploymentPlan, profile: PairProfile) -> str:
         return f"{overlap}, in lock step"
     wait = f", the root waits for {spec.min_draft}" if spec.min_draft else ""
     runner_ups = f", {spec.spare_targets} verify runner-ups" if spec.branches > 1 else ""
-    return f"{overlap}; {plan.sp} in flight, blocks of {lookahead}{wait}{runner_ups}"
+    blocks = f"trees of {spec.tree}" if spec.tree else f"blocks of {lookahead}"
+    return f"{overlap}; {plan.sp} in flight, {blocks}{wait}{runner_ups}"
