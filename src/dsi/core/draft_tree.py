@@ -187,10 +187,10 @@ class DraftTree:
 
     def with_ancestors(self, nodes: Iterable[Node]) -> list[Node]:
         """These nodes and those between them and the root, which is left out: parents before children."""
-        needed: set[Node] = set()
+        needed: dict[Node, None] = {}  # in an order that does not depend on memory
         for node in nodes:
             while node is not self.root and node not in needed:
-                needed.add(node)
+                needed[node] = None
                 node = node.parent  # type: ignore[assignment]
         return sorted(needed, key=lambda node: node.depth)
 
