@@ -272,19 +272,19 @@ class SamplingModel:
         return top_k_tokens(row, request.sampling, request.start, count, min_ratio)
 
     def answer_tree(self, request: ForwardRequest) -> Answer:
+        if self._is_plain(request.sampling) and self._computes_trees:
+            return tuple(greedy_tokens([self._tree_logits(request)])), ()
         rows = self._tree_rows(request)
-        if self._is_plain(request.sampling):
-            return tuple(greedy_tokens([logits for _, logits in rows])), ()
         if request.sampling.logprobs is None:
             return tuple(token for text, row in rows for token in self._verify(text, self._processed(text, row))), ()
         answers = [self._with_logprobs(text, row) for text, row in rows]
         return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
 
     def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
-        rows, children = self._tree_rows(request), []
-        if rows and self._is_plain(request.sampling):
-            return greedy_top_k([logits for _, logits in rows], counts)
-        for (text, logits), count in zip(rows, counts):
+        if self._is_plain(request.sampling) and self._computes_trees:
+            return greedy_top_k([self._tree_logits(request)], counts)
+        children = []
+        for (text, logits), count in zip(self._tree_rows(request), counts):
             [row] = self._processed(text, logits)
             children.append(top_k_tokens(row, text.sampling, text.start, count, 0.0))
         return children
@@ -292,12 +292,18 @@ class SamplingModel:
     def _tree_rows(self, request: ForwardRequest) -> list[tuple[ForwardRequest, Array]]:
         """The texts that are asked about, and their logits: computed in one forward where the backend can."""
         texts = list(request.texts())
-        if not getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_tree")):
+        if not self._computes_trees:
             return [(text, self._forward(text)) for text in texts]
-        backend: TreeBackend = self.backend  # type: ignore[assignment]
-        logits = backend.forward_tree(request.tokens, request.start, request.tree, request.asked, request.cancelled)
-        ends = accumulate(text.num_positions for text in texts)
+        logits, ends = self._tree_logits(request), accumulate(text.num_positions for text in texts)
         return [(text, logits[end - text.num_positions : end]) for text, end in zip(texts, ends)]
+
+    @property
+    def _computes_trees(self) -> bool:
+        return getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_tree"))
+
+    def _tree_logits(self, request: ForwardRequest) -> Array:
+        backend: TreeBackend = self.backend  # type: ignore[assignment]
+        return backend.forward_tree(request.tokens, request.start, request.tree, request.asked, request.cancelled)
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         [row] = self._logits(request)

@@ -39,13 +39,18 @@ def greedy_tokens(logits: Sequence[Array]) -> list[int]:
     """The likeliest token of each row, of several texts' rows at once."""
     if not logits:
         return []
-    tokens: list[int] = array_namespace(logits[0]).concatenate(tuple(logits)).argmax(-1).tolist()
+    tokens: list[int] = concatenated(logits).argmax(-1).tolist()
     return tokens
+
+
+def concatenated(logits: Sequence[Array]) -> Array:
+    """The rows of all; those of one are not copied."""
+    return logits[0] if len(logits) == 1 else array_namespace(logits[0]).concatenate(tuple(logits))
 
 
 def greedy_top_k(logits: Sequence[Array], counts: Sequence[int]) -> list[tuple[int, ...]]:
     """As `top_k_tokens` without noise, of several rows at once, each with its count."""
-    rows = array_namespace(logits[0]).concatenate(tuple(logits))
+    rows = concatenated(logits)
     most = min(max(counts), rows.shape[-1])
     if isinstance(rows, np.ndarray):
         best = (-rows).argsort(-1)[:, :most]
