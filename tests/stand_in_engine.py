@@ -42,6 +42,7 @@ class StandInEngine:
     api_key: str | None = None
     port: int = 0
     requests: list[tuple[str, Any]] = field(default_factory=list)  # paths and bodies
+    num_connections: int = 0  # so far
     num_cancelled: int = 0  # streams whose client went away
 
     def start(self) -> StandInEngine:
@@ -113,6 +114,7 @@ class EngineHandler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self.stand_in._connections.add(self.connection)
+        self.stand_in.num_connections += 1
 
     def finish(self) -> None:
         self.stand_in._connections.discard(self.connection)
@@ -271,9 +273,10 @@ class EngineHandler(BaseHTTPRequestHandler):
             )
             return
         start = body.get("logprob_start_len", len(tokens) - 1)
-        *places, last = self._tokens(self.stand_in.answer(tokens, len(tokens) - start))
+        *places, last = self.stand_in.answer(tokens, len(tokens) - start)
         logprobs = [None, *([[-0.5, token, None]] for token in places)]
-        self._json(200, {"output_ids": [last], "meta_info": {"completion_tokens": 1, "input_top_logprobs": logprobs}})
+        meta = {"completion_tokens": 1, "input_top_logprobs": logprobs}
+        self._json(200, {"output_ids": self._tokens([last]), "meta_info": meta})
 
     # Tokenizers.
 

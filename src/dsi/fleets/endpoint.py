@@ -24,6 +24,7 @@ CHECK_SECONDS = 5.0  # for an endpoint to say which model it has
 RESTART_SECONDS = 0.25  # no engine is back with another model any sooner
 MAX_RETRIES, MAX_RETRY_SECONDS = 3, 1.0  # of a request that came too soon, status 429
 MAX_CONNECTIONS = 64
+KEEPALIVE_SECONDS = 2.0  # of an idle connection: the engines close theirs after 5, perhaps as a request is sent
 DONE = "[DONE]"  # the end of a stream
 UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # what reading a wrong answer raises
 
@@ -41,13 +42,18 @@ class Endpoint:
     def __init__(self, address: EndpointAddress, loop: EventLoopThread, api_key: str | None = None) -> None:
         self.address, self.url, self.loop = address, address.url, loop
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=MAX_CONNECTIONS, max_keepalive_connections=MAX_CONNECTIONS)
+        limits = httpx.Limits(
+            max_connections=MAX_CONNECTIONS,
+            max_keepalive_connections=MAX_CONNECTIONS,
+            keepalive_expiry=KEEPALIVE_SECONDS,
+        )
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # other limits are the caller's
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
         )
         self._info: EndpointInfo | None = None
         self._last_answer = -RESTART_SECONDS
+        self._num_closed = 0  # connections that were closed here, by cancelling a request, and not yet replaced
 
     @property
     def info(self) -> EndpointInfo:
@@ -168,11 +174,17 @@ class Endpoint:
                     yield response
                     self._last_answer = time.monotonic()
                     return
+                except BaseException:
+                    self._num_closed += 1
+                    raise
                 finally:
                     await response.aclose()
 
     def _may_have_restarted(self) -> bool:
-        return self._info is not None and time.monotonic() - self._last_answer > RESTART_SECONDS
+        """Whether a new connection may lead to another server: not if it replaces one that was just closed here."""
+        expected, self._num_closed = self._num_closed > 0, max(0, self._num_closed - 1)
+        is_recent = time.monotonic() - self._last_answer < RESTART_SECONDS
+        return self._info is not None and not (expected and is_recent)
 
     def _check_model(self, answer: Any) -> None:
         """Refuse the answer of another model, where answers say whose they are."""

@@ -192,9 +192,10 @@ class HttpFleet(ThreadFleet):
 
     def _will_restart(self, name: str) -> bool:
         """Jobs wait for targets that may come back; without drafters a text goes on."""
-        server, since = self._servers[name], self._down_since.get(name, self.now())
-        is_awaited = self.now() - since < self._outage_seconds
-        return self._restart and server.role == TARGET and isinstance(server.model, Endpoint) and is_awaited
+        is_endpoint = name in self._servers and isinstance(self._servers[name].model, Endpoint)
+        if not self._restart or not is_endpoint or self._servers[name].role != TARGET:
+            return False
+        return self.now() - self._down_since.get(name, self.now()) < self._outage_seconds
 
     def _on_worker_death(self, name: str) -> None:
         super()._on_worker_death(name)
@@ -218,7 +219,8 @@ class HttpFleet(ThreadFleet):
         """Let jobs that wait for this endpoint fail if there is no other."""
         name = worker.server.name
         if name in self._scheduler.starting:
-            self._scheduler.causes[worker.server.role] = worker.last_error
+            if worker.last_error:
+                self._scheduler.causes[worker.server.role] = worker.last_error
             self._scheduler.give_up(name)
             self._events.extend(self._scheduler.orphaned())
 
