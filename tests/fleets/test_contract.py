@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from stand_in_engine import StandInEngine
 
 from dsi.core.generation import Policy
 from dsi.core.messages import (
@@ -46,6 +45,7 @@ from dsi.models.endpoints.wire import position_seed
 from dsi.models.protocol import Cancelled, ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
+from stand_in_engine import StandInEngine
 
 TARGET = ToyTarget(3)
 TEXT = TokenSequence.of((1, 2, 3))

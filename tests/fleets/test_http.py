@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from stand_in_engine import FAULTS, StandInEngine
 
 from dsi.core.generation import Policy
 from dsi.core.messages import GREEDY, Draft, Sampling, Verified, Verify
@@ -26,6 +25,7 @@ from dsi.models.endpoints.address import KINDS, parse_address
 from dsi.models.protocol import ForwardRequest, Model
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
+from stand_in_engine import FAULTS, StandInEngine
 
 TARGET, OTHER = ToyTarget(3), ToyTarget(4)
 DRAFTER = ToyDrafter(TARGET, 0.8)
