@@ -18,7 +18,7 @@ from dsi.core.messages import GREEDY
 from dsi.core.policies import autoregressive
 from dsi.core.request import Request
 from dsi.core.scheduler import Scheduler
-from dsi.core.scoring import Scoring
+from dsi.core.single_forward import SingleForward
 from dsi.core.spec import SpecConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.engine import Engine
@@ -357,7 +357,7 @@ def record_trespasses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, "__getattribute__", checked)
 
-    for owner in (Engine, EngineLoop, Deployment, ActiveRequest, Generation, Scoring, ProcessFleet, Scheduler):
+    for owner in (Engine, EngineLoop, Deployment, ActiveRequest, Generation, SingleForward, ProcessFleet, Scheduler):
         guard(owner)
     return trespasses
 
