@@ -388,6 +388,7 @@ def test_engine_is_touched_by_no_other_thread(monkeypatch: pytest.MonkeyPatch) -
             ids = re.findall(r'"id": ?"(.*?)"', answer.text)[:1]
             paths = ["/health", "/metrics", "/v1/models", *(f"/v1/traces/{id}" for id in ids)]
             statuses = [(await client.get(path)).status_code for path in paths]
+            await client.post("/v1/verify", json={"prompt": [5, 6], "num_positions": 1})
             assert answer.status_code != 500
             assert statuses == [200] * len(paths), answer.text
 

@@ -269,9 +269,10 @@ class Engine(AbstractContextManager["Engine"]):
         the same of them, a text is taken for one that has grown, and only what is new is computed.
         """
         self.deployment.check_request(prompt, sampling, new_tokens=0)
-        length = max(1, len(prompt) + 1 - num_positions) if prompt_length is None else prompt_length
-        if not 1 <= length <= len(prompt):
-            raise ValueError(f"prompt_length {length}: must be at least 1 and at most {len(prompt)}, the prompt")
+        for name, number in {"num_positions": num_positions, "prompt_length": prompt_length}.items():
+            if number is not None and not 1 <= number <= len(prompt):
+                raise ValueError(f"{name} {number}: must be at least 1 and at most {len(prompt)}, the prompt")
+        length = prompt_length or len(prompt) + 1 - num_positions
         return VerifyRequest(self._verified_texts.sequence(prompt, length, sampling), num_positions, sampling)
 
     def policy(self, spec: SpecConfig) -> Policy:
