@@ -118,7 +118,8 @@ class LlamaCpp(AbstractContextManager["LlamaCpp"]):
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait()
+        with self._process:  # which closes its pipes
+            pass
 
 
 # In the environment of its own:
