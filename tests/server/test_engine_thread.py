@@ -18,7 +18,7 @@ from dsi.core.messages import GREEDY
 from dsi.core.policies import autoregressive
 from dsi.core.request import Request
 from dsi.core.scheduler import Scheduler
-from dsi.core.scoring import Scoring
+from dsi.core.single_forward import SingleForward
 from dsi.core.spec import SpecConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.engine import Engine
@@ -357,7 +357,7 @@ def record_trespasses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, "__getattribute__", checked)
 
-    for owner in (Engine, EngineLoop, Deployment, ActiveRequest, Generation, Scoring, ProcessFleet, Scheduler):
+    for owner in (Engine, EngineLoop, Deployment, ActiveRequest, Generation, SingleForward, ProcessFleet, Scheduler):
         guard(owner)
     return trespasses
 
@@ -388,6 +388,7 @@ def test_engine_is_touched_by_no_other_thread(monkeypatch: pytest.MonkeyPatch) -
             ids = re.findall(r'"id": ?"(.*?)"', answer.text)[:1]
             paths = ["/health", "/metrics", "/v1/models", *(f"/v1/traces/{id}" for id in ids)]
             statuses = [(await client.get(path)).status_code for path in paths]
+            await client.post("/v1/verify", json={"prompt": [5, 6], "num_positions": 1})
             assert answer.status_code != 500
             assert statuses == [200] * len(paths), answer.text
 

@@ -13,10 +13,11 @@ from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
 from dsi.core.policies import load_aware, policy_for
 from dsi.core.progress import Status, no_status
-from dsi.core.request import Completion, Request, ScoreRequest
+from dsi.core.request import Completion, Request, ScoreRequest, VerifyRequest
 from dsi.core.sequence import Tokens
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig
+from dsi.core.text_table import TextTable
 from dsi.engine.config import DEFAULT_SPEC, EngineConfig, fill_spec, make_configs, make_spec
 from dsi.engine.profile_cache import keep_profile, read_profile
 from dsi.fleets.loop import EngineLoop, Fleet
@@ -82,6 +83,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.loop.load.targets = deployment.sp
         self.loop.load.shared_block = deployment.shared_block if deployment.shares_forwards else None
         self._shared_forwards = SharedForwards(deployment.drafters[0], self.loop.load)
+        self._verified_texts = TextTable()
         self._acceptance = acceptance  # the prior of `auto`; None: that of earlier runs, if any
         self.plans: Sequence[DeploymentPlan] = ()  # what `plan="auto"` chose from, the fastest first
         if self.algorithm == AUTO:
@@ -257,6 +259,21 @@ class Engine(AbstractContextManager["Engine"]):
         sampling = Sampling(logprobs=logprobs)
         self.deployment.check_request(prompt, sampling, new_tokens=0)
         return ScoreRequest(prompt, sampling)
+
+    def verify_request(
+        self, prompt: Tokens, num_positions: int, sampling: Sampling, prompt_length: int | None = None
+    ) -> VerifyRequest:
+        """Prepare a request for the target's token after each of the last `num_positions` prefixes of a prompt.
+
+        Its first `prompt_length` tokens, by default those before all positions, are what the text began with: with
+        the same of them, a text is taken for one that has grown, and only what is new is computed.
+        """
+        self.deployment.check_request(prompt, sampling, new_tokens=0)
+        for name, number in {"num_positions": num_positions, "prompt_length": prompt_length}.items():
+            if number is not None and not 1 <= number <= len(prompt):
+                raise ValueError(f"{name} {number}: must be at least 1 and at most {len(prompt)}, the prompt")
+        length = prompt_length or len(prompt) + 1 - num_positions
+        return VerifyRequest(self._verified_texts.sequence(prompt, length, sampling), num_positions, sampling)
 
     def policy(self, spec: SpecConfig) -> Policy:
         """Build the policy of a request; beside other requests it speculates less."""
