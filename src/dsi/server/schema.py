@@ -154,6 +154,7 @@ class CompletionBody(Body):
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=MAX_INT, description="Must be n.")
+    return_token_ids: bool | None = Field(False, description="Add the tokens of each choice, as in vLLM.")
 
 
 class Message(BaseModel):
