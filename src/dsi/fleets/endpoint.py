@@ -230,7 +230,9 @@ def _connecting(url: str) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
-        raise EndpointError(f"{url}: {str(error) or type(error).__name__}") from None
+        reason = str(error) or type(error).__name__
+        unreachable = "cannot be reached: " if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else ""
+        raise EndpointError(f"{url}: {unreachable}{reason}") from None
 
 
 async def _chunks(response: httpx.Response) -> AsyncGenerator[str, None]:
