@@ -52,6 +52,7 @@ class Endpoint:
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
         )
+        loop.on_close.append(self._client.aclose)
         self.drafts_greedily = False  # for targets whose noise is not the drafter's
         self._info: EndpointInfo | None = None
         self._last_answer = -RESTART_SECONDS
@@ -211,9 +212,6 @@ class Endpoint:
             return
         if "model" in answer and answer["model"] != self._info.model:
             raise EndpointError(f"{self.url}: answers as {str(answer['model'])[:80]}, no longer as {self._info.model}")
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
     def answer(self, request: ForwardRequest) -> Tokens:
         """Wait for the answer in another thread than the event loop's, which a fleet never does."""
