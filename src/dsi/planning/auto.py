@@ -107,6 +107,7 @@ def latency_table(
         latency.contention,
         alone_drafter_ms=None if alone is None else float(alone.drafter_ms),
         alone_steps_ms=() if alone is None else _steps_ms(alone),
+        plain_ms=plain_ms,
         is_ready=predictions.is_ready if in_background else (lambda _: True),
     )
 
