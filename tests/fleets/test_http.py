@@ -16,7 +16,7 @@ from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.fleets import worker_restarts
-from dsi.fleets.endpoint import Endpoint
+from dsi.fleets.endpoint import RESTART_SECONDS, Endpoint
 from dsi.fleets.event_loop import EventLoopThread
 from dsi.fleets.http import HttpFleet
 from dsi.fleets.loop import EngineLoop, FleetError
@@ -147,6 +147,7 @@ def test_http_fleet_never_uses_another_model_after_a_restart(kind: str, make: Ma
         text += tokens
         if len(text) >= 10 and first.model is TARGET:
             first.stop()
+            time.sleep(RESTART_SECONDS)  # no engine is back any sooner
             first.model, first.name = OTHER, "other"
             first.start()
     assert tuple(text) == plain_text(40)
@@ -224,3 +225,34 @@ def test_http_fleet_readmits_an_endpoint_while_no_job_runs(make: Make, engine: S
         fleet.check_workers()
     fleet.start(Verify(1, TEXT, 1))
     assert isinstance(fleet.next_event(), Verified)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_http_fleet_streams_a_text_that_is_not_speculated_on(kind: str, make: Make, engine: Start) -> None:
+    target = engine(kind, TARGET)
+    fleet = make(target)
+    for sampling in [GREEDY] + [SAMPLED] * (kind == "dsi"):
+        target.requests.clear()
+        [completion] = EngineLoop(fleet).run(Request(PROMPT, 30, autoregressive(), sampling, streams=True))
+        assert completion.tokens == plain_text(30, sampling)
+        assert completion.tally.forwards == completion.tally.useful == 30
+        assert len(target.requests) == 1
+
+
+def test_http_fleet_streams_on_from_another_target(make: Make, engine: Start) -> None:
+    engines = [engine("vllm", Wait(TARGET, Latency(0.002))), engine("vllm", Wait(TARGET, Latency(0.002)))]
+    fleet, text = make(*engines), list[int]()
+    events = [(10, engines[0].stop), (20, engines[0].start), (25, engines[1].stop)]
+    for tokens in EngineLoop(fleet).tokens(Request(PROMPT, 40, autoregressive(), streams=True)):
+        text += tokens
+        while events and len(text) >= events[0][0]:
+            events.pop(0)[1]()
+    assert tuple(text) == plain_text(40)
+
+
+def test_http_fleet_streams_up_to_a_stop_token(make: Make, engine: Start) -> None:
+    fleet, text = make(engine("vllm", TARGET)), plain_text(40)
+    stop = frozenset({next(token for i, token in enumerate(text) if i >= 5 and token not in text[:i])})
+    [completion] = EngineLoop(fleet).run(Request(PROMPT, 40, autoregressive(), stop=stop, streams=True))
+    assert completion.tokens == text[: text.index(next(iter(stop))) + 1]
+    assert completion.finish_reason == "stop"

@@ -20,6 +20,7 @@ from dsi.core.messages import (
     DRAFTER,
     GREEDY,
     NO_STEP,
+    TARGET,
     Draft,
     Drafted,
     Event,
@@ -73,6 +74,7 @@ class Generation:
         stop: Collection[int] = (),
         sampling: Sampling = GREEDY,
         drafter_contexts: Mapping[str, int] | None = None,
+        streams: bool = False,
         ids: Iterator[int] | None = None,
     ) -> None:
         if max_new_tokens < 1:
@@ -92,6 +94,8 @@ class Generation:
         self._stopped = False
         self._block_size = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
         self._last_verifier: int | None = None  # the verification that moved the root last
+        self._streams = streams  # whether a target can be asked for its text as a stream
+        self._stream: tuple[int, int] | None = None  # the id of such a job, and the length of the text it has reached
         self._started: list[Job] = []
         self._cancelled: list[int] = []
         self._ids = count() if ids is None else ids
@@ -167,6 +171,9 @@ class Generation:
         return self._step(())
 
     def _on_drafted(self, job: Draft, event: Drafted) -> None:
+        if job.model == TARGET:
+            self._on_streamed(job, event)
+            return
         self.tally.drafted += 1 + len(event.alternates)
         self.jobs.drafter_answered(job.model)
         tree, node, token = self.tree, self.jobs.node(job.id), event.token
@@ -183,6 +190,20 @@ class Generation:
             self.jobs.close(job.id)
         elif token in self._stop_tokens:  # nothing follows a stop token: the rest of the draft is not wanted
             self._cancel([job.id])
+
+    def _on_streamed(self, job: Draft, event: Drafted) -> None:
+        # The target's own token, if verifications have not moved the root beyond it: then the stream is not wanted.
+        root, length = self.tree.root, job.context.length if self._stream is None else self._stream[1]
+        if length != root.context.length:
+            self._cancel([job.id])
+            return
+        self.tally.forwards += 1
+        self.jobs.drafter_answered(TARGET)
+        root.target_token, root.verifier, self._last_verifier = event.token, job.id, None
+        self._stream = job.id, length + 1
+        if length + 1 >= job.context.length + job.count:
+            self.jobs.close(job.id)
+            self._stream = None
 
     def _on_verified(self, job: Verify, event: Verified) -> None:
         # The answer covers the last `width` positions of the job's text. The root may have passed the first of
@@ -205,6 +226,8 @@ class Generation:
         self.tally.failed += 1
         self.jobs.close(job.id)
         self.jobs.drafter_failed(job.model)
+        if job.model == TARGET:
+            self._stream = None
 
     def _on_verify_failed(self, job: Verify, _: Failed) -> None:
         # The same positions are verified again: deeper ones may be covered by now, and a gap before them would
@@ -266,6 +289,8 @@ class Generation:
                 self._release(id, self._close(job))
             else:
                 self.jobs.close(id)
+            if self._stream is not None and id == self._stream[0]:
+                self._stream = None
         self._cancelled += ids
 
     def _close(self, job: Verify) -> list[Node]:
@@ -313,6 +338,11 @@ class Generation:
         """The last position up to `tip` that can be verified now: a rule may need its draft token."""
         return tip.parent if self.needs_draft and not tip.draft_tokens else tip
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether a target can continue the verified text by itself, as it does more quickly than token by token."""
+        return self._streams and not self.jobs.failing(TARGET)
+
     # ...and what it may ask for.
 
     def draft(
@@ -327,7 +357,9 @@ class Generation:
         self._start(Draft(next(self._ids), node.context, count, model, *options, alone), node)
 
     def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:
-        """Verify the last `width` positions up to this node."""
+        """Verify the last `width` positions up to this node; a stream of the target's text is not needed then."""
+        if self._stream is not None:
+            self._cancel([self._stream[0]])
         lead = node.depth - width + 1 - self.tree.root.depth
         nodes = node.lineage(width)
         draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
@@ -335,6 +367,15 @@ class Generation:
         for covered in nodes:
             covered.verifier = job.id
         self._start(job, node)
+
+    def stream(self) -> None:
+        """Let a target continue the verified text by itself, unless one does."""
+        if self._stream is None:
+            root, count = self.tree.root, self.max_new_tokens - self.tree.root.depth
+            job = Draft(next(self._ids), root.context, count, TARGET, self.sampling, alone=True)
+            self._stream = job.id, root.context.length
+            self.jobs.add_prefill(job)
+            self._started.append(job)
 
     def prefill(self) -> None:
         """Let idle targets prefill the prompt, and every so often the text verified since."""

@@ -28,8 +28,11 @@ class JobTable:
         elif job.is_alternate:
             self._alternates.add(job.id)
 
-    def add_prefill(self, job: Prefill) -> None:
-        """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it."""
+    def add_prefill(self, job: Prefill | Draft) -> None:
+        """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it.
+
+        Nor is one for a stream of the target's own text, which follows the root.
+        """
         self.open[job.id] = job
 
     def node(self, id: int) -> Node:

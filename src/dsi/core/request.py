@@ -24,6 +24,7 @@ class Request:
     sampling: Sampling = GREEDY
     stop: frozenset[int] = frozenset()
     drafter_contexts: Mapping[str, int] = field(default_factory=dict, hash=False)  # in tokens; 0 or none: unlimited
+    streams: bool = False  # whether targets can stream this text, more quickly than token by token
 
 
 @dataclass(frozen=True)

@@ -105,8 +105,8 @@ class Endpoint:
         """Yield tokens as they are streamed; where a stream ends early, go on after what it had."""
         text, end = list(tokens), len(tokens) + count
         while len(text) < end:
-            call = self.wire.stream_call(self.info.model, text, end - len(text), sampling, prompt_length)
-            before = len(text)
+            before, most = len(text), self.info.max_new_tokens or count
+            call = self.wire.stream_call(self.info.model, text, min(most, end - len(text)), sampling, prompt_length)
             async with aclosing(self._stream(call)) as stream:
                 async for token in stream:
                     if len(text) < end:

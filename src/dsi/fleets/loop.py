@@ -105,6 +105,7 @@ def _state_machine(request: AnyRequest, ids: Iterator[int]) -> Generation | Sing
         stop=request.stop,
         sampling=request.sampling,
         drafter_contexts=request.drafter_contexts,
+        streams=request.streams,
         ids=ids,
     )
 

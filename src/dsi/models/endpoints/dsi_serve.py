@@ -12,18 +12,21 @@ from dsi.models.endpoints.vllm import COMPLETIONS, sampling_fields
 from dsi.models.endpoints.wire import Call, EndpointInfo, WireFormat, check_tokens, first_model
 
 VERIFY = "/v1/verify"
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class DsiFormat(WireFormat):
     kind = DSI
     samples = True
     keyed_by_position = True
+    penalties = PENALTIES
 
     def verify_calls(
         self, model: str, tokens: Sequence[int], num_positions: int, sampling: Sampling, prompt_length: int
     ) -> list[Call]:
         fields = {"model": model, "prompt": list(tokens), "num_positions": num_positions, "seed": sampling.seed}
-        return [Call(VERIFY, {**fields, **sampling_fields(sampling), "prompt_length": prompt_length})]
+        penalties = {name: getattr(sampling, name) for name in PENALTIES}
+        return [Call(VERIFY, {**fields, **sampling_fields(sampling), **penalties, "prompt_length": prompt_length})]
 
     def verified(self, answers: Sequence[Any], num_positions: int) -> Tokens:
         [answer] = answers
@@ -37,7 +40,7 @@ class DsiFormat(WireFormat):
     ) -> Call:
         del prompt_length
         fields = {"model": model, "prompt": list(tokens), "max_tokens": count, "seed": sampling.seed}
-        more = {"ignore_eos": True, "return_token_ids": True, "stream": True}
+        more = {"repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True, "stream": True}
         return Call(COMPLETIONS, {**fields, **sampling_fields(sampling), **more})
 
     def streamed(self, chunk: Any, num_received: int) -> Sequence[int]:
@@ -47,4 +50,5 @@ class DsiFormat(WireFormat):
     def info(self, models: Any, properties: Any) -> EndpointInfo:
         del properties
         entry = first_model(models)
-        return EndpointInfo(self.kind, entry["id"], int(entry.get("max_model_len") or 0), source=entry["id"])
+        context, limit = int(entry.get("max_model_len") or 0), int(entry.get("max_tokens") or 0)
+        return EndpointInfo(self.kind, entry["id"], context, source=entry["id"], max_new_tokens=limit)

@@ -33,6 +33,7 @@ class EndpointInfo:
     source: str = ""  # the folder or hub name it was loaded from, if known
     eos_token: str | None = None  # as text
     details: tuple[tuple[str, Any], ...] = field(default=(), repr=False)  # which differ between models
+    max_new_tokens: int = 0  # of a request; 0: as many as the context has room for
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -47,6 +48,7 @@ class WireFormat(ABC):
     samples: ClassVar[bool] = False  # whether a position can be sampled with a seed of its own
     keyed_by_position: ClassVar[bool] = False  # whether one seed gives a streamed text and verified positions alike
     has_model_in_answers: ClassVar[bool] = True
+    penalties: ClassVar[tuple[str, ...]] = ()  # that a verification can have
 
     def check_sampling(self, sampling: Sampling, url: str) -> None:
         """Refuse what this engine cannot verify so that every algorithm gives one text."""
@@ -54,8 +56,8 @@ class WireFormat(ABC):
             raise ValueError(f"rule {sampling.rule}: endpoints verify by the rule match alone; leave it out")
         if sampling.logprobs is not None:
             raise ValueError("logprobs: endpoints are not asked for them; leave them out")
-        if sampling.has_penalties:
-            raise ValueError(f"{sampling.penalties[0]}: is not supported with the endpoint {url}; leave it out")
+        if unsupported := [name for name in sampling.penalties if name not in self.penalties]:
+            raise ValueError(f"{unsupported[0]}: {self.kind} at {url} is not asked to apply it; leave it out")
         if sampling.temperature and not self.samples:
             raise ValueError(
                 f"temperature {sampling.temperature:g}: {self.kind} at {url} cannot sample each position with a seed "
@@ -64,7 +66,7 @@ class WireFormat(ABC):
 
     def can_stream(self, sampling: Sampling) -> bool:
         """Whether a streamed completion is the text that verifications give."""
-        return sampling.temperature == 0 or self.keyed_by_position
+        return not sampling.has_penalties and (sampling.temperature == 0 or self.keyed_by_position)
 
     @abstractmethod
     def verify_calls(
