@@ -163,6 +163,12 @@ class Engine(AbstractContextManager["Engine"]):
             prior = read_profile(self.deployment.profile_key).get("acceptance", PRIOR_ACCEPTANCE)
         return AdaptiveController(table, self.deployment.drafters, prior, monitor)
 
+    @cached_property
+    def _unstreamed_controller(self) -> AdaptiveController:
+        """The same for requests whose text the targets cannot stream, with another latency of plain decoding."""
+        table, controller = self.deployment.unstreamed_latency_table, self._controller
+        return AdaptiveController(table, controller.drafters, PRIOR_ACCEPTANCE, controller.latency_monitor)
+
     def _keep_acceptance(self) -> None:
         """Let the next run start from the acceptance rate that `auto` has learned of the first drafter."""
         learned = self._controller.acceptance[self.deployment.drafters[:1]]
@@ -252,7 +258,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.deployment.check_tokens(tuple(stop_token_ids))
         limit = self.deployment.limit_new_tokens(prompt, max_new_tokens)
         ends, contexts = more if ignore_eos else eos | more, self.deployment.drafter_contexts
-        return Request(prompt, limit, self.policy(spec), sampling, ends, contexts)
+        streams = self.deployment.can_stream(sampling)
+        return Request(prompt, limit, self.policy(spec, streams), sampling, ends, contexts, streams)
 
     def score_request(self, prompt: Tokens, logprobs: int) -> ScoreRequest:
         """Prepare a request for the top log probabilities of each token of a prompt."""
@@ -275,15 +282,19 @@ class Engine(AbstractContextManager["Engine"]):
         length = prompt_length or len(prompt) + 1 - num_positions
         return VerifyRequest(self._verified_texts.sequence(prompt, length, sampling), num_positions, sampling)
 
-    def policy(self, spec: SpecConfig) -> Policy:
-        """Build the policy of a request; beside other requests it speculates less."""
+    def policy(self, spec: SpecConfig, streams: bool = True) -> Policy:
+        """Build the policy of a request; beside other requests it speculates less.
+
+        Where targets can stream texts, `streams` says whether this is one of them.
+        """
         spec = fill_spec(spec, self.spec)
         deployment, load = self.deployment, self.loop.load
         shared = SpecConfig(lookahead=deployment.shared_lookahead, drafters=deployment.drafters)
         if spec.algorithm == AUTO and deployment.shares_forwards:
             return self._shared_forwards.policy(self._controller)
         if spec.algorithm == AUTO:
-            return load_aware(self._controller, shared, load)
+            streamed = streams or deployment.stream_ms is None
+            return load_aware(self._controller if streamed else self._unstreamed_controller, shared, load)
         spec = deployment.resolve(spec)
         policy = policy_for(spec)
         if spec.algorithm in ("pearl", "dsi") and deployment.shares_forwards:

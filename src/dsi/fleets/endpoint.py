@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from dsi.core.messages import Sampling
+from dsi.core.messages import GREEDY, Sampling
 from dsi.core.sequence import Tokens
 from dsi.fleets.event_loop import EventLoopThread
 from dsi.models.endpoints.address import EndpointAddress
@@ -51,6 +51,7 @@ class Endpoint:
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
         )
+        self.drafts_greedily = False  # for targets whose noise is not the drafter's
         self._info: EndpointInfo | None = None
         self._last_answer = -RESTART_SECONDS
         self._num_closed = 0  # connections that were closed here, by cancelling a request, and not yet replaced
@@ -104,6 +105,7 @@ class Endpoint:
     ) -> AsyncGenerator[int, None]:
         """Yield tokens as they are streamed; where a stream ends early, go on after what it had."""
         text, end = list(tokens), len(tokens) + count
+        sampling = GREEDY if self.drafts_greedily else sampling
         while len(text) < end:
             before, most = len(text), self.info.max_new_tokens or count
             call = self.wire.stream_call(self.info.model, text, min(most, end - len(text)), sampling, prompt_length)

@@ -54,7 +54,7 @@ class EngineInfo:
     latency: LatencyModel
     vocab_size: int
     repetition_penalty: float  # of requests that leave it open
-    on_devices: bool  # where there are neither log-probabilities nor penalties
+    on_devices: bool  # or behind URLs: where there are neither log-probabilities nor penalties
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
@@ -70,7 +70,7 @@ class EngineInfo:
             deployment.latency,
             engine.tokenizer.size if deployment.vocab_size is None else deployment.vocab_size,
             deployment.repetition_penalty,
-            on_devices=bool(deployment.plans),
+            on_devices=bool(deployment.plans or deployment.endpoints),
         )
 
     def lookahead(self, algorithm: str) -> int | None:
