@@ -80,7 +80,7 @@ class StandInEngine:
     def models(self) -> dict[str, Any]:
         entry = {"id": self.name, "owned_by": OWNERS[self.kind], "root": self.name, "created": time.time()}
         if self.kind == "llama.cpp":
-            entry["meta"] = {"n_vocab": 64, "n_ctx_train": self.context}
+            entry["meta"] = {"n_vocab": self.tokenizer.size if self.tokenizer else 64, "n_ctx_train": self.context}
         else:
             entry["max_model_len"] = self.context
         return {"object": "list", "data": [entry]}

@@ -43,6 +43,7 @@ VerifiedPosition = tuple[dict[str, int], int, Tokens]
 
 DEFAULT_SPEC = SpecConfig()
 PREFILL_EVERY = 16  # verified tokens between two prefills of idle servers
+NO_TOKEN = -1  # what a drafter has drafted whose draft failed
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came into the text
 
 
@@ -224,10 +225,12 @@ class Generation:
     def _on_draft_failed(self, job: Draft, _: Failed) -> None:
         # The policy may draft again.
         self.tally.failed += 1
-        self.jobs.close(job.id)
-        self.jobs.drafter_failed(job.model)
         if job.model == TARGET:
             self._stream = None
+        elif self._streams:  # plain decoding would lose nothing to a drafter that has no draft token
+            self.jobs.node(job.id).drafted_by.setdefault(job.model, NO_TOKEN)
+        self.jobs.close(job.id)
+        self.jobs.drafter_failed(job.model)
 
     def _on_verify_failed(self, job: Verify, _: Failed) -> None:
         # The same positions are verified again: deeper ones may be covered by now, and a gap before them would

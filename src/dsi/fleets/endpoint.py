@@ -26,6 +26,7 @@ MAX_RETRIES, MAX_RETRY_SECONDS = 3, 1.0  # of a request that came too soon, stat
 MAX_CONNECTIONS = 64
 KEEPALIVE_SECONDS = 2.0  # of an idle connection: the engines close theirs after 5, perhaps as a request is sent
 DONE = "[DONE]"  # the end of a stream
+DISCONNECTED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # what reading a wrong answer raises
 
 
@@ -51,6 +52,7 @@ class Endpoint:
         self._client = httpx.AsyncClient(
             base_url=self.url, headers=headers, limits=limits, timeout=timeout, trust_env=False
         )
+        loop.on_close.append(self._client.aclose)
         self.drafts_greedily = False  # for targets whose noise is not the drafter's
         self._info: EndpointInfo | None = None
         self._last_answer = -RESTART_SECONDS
@@ -158,29 +160,45 @@ class Endpoint:
 
     @asynccontextmanager
     async def _send(self, call: Call) -> AsyncIterator[httpx.Response]:
-        """Send a request until it is not too soon; one over a new connection may have met another model."""
-        with _connecting(self.url):
-            for retries_left in reversed(range(MAX_RETRIES + 1)):
-                trace = ConnectionTrace()
-                method, body = ("GET", None) if call.body is None else ("POST", call.body)
-                request = self._client.build_request(method, call.path, json=body, extensions={"trace": trace})
+        """Send a request; one over a new connection may have met another model."""
+        with _connecting(self.url), self._counting_closed():
+            response, is_new = await self._response(call)
+            try:
+                if call.body is not None and is_new and self._may_have_restarted():
+                    await self.check()
+                yield response
+                self._last_answer = time.monotonic()
+            finally:
+                await response.aclose()
+
+    async def _response(self, call: Call) -> tuple[httpx.Response, bool]:
+        """Send a request until it is not too soon; return the response, and whether its connection is new."""
+        method, retries_left = "GET" if call.body is None else "POST", MAX_RETRIES
+        while True:
+            trace = ConnectionTrace()
+            request = self._client.build_request(method, call.path, json=call.body, extensions={"trace": trace})
+            try:
                 response = await self._client.send(request, stream=True)
-                try:
-                    if response.status_code == httpx.codes.TOO_MANY_REQUESTS and retries_left:
-                        await asyncio.sleep(_retry_seconds(response.headers))
-                        continue
-                    if response.status_code >= 400:
-                        raise EndpointError(await _status_message(self.url, response))
-                    if call.body is not None and trace.is_new and self._may_have_restarted():
-                        await self.check()
-                    yield response
-                    self._last_answer = time.monotonic()
-                    return
-                except BaseException:
-                    self._num_closed += 1
+            except DISCONNECTED:
+                if trace.is_new:
                     raise
-                finally:
-                    await response.aclose()
+                continue  # a connection that was kept, and that the engine had closed
+            if response.status_code < 400:
+                return response, trace.is_new
+            message, wait = await _status_message(self.url, response), _retry_seconds(response.headers)
+            if response.status_code != httpx.codes.TOO_MANY_REQUESTS or not retries_left:
+                raise EndpointError(message)
+            retries_left -= 1
+            await asyncio.sleep(wait)
+
+    @contextmanager
+    def _counting_closed(self) -> Iterator[None]:
+        """Count a connection that a request closes which is cancelled or fails."""
+        try:
+            yield
+        except BaseException:
+            self._num_closed += 1
+            raise
 
     def _may_have_restarted(self) -> bool:
         """Whether a new connection may lead to another server: not if it replaces one that was just closed here."""
@@ -194,9 +212,6 @@ class Endpoint:
             return
         if "model" in answer and answer["model"] != self._info.model:
             raise EndpointError(f"{self.url}: answers as {str(answer['model'])[:80]}, no longer as {self._info.model}")
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
     def answer(self, request: ForwardRequest) -> Tokens:
         """Wait for the answer in another thread than the event loop's, which a fleet never does."""
@@ -230,7 +245,9 @@ def _connecting(url: str) -> Iterator[None]:
     try:
         yield
     except httpx.HTTPError as error:
-        raise EndpointError(f"{url}: {str(error) or type(error).__name__}") from None
+        reason = str(error) or type(error).__name__
+        unreachable = "cannot be reached: " if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout) else ""
+        raise EndpointError(f"{url}: {unreachable}{reason}") from None
 
 
 async def _chunks(response: httpx.Response) -> AsyncGenerator[str, None]:
@@ -248,7 +265,10 @@ def _retry_seconds(headers: Mapping[str, str]) -> float:
 
 
 async def _status_message(url: str, response: httpx.Response) -> str:
-    body = (await response.aread())[:2000].decode(errors="replace")
+    try:
+        body = (await response.aread())[:2000].decode(errors="replace")
+    finally:
+        await response.aclose()
     with suppress(*UNREADABLE):
         body = json.loads(body)["error"]["message"]
     return f"{url}: status {response.status_code}: {' '.join(str(body).split())[:200]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ JOIN_SECONDS = 5.0
 class EventLoopThread:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._closing: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []  # to run there at the end
         self._thread = Thread(target=self._run, name="endpoints", daemon=True)
         self._thread.start()
 
@@ -25,7 +25,7 @@ class EventLoopThread:
         for task in tasks:
             task.cancel()
         self.loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        for close in self._closing:
+        for close in self.on_close:
             self.loop.run_until_complete(close())
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
         self.loop.close()
@@ -34,9 +34,8 @@ class EventLoopThread:
         """Run a coroutine there, and wait for its result in this thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
-    def close(self, closing: Iterable[Callable[[], Coroutine[Any, Any, None]]] = ()) -> None:
-        """Cancel what still runs there, then run these; a second call does nothing."""
+    def close(self) -> None:
+        """Cancel what still runs there, and close what was opened; a second call does nothing."""
         if self._thread.is_alive():
-            self._closing = list(closing)
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join(JOIN_SECONDS)

@@ -233,4 +233,4 @@ class HttpFleet(ThreadFleet):
         self._restart = False
         super().close()
         for loop in {endpoint.loop for endpoint in self.endpoints}:
-            loop.close([endpoint.close for endpoint in self.endpoints])
+            loop.close()
