@@ -51,7 +51,7 @@ test-engines: setup
 
 # All that need no GPU.
 BENCHMARKS := core threads grid forwards peers parallel budget orchestration stale branches adaptive vocabularies rules \
-	unbiased serve cluster ray_cluster
+	unbiased serve engines cluster ray_cluster
 
 bench: setup
 	set -e; for name in $(BENCHMARKS); do echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done
