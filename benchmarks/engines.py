@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from http.client import HTTPConnection
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -193,7 +195,7 @@ def generated(engine: Engine, algorithm: str, tokens: int, prompt: Tokens) -> Ru
 
 
 def verify_times(url: str, options: Any) -> dict[str, Any]:
-    """Milliseconds of verifications in this process and over HTTP, of a text that grows, interleaved."""
+    """Milliseconds of verifications in this process, over a plain connection and by our client, interleaved."""
     [endpoint] = connect([url])
     times: dict[str, dict[str, list[float]]] = {}
     try:
@@ -203,11 +205,13 @@ def verify_times(url: str, options: Any) -> dict[str, Any]:
             for width in VERIFIED:
                 blocks = [(text[:end], width) for end in range(len(prompt) + width, len(text), width)]
                 here = partial(verified_here, engine, len(prompt))
-                there = partial(verified_there, endpoint, len(prompt))
-                rows = harness.interleave({"here": here, "http": there}, blocks, quiet=True, agree=lambda run: run[1])
+                http = partial(verified_over_http, url, len(prompt))
+                client = partial(verified_by_client, endpoint, len(prompt))
+                contenders = {"here": here, "http": http, "client": client}
+                rows = harness.interleave(contenders, blocks, quiet=True, agree=lambda run: run[1])
                 times[str(width)] = {name: [run[0] for run in runs] for name, runs in rows.items()}
     finally:
-        endpoint.loop.close([endpoint.close])
+        endpoint.loop.close()
     return times
 
 
@@ -217,7 +221,24 @@ def verified_here(engine: Engine, prompt_length: int, block: tuple[Tokens, int])
     return (perf_counter() - began) * SECOND, done.tokens
 
 
-def verified_there(endpoint: Endpoint, prompt_length: int, block: tuple[Tokens, int]) -> Run:
+@cache
+def connection(url: str) -> HTTPConnection:
+    made = HTTPConnection(url.removeprefix("http://"))
+    made.connect()
+    made.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+def verified_over_http(url: str, prompt_length: int, block: tuple[Tokens, int]) -> Run:
+    (prompt, num_positions), connected = block, connection(url)
+    began = perf_counter()
+    body = json.dumps({"prompt": prompt, "num_positions": num_positions, "prompt_length": prompt_length})
+    connected.request("POST", "/v1/verify", body, {"content-type": "application/json"})
+    tokens = json.loads(connected.getresponse().read())["tokens"]
+    return (perf_counter() - began) * SECOND, tuple(tokens)
+
+
+def verified_by_client(endpoint: Endpoint, prompt_length: int, block: tuple[Tokens, int]) -> Run:
     began = perf_counter()
     tokens = endpoint.loop.run(endpoint.verify(*block, GREEDY, prompt_length))
     return (perf_counter() - began) * SECOND, tokens
@@ -255,8 +276,9 @@ def measured_rows(row: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def round_trip(times: dict[str, list[float]]) -> str:
-    added = [http - here for here, http in zip(times["here"], times["http"])]
-    return f"{median(times['here']):.2f} ms in this process, {harness.spread(added, 2)} ms more over HTTP"
+    http, client = ([there - here for here, there in zip(times["here"], times[name])] for name in ("http", "client"))
+    here = f"{median(times['here']):.2f} ms in this process"
+    return f"{here}, {harness.spread(http, 2)} more over HTTP, {harness.spread(client, 2)} more by our client"
 
 
 def check(results: dict[str, Any]) -> None:

@@ -94,7 +94,7 @@ def endpoint(engine: EngineUnderTest) -> Iterator[Endpoint]:
     endpoint = Endpoint(parse_address(engine.url), loop)
     loop.run(endpoint.connect())
     yield endpoint
-    loop.close([endpoint.close])
+    loop.close()
 
 
 @pytest.fixture
