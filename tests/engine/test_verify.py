@@ -91,6 +91,18 @@ def test_verify_request_has_the_whole_context(engine: Engine) -> None:
         engine.verify_request((1,) * (context + 1), 1, Sampling())
 
 
+def test_verify_request_bounds_what_grows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsi.engine.engine.MAX_GROWTH", 16)
+    prompt, tokens = generate(engine, Sampling(), 60)
+    text = (*prompt, *tokens)
+    for end in range(len(prompt), len(text)):
+        request = engine.verify_request(text[:end], 1, Sampling(), len(prompt))
+        assert end - len(request.context.origin) < 16
+        assert engine.loop.run(request)[0].tokens == text[end : end + 1]
+    with pytest.raises(ValueError, match=f"prompt_length {len(prompt)}: with penalties"):
+        engine.verify_request(text, 1, Sampling(presence_penalty=0.5), len(prompt))
+
+
 class CountingTransformer(Transformer):
     """Counts the tokens that it computes."""
 

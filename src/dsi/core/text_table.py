@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from dsi.core.sequence import Tokens, TokenSequence
 
+MAX_GROWTH = 4096  # tokens after what a text began with: each takes more memory than one of a prompt
+
 
 @dataclass
 class TextTable:

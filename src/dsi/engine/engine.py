@@ -17,7 +17,7 @@ from dsi.core.request import Completion, Request, ScoreRequest, VerifyRequest
 from dsi.core.sequence import Tokens
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig
-from dsi.core.text_table import TextTable
+from dsi.core.text_table import MAX_GROWTH, TextTable
 from dsi.engine.config import DEFAULT_SPEC, EngineConfig, fill_spec, make_configs, make_spec
 from dsi.engine.profile_cache import keep_profile, read_profile
 from dsi.fleets.loop import EngineLoop, Fleet
@@ -276,10 +276,7 @@ class Engine(AbstractContextManager["Engine"]):
         the same of them, a text is taken for one that has grown, and only what is new is computed.
         """
         self.deployment.check_request(prompt, sampling, new_tokens=0)
-        for name, number in {"num_positions": num_positions, "prompt_length": prompt_length}.items():
-            if number is not None and not 1 <= number <= len(prompt):
-                raise ValueError(f"{name} {number}: must be at least 1 and at most {len(prompt)}, the prompt")
-        length = prompt_length or len(prompt) + 1 - num_positions
+        length = _fixed_length(len(prompt), num_positions, prompt_length, sampling)
         return VerifyRequest(self._verified_texts.sequence(prompt, length, sampling), num_positions, sampling)
 
     def policy(self, spec: SpecConfig, streams: bool = True) -> Policy:
@@ -313,3 +310,15 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _fixed_length(length: int, num_positions: int, prompt_length: int | None, sampling: Sampling) -> int:
+    """How many tokens of a text to verify are taken for its prompt, which bounds how many are taken one by one."""
+    for name, number in {"num_positions": num_positions, "prompt_length": prompt_length}.items():
+        if number is not None and not 1 <= number <= length:
+            raise ValueError(f"{name} {number}: must be at least 1 and at most {length}, the prompt")
+    fixed = prompt_length or length + 1 - num_positions
+    grown = length - fixed
+    if grown >= MAX_GROWTH and sampling.has_penalties:
+        raise ValueError(f"prompt_length {fixed}: with penalties it must be followed by less than {MAX_GROWTH} tokens")
+    return fixed + grown - grown % MAX_GROWTH  # without penalties, nothing depends on where the prompt ended

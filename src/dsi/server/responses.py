@@ -43,12 +43,9 @@ def full_choice(request: ApiRequest, choice: ChoiceOutput) -> dict[str, Any]:
         content: dict[str, Any] = {"message": message, "logprobs": choice.chat_logprobs(choice.tokens)}
     else:
         content = {"text": choice.text, "logprobs": choice.completion_logprobs(choice.tokens)}
-        content |= token_ids(request, choice.tokens)
+    if request.token_ids:
+        content |= {"token_ids": choice.token_ids(choice.tokens), "prompt_token_ids": choice.prompt}
     return {"index": choice.index, **content, "finish_reason": choice.finish_reason}
-
-
-def token_ids(request: ApiRequest, tokens: Sequence[TokenText]) -> dict[str, Any]:
-    return {"token_ids": [token.token for token in tokens]} if request.return_token_ids else {}
 
 
 class Chunks:
@@ -92,7 +89,9 @@ class Chunks:
             content: dict[str, Any] = {"delta": {"content": text} if text else {}}
             logprobs = choice.chat_logprobs(tokens)
         else:
-            content, logprobs = {"text": text} | token_ids(self._request, tokens), choice.completion_logprobs(tokens)
+            content, logprobs = {"text": text}, choice.completion_logprobs(tokens)
+        if self._request.token_ids:
+            content["token_ids"] = choice.token_ids(tokens)
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _trace(self, delta: Delta) -> dict[str, Any]:

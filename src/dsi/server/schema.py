@@ -140,6 +140,7 @@ class Body(BaseModel):
     bad_words: Words = []
     allowed_token_ids: TokenIds = None
     include_stop_str_in_output: bool | None = False
+    return_token_ids: bool | None = Field(False, description="Of each choice, and of prompts in a whole response.")
     add_special_tokens: bool | None = Field(None, description="By default true for a prompt, false for a chat.")
     # Extensions.
     algorithm: Literal["nonsi", "si", "pearl", "dsi", "auto"] | None = None
@@ -154,7 +155,6 @@ class CompletionBody(Body):
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1, le=MAX_INT, description="Must be n.")
-    return_token_ids: bool | None = Field(False, description="Add the tokens of each choice, as in vLLM.")
 
 
 class Message(BaseModel):
@@ -182,7 +182,7 @@ class VerifyBody(BaseModel):
     num_positions: int = Field(ge=1, le=MAX_POSITIONS, description="After so many of the last prefixes of the prompt.")
     prompt_length: int | None = Field(
         None,
-        ge=1,
+        ge=0,
         le=MAX_INT,
         description="Tokens that the text began with: by them it is known again as it grows.",
     )
@@ -246,6 +246,8 @@ class Usage(BaseModel):
 
 class AnswerChoice(BaseModel):
     index: int
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"]
 

@@ -95,7 +95,7 @@ class ApiRequest:
     usage: bool
     trace: bool
     echo: bool
-    return_token_ids: bool = False
+    token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.perf_counter)
     ttft: float | None = None  # seconds
@@ -189,7 +189,7 @@ class Service:
             usage=bool(body.stream_options and body.stream_options.include_usage),
             trace=bool(body.trace),
             echo=isinstance(body, CompletionBody) and bool(body.echo),
-            return_token_ids=isinstance(body, CompletionBody) and bool(body.return_token_ids),
+            token_ids=bool(body.return_token_ids),
             began=began,
         )
         try:

@@ -53,7 +53,7 @@ def make_job(service: Service, body: VerifyBody, done: asyncio.Future[EngineOutp
     check_prompt(service.info, body)
     deliver = partial(service.inbox().put, partial(_set_result, done))
     return VerificationJob(
-        body.prompt, body.num_positions, body.prompt_length, sampling(service.info, body), deliver, client
+        body.prompt, body.num_positions, body.prompt_length or None, sampling(service.info, body), deliver, client
     )
 
 
