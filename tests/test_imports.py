@@ -31,6 +31,7 @@ ALLOWED_IN = {
     "transformers": {"engine", "models"},
     "triton": {"models"},
     "ray": {"fleets"},
+    "httpx": {"fleets"},
     "datasets": {"experiments"},
     "matplotlib": {"plot"},
     "rich": {"cli", "plot"},

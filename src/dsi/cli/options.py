@@ -99,6 +99,8 @@ def _parameters(config: Any, chosen: Fields) -> Iterator[Parameter]:
         if default is None and field.name in chosen.auto:
             default = "auto"
         parsed = str if field.name in chosen.auto else _parsed_as(kind)
+        if field.metadata.get("repeatable"):
+            default, parsed = (default,), list[parsed]  # type: ignore[valid-type]
         annotation = Annotated[parsed, _option(field, chosen)]  # type: ignore[valid-type]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

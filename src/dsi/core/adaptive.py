@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from dsi.core.generation import Generation, VerifiedPosition
 from dsi.core.latency_table import RUNNER_UPS_IN_TIME, LatencyTable
-from dsi.core.messages import Draft, Job, Time, Verify
+from dsi.core.messages import TARGET, Draft, Job, Time, Verify
 from dsi.core.policies import policy_for
 from dsi.core.spec import Decision, SpecConfig
 
@@ -25,7 +25,9 @@ PRIOR_WEIGHT = 5.0  # tokens that a prior counts for at first
 MIN_GAIN = 0.01  # the share by which another configuration must be faster to be chosen
 MIN_OVERLAP_GAIN = 0.1  # likewise, from taking turns on every core to overlap and back: KV caches have to catch up
 PROBE_EVERY = 4  # tokens, at least, after which an unused drafter drafts one, which tells whether it would pay again
+PROBE_STREAM_EVERY = 16  # likewise of a streamed text: the drafter has to read what it has missed
 PROBE_SHARE = 0.01  # of the time that these draft tokens may take, where they take it from the target
+STREAM_STEPS = 20  # in which the speed of streamed texts is considered: of 5% each
 MIN_TIMED = 8  # forwards before their latency is believed
 
 
@@ -83,16 +85,30 @@ class LatencyMonitor:
     def __init__(self, planned: LatencyTable, unit: float = 1) -> None:
         self._planned, self._unit = planned, unit
         self._targets, self._drafters = LatencyEMA(), dict[str, LatencyEMA]()
+        self._streams = LatencyEMA()
 
     def observe(self, job: Job, time: Time, busy_targets: int) -> None:
         """Add a forward; that of a target only if no other was busy, which would have slowed it down."""
         ms = float(time) * self._unit
         if isinstance(job, Draft) and job.expansions:
             return  # a level of a tree takes longer the more nodes it has
-        if isinstance(job, Draft):
+        if isinstance(job, Draft) and job.model == TARGET:
+            if self._planned.plain_ms is not None and job.count > 1:
+                self._streams.add(ms / self._planned.plain_ms)
+        elif isinstance(job, Draft):
             self._drafters.setdefault(job.model, LatencyEMA()).add(ms / self._planned.draft_ms(job.alone))
         elif isinstance(job, Verify) and busy_targets <= 1:
             self._targets.add(ms / self._planned.forward_ms(job.num_positions, job.alone))
+
+    @property
+    def streams_timed(self) -> bool:
+        """Whether enough streamed tokens have been timed."""
+        return self._streams.count >= MIN_TIMED
+
+    @property
+    def stream_slowdown(self) -> float:
+        """How much slower than planned a streamed text is, relative to verifications."""
+        return self._streams.mean / self._targets.mean
 
     def drafter_slowdown(self, drafters: Sequence[str]) -> float:
         """How much slower than planned the slowest of these drafters is, relative to the target."""
@@ -146,6 +162,8 @@ class AdaptiveController:
     def probe_every(self) -> int:
         """Tokens between two probes: on shared cores a draft token takes its time from the target."""
         table = self.latency_table
+        if table.plain_ms is not None:
+            return max(PROBE_STREAM_EVERY, ceil(table.draft_ms() / (PROBE_SHARE * table.plain_ms)))
         if not table.alone_steps_ms:
             return PROBE_EVERY
         return max(PROBE_EVERY, ceil(table.draft_ms() / (PROBE_SHARE * table.forward_ms(1))))
@@ -153,6 +171,8 @@ class AdaptiveController:
     def can_pay(self, drafters: DrafterSet) -> bool:
         """Whether there is an acceptance rate at which these drafters are worth their time."""
         table = self.latency_table
+        if table.plain_ms is not None:
+            return self.spec(self.best({drafters: 1.0}, 0.0)).speculates
         return table.configs[table.best(self.scales[drafters], table.rate_index(1.0))].speculates
 
     def spec(self, candidate: Candidate) -> SpecConfig:
@@ -169,6 +189,8 @@ class AdaptiveController:
                 raise ValueError(f"{config}: nothing predicts trees")
             return table.trees.ms(config, self._scale(drafters), acceptance, runner_up)
         ms = table.ms[self.scales[drafters]][config][table.rate_index(acceptance)]
+        if table.plain_ms is not None and config == table.plain:
+            return ms * self.latency_monitor.stream_slowdown
         saved = (1 - acceptance) * runner_up * RUNNER_UPS_IN_TIME[spare_targets] if spare_targets else 0.0
         return ms * (1 - saved) * (1 + table.contention * spare_targets)
 
@@ -191,7 +213,11 @@ class AdaptiveController:
         table = self.latency_table
         for drafters, acceptance in rates.items():
             scale, rate = self.scales[drafters], table.rate_index(acceptance)
-            yield drafters, table.best(scale, rate), 0
+            if table.plain_ms is None:
+                yield drafters, table.best(scale, rate), 0
+            else:  # whether to stream depends on how fast that has turned out to be
+                yield drafters, table.best_speculating(scale, rate), 0
+                yield drafters, table.plain, 0
             for spare_targets in (spare for spare in table.spare_targets if spare < table.targets):
                 config = table.best(scale, rate, spare_targets)
                 if not table.configs[config].takes_turns:
@@ -209,7 +235,14 @@ class RequestController:
         self._latency_changed = False  # a drafter's speed, since the last decision
         self._decided_by: tuple[object, ...] = ()
         self._next_probe = 0  # in tokens
-        self._choose(g, self._best(g), "start")
+        self._choose(g, self._first(g), "start")
+
+    def _first(self, g: Generation) -> Candidate:
+        """What to start with: where texts can be streamed, that is timed once, as what was measured may be wrong."""
+        best, table = self._best(g), self._engine.latency_table
+        if table.plain_ms is None or self._engine.latency_monitor.streams_timed or not g.can_stream:
+            return best
+        return best[0], table.plain, 0
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
         drafters, _, spare_targets = self._candidate = candidate
@@ -249,17 +282,20 @@ class RequestController:
 
     def _inputs(self, g: Generation) -> tuple[object, ...]:
         """What a decision depends on, as exactly as the latency table knows it."""
-        table, fitting = self._engine.latency_table, [_fits(g, drafters) for drafters in self._acceptance]
+        table, monitor = self._engine.latency_table, self._engine.latency_monitor
+        fitting = [_fits(g, drafters) for drafters in self._acceptance]
         emas = *self._acceptance.values(), self._runner_up
         rates = [table.rate_index(rate) for ema in emas for rate in (ema.rate, ema.optimistic_rate)]
-        return (*rates, *fitting, *self._engine.scales.values())
+        streams = (monitor.streams_timed, round(STREAM_STEPS * monitor.stream_slowdown)) if table.plain_ms else ()
+        return (*rates, *fitting, *self._engine.scales.values(), *streams)
 
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
         emas = (fitting or self._acceptance).items()
         best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, self._runner_up.rate)
-        if self._engine.spec(best).speculates:
+        table = self._engine.latency_table
+        if self._engine.spec(best).speculates or table.plain_ms is not None:
             return best
         # Speculation that fails costs little, and without it there is little to learn from.
         return self._engine.best({drafters: ema.optimistic_rate for drafters, ema in emas}, self._runner_up.rate)

@@ -20,6 +20,7 @@ from dsi.core.messages import (
     DRAFTER,
     GREEDY,
     NO_STEP,
+    TARGET,
     Draft,
     Drafted,
     DraftedLevel,
@@ -44,6 +45,7 @@ VerifiedPosition = tuple[dict[str, int], int, Tokens]
 
 DEFAULT_SPEC = SpecConfig()
 PREFILL_EVERY = 16  # verified tokens between two prefills of idle servers
+NO_TOKEN = -1  # what a drafter has drafted whose draft failed
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came into the text
 
 
@@ -75,6 +77,7 @@ class Generation:
         stop: Collection[int] = (),
         sampling: Sampling = GREEDY,
         drafter_contexts: Mapping[str, int] | None = None,
+        streams: bool = False,
         ids: Iterator[int] | None = None,
     ) -> None:
         if max_new_tokens < 1:
@@ -94,6 +97,8 @@ class Generation:
         self._stopped = False
         self._block_size = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
         self._last_verifier: int | None = None  # the verification that moved the root last
+        self._streams = streams  # whether a target can be asked for its text as a stream
+        self._stream: tuple[int, int] | None = None  # the id of such a job, and the length of the text it has reached
         self._started: list[Job] = []
         self._cancelled: list[int] = []
         self._tree_drafts: dict[int, TreeDraft] = {}  # in flight
@@ -170,6 +175,9 @@ class Generation:
         return self._step(())
 
     def _on_drafted(self, job: Draft, event: Drafted) -> None:
+        if job.model == TARGET:
+            self._on_streamed(job, event)
+            return
         self.tally.drafted += 1 + len(event.alternates)
         self.jobs.drafter_answered(job.model)
         tree, node, token = self.tree, self.jobs.node(job.id), event.token
@@ -195,6 +203,19 @@ class Generation:
         if self._tree_drafts[job.id].grow(self.tree, event.children, job.model, self._block_size):
             self._close(job)
 
+    def _on_streamed(self, job: Draft, event: Drafted) -> None:
+        # The target's own token, if verifications have not moved the root beyond it: then the stream is not wanted.
+        root, length = self.tree.root, job.context.length if self._stream is None else self._stream[1]
+        if length != root.context.length:
+            self._cancel([job.id])
+            return
+        self.tally.forwards += 1
+        self.jobs.drafter_answered(TARGET)
+        root.target_token, root.verifier, self._last_verifier = event.token, job.id, None
+        self._stream = job.id, length + 1
+        if length + 1 >= job.context.length + job.count:
+            self._close(job)
+
     def _on_verified(self, job: Verify, event: Verified) -> None:
         # The answer covers the last `width` positions of the job's text and the nodes of its tree. The root may have
         # passed some of them since, and others be pruned; the rule `block` may have cut the answer short, and then
@@ -216,6 +237,8 @@ class Generation:
     def _on_draft_failed(self, job: Draft, _: Failed) -> None:
         # The policy may draft again.
         self.tally.failed += 1
+        if self._streams and job.model != TARGET:  # plain decoding would lose nothing to a drafter without a token
+            self.jobs.node(job.id).drafted_by.setdefault(job.model, NO_TOKEN)
         self._close(job)
         self.jobs.drafter_failed(job.model)
 
@@ -278,20 +301,19 @@ class Generation:
     def _cancel(self, ids: list[int]) -> None:
         for id in ids:
             job = self.jobs.open[id]
-            if isinstance(job, Prefill):
-                self.jobs.close(id)
-                continue
             nodes = self._close(job)
             if isinstance(job, Verify):
                 self.tally.abandoned += 1
                 self._release(id, nodes)
         self._cancelled += ids
 
-    def _close(self, job: Draft | Verify) -> list[Node]:
+    def _close(self, job: Job) -> list[Node]:
         """Remove a job; return the nodes that it covers, those that were passed or pruned, too."""
-        nodes = [node for node in self.jobs.nodes(job.id) if node is not None]
+        nodes = self.jobs.nodes(job.id)
         if (draft := self._tree_drafts.pop(job.id, None)) is not None:
             draft.stop(self.tree)
+        if self._stream is not None and job.id == self._stream[0]:
+            self._stream = None
         self.jobs.close(job.id)
         return nodes
 
@@ -340,6 +362,11 @@ class Generation:
         """The last position up to `tip` that can be verified now: a rule may need its draft token."""
         return tip.parent if self.needs_draft and not tip.draft_tokens else tip
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether a target can continue the verified text by itself, as it does more quickly than token by token."""
+        return self._streams and not self.jobs.failing(TARGET)
+
     # ...and what it may ask for.
 
     def draft(
@@ -355,6 +382,7 @@ class Generation:
 
     def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:
         """Verify the last `width` positions up to this node."""
+        self._stop_stream()
         lead = node.depth - width + 1 - self.tree.root.depth
         nodes = node.lineage(width)
         draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
@@ -382,6 +410,7 @@ class Generation:
 
     def verify_tree(self, nodes: Sequence[Node], alone: bool = False) -> None:
         """Verify what follows these nodes, the root or any below it, in one forward."""
+        self._stop_stream()
         root, tree = self.tree.root, self.tree.with_ancestors(nodes)
         index = {node: i for i, node in enumerate(tree)}
         below = [node for node in nodes if node is not root]
@@ -400,6 +429,20 @@ class Generation:
             asked=tuple(index[node] for node in below),
         )
         self._start(job, tops, covered)
+
+    def _stop_stream(self) -> None:
+        """What is verified needs no stream of the target's text."""
+        if self._stream is not None:
+            self._cancel([self._stream[0]])
+
+    def stream(self) -> None:
+        """Let a target continue the verified text by itself, unless one does."""
+        if self._stream is None:
+            root, count = self.tree.root, self.max_new_tokens - self.tree.root.depth
+            job = Draft(next(self._ids), root.context, count, TARGET, self.sampling, alone=True)
+            self._stream = job.id, root.context.length
+            self.jobs.add_prefill(job)
+            self._started.append(job)
 
     def prefill(self) -> None:
         """Let idle targets prefill the prompt, and every so often the text verified since."""

@@ -15,12 +15,12 @@ class JobTable:
         self.open: dict[int, Job] = {}
         self.busy = 0  # drafts and verifications in flight
         self._attached: dict[int, list[Node]] = {}  # the nodes whose loss makes each of them obsolete
-        self._nodes: dict[int, list[Node | None]] = {}  # what verifications cover, and trees' drafts by number
+        self._nodes: dict[int, list[Node]] = {}  # what verifications cover
         self._drafts: dict[str, int] = {}  # in flight, of each drafter
         self._alternates: set[int] = set()  # verifications of what follows runner-ups
         self._failures: dict[str, int] = {}  # of each drafter, in a row
 
-    def add(self, job: Draft | Verify, attached: list[Node], nodes: list[Node | None]) -> None:
+    def add(self, job: Draft | Verify, attached: list[Node], nodes: list[Node]) -> None:
         self.open[job.id], self._attached[job.id], self._nodes[job.id] = job, attached, nodes
         for node in attached:
             node.jobs.add(job.id)
@@ -30,17 +30,20 @@ class JobTable:
         elif job.is_alternate:
             self._alternates.add(job.id)
 
-    def add_prefill(self, job: Prefill) -> None:
-        """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it."""
+    def add_prefill(self, job: Prefill | Draft) -> None:
+        """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it.
+
+        Nor is one for a stream of the target's own text, which follows the root.
+        """
         self.open[job.id] = job
 
     def node(self, id: int) -> Node:
         """The node where a job's text ends."""
         return self._attached[id][0]
 
-    def nodes(self, id: int) -> list[Node | None]:
-        """The nodes that a verification covers, or those of a tree that is drafted, None where there is none."""
-        return self._nodes[id]
+    def nodes(self, id: int) -> list[Node]:
+        """The nodes that a verification covers."""
+        return self._nodes.get(id, [])
 
     def move(self, id: int, node: Node) -> None:
         """Record that the text of a draft now ends at this node."""

@@ -43,6 +43,7 @@ class LatencyTable:
     contention: float = 0.0
     alone_drafter_ms: float | None = None  # of forwards that take turns on every core, where that is faster
     alone_steps_ms: tuple[tuple[int, float], ...] = ()
+    plain_ms: float | None = None  # per token that a target streams, where it does so without speculation
     spare_targets: tuple[int, ...] = tuple(RUNNER_UPS_IN_TIME)  # numbers of them that may verify runner-ups
     trees: TreeForecast | None = field(default=None, repr=False, compare=False)  # None: there are only chains
     is_ready: Callable[[int], bool] = field(default=lambda _: True, repr=False, compare=False)  # whether a scale is
@@ -59,9 +60,22 @@ class LatencyTable:
             self._best[key] = self._fastest(self.ms[scale], self.targets - spare_targets)
         return self._best[key][rate]
 
-    def _fastest(self, ms: Sequence[Sequence[float]], max_targets: int) -> tuple[int, ...]:
+    @property
+    def plain(self) -> int:
+        """The index of the config without speculation."""
+        return next(i for i, config in enumerate(self.configs) if not config.speculates)
+
+    def best_speculating(self, scale: int, rate: int) -> int:
+        """The index of the fastest config that speculates."""
+        key = scale, -1
+        if key not in self._best:
+            self._best[key] = self._fastest(self.ms[scale], self.targets, speculating=True)
+        return self._best[key][rate]
+
+    def _fastest(self, ms: Sequence[Sequence[float]], max_targets: int, speculating: bool = False) -> tuple[int, ...]:
         """The fastest config that needs no more targets than these, by rate index."""
-        indices = [i for i, config in enumerate(self.configs) if (config.max_targets or 1) <= max_targets] or [0]
+        fitting = (i for i, config in enumerate(self.configs) if (config.max_targets or 1) <= max_targets)
+        indices = [i for i in fitting if self.configs[i].speculates or not speculating] or [0]
         return tuple(min(indices, key=lambda i: ms[i][rate]) for rate in range(self.num_rates))
 
     def forward_ms(self, width: int, alone: bool = False) -> float:

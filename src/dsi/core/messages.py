@@ -148,7 +148,7 @@ class Draft:
 
     Under the rule `block` the first of them lies in a block of `block_size` tokens that began at `block_start`.
     With `branches` the runner-ups for each token are wanted too, if their probability is at least `min_ratio` of
-    the first choice's.
+    the first choice's. From the target, the tokens are its own text.
     """
 
     id: int

@@ -30,10 +30,12 @@ def policy_for(spec: SpecConfig) -> Policy:
 
 
 def autoregressive() -> Policy:
-    """non-SI: one target forward per token."""
+    """non-SI: one target forward per token, streamed by the target if it can."""
 
     def policy(g: Generation) -> None:
-        if g.root.verifier is None:
+        if g.can_stream:
+            g.stream()
+        elif g.root.verifier is None:
             g.verify(g.root, 1, alone=True)
 
     return policy

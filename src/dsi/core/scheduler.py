@@ -38,6 +38,7 @@ class Scheduler:
         self._cancelling: set[str] = set()  # servers whose job was cancelled
         self._may_prefill: dict[str, None] = {}  # servers that may be idle and behind the verified text
         self._orphaned: list[Failed] = []  # jobs that lost their server, or never had one
+        self.causes: dict[str, str] = {}  # why the last server of a role was lost, where it is known
         for server, role in roles.items():
             self.add(server, role)
 
@@ -94,7 +95,9 @@ class Scheduler:
             queue.clear()
 
     def _orphan(self, job: Job) -> None:
-        self._orphaned.append(Failed(job.id, f"no {role_of(job)} server is left"))
+        role = role_of(job)
+        cause = f" ({self.causes[role]})" if role in self.causes else ""
+        self._orphaned.append(Failed(job.id, f"no {role} server is left{cause}"))
 
     def orphaned(self) -> list[Failed]:
         """Return the failures of jobs that can no longer be answered, each once."""

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count, cycle, islice, pairwise
 from statistics import linear_regression, median
 
-from dsi.core.messages import Draft, Failed, Verify
+from dsi.core.messages import TARGET, Draft, Failed, Verify
 from dsi.core.policies import autoregressive
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
@@ -27,6 +27,7 @@ DRAFT_TOKENS = 8
 TREE_NODES = 4  # of the level by which it is measured what nodes add to a drafter's forward
 MAX_WIDTH = 32  # up to which latencies are extrapolated
 MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS = 3, 9, 0.25  # of measurements
+STREAMED = 16  # tokens of a text that a target streams
 DECODED = 12  # tokens of a text by which the engine's own work is measured
 CANCEL_POINTS = 8  # of a forward: one per layer, more or less
 LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cost
@@ -127,6 +128,34 @@ class FleetProfiler:
         per_token = [1000 * (after - before) for before, after in pairwise(times)]
         forward = [self.run(self._verify(1, alone=True)) for _ in per_token]
         return max(0.0, median(per_token) - median(forward))
+
+    def contention(self, targets: int) -> float:
+        """The share by which each other busy target slows one down: all verify at once."""
+        if targets < 2:
+            return 0.0
+        ms = typical_ms({"one": lambda: self.run(self._verify(1)), "all": lambda: self._run_at_once(targets)})
+        return max(0.0, ms["all"] / ms["one"] - 1) / (targets - 1)
+
+    def _run_at_once(self, targets: int) -> float:
+        jobs, began = {job.id: job for job in (self._verify(1) for _ in range(targets))}, time.perf_counter()
+        for job in jobs.values():
+            self._fleet.start(job)
+        while jobs:
+            event = self._fleet.next_event()
+            if isinstance(event, Failed) and event.id in jobs:
+                raise ValueError(f"a server cannot work: {event.reason}")
+            jobs.pop(event.id, None)
+        return 1000 * (time.perf_counter() - began)
+
+    def stream_ms(self) -> float:
+        """The time per token of a text that a target streams."""
+        tokens = max(2, min(STREAMED, self._context - len(self._prompt) - 1))
+        first, all = (self._stream(count) for count in (1, tokens))
+        ms = typical_ms({"first": lambda: self.run(first()), "all": lambda: self.run(all())})
+        return max(0.001, ms["all"] - ms["first"]) / (tokens - 1)
+
+    def _stream(self, tokens: int) -> Callable[[], Draft]:
+        return lambda: Draft(next(self._ids), self._text(1), tokens, TARGET, alone=True)
 
     def _turn(self, width: int, every_core: bool) -> float:
         """Time a verification after a draft; that of one token, as in plain decoding, after another."""

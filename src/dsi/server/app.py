@@ -19,6 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsi import __version__
+from dsi.core.sequence import Tokens
 from dsi.engine.engine import Engine
 from dsi.server import responses
 from dsi.server.body_route import body_route
@@ -34,8 +35,11 @@ from dsi.server.schema import (
     DetokenizeResponse,
     TokenizeBody,
     TokenizeResponse,
+    VerifyBody,
+    VerifyResponse,
 )
 from dsi.server.service import ApiRequest, Service
+from dsi.server.verify import verify
 
 log = logging.getLogger("dsi.server")
 
@@ -171,6 +175,11 @@ def _add_api(app: FastAPI, service: Service, security: Sequence[Any]) -> None:
         """Continue a conversation."""
         return await respond(service, body, request)
 
+    @app.post("/v1/verify", dependencies=security, responses={200: {"model": VerifyResponse}, **ERRORS})
+    async def verify_tokens(body: VerifyBody, request: Request) -> Response:
+        """The target's token after each of the last prefixes of a text: what a target of DSI is asked for."""
+        return await verify_response(service, body, request)
+
     @app.post("/tokenize", dependencies=security, responses={200: {"model": TokenizeResponse}, **ERRORS})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:  # noqa: ARG001
         """The tokens of a text or a conversation, as in vLLM."""
@@ -267,6 +276,18 @@ async def respond(service: Service, body: CompletionBody | ChatBody, http: Reque
     if not await run_until_disconnect(_run(service, request), http.receive):
         return Response(status_code=499)  # which nobody reads
     return await service.workers.run(_full_response, service, request)
+
+
+async def verify_response(service: Service, body: VerifyBody, http: Request) -> Response:
+    tokens: Tokens = ()
+
+    async def run() -> None:
+        nonlocal tokens
+        tokens = await verify(service, body, http.state.client)
+
+    if not await run_until_disconnect(run(), http.receive):
+        return Response(status_code=499)  # which nobody reads
+    return JSONResponse({"tokens": tokens, "model": service.model})
 
 
 def _full_response(service: Service, request: ApiRequest) -> Response:

@@ -1,4 +1,4 @@
-"""Routes whose JSON body is parsed and validated in a worker thread."""
+"""Routes whose JSON body is parsed and validated, a large one in a worker thread."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from pydantic import BaseModel, ValidationError
 
 from dsi.server.workers import Workers
 
+SMALL_BODY = 1 << 14  # bytes that are parsed sooner than another thread has woken up
+
 
 def body_route(workers: Workers) -> type[APIRoute]:
     """The class of routes: an endpoint with a body takes `body`, a model, and `request`; FastAPI documents it."""
@@ -27,7 +29,10 @@ def body_route(workers: Workers) -> type[APIRoute]:
 
             async def handle(request: Request) -> Response:
                 content, kind = await request.body(), request.headers.get("content-type", "")
-                body = await workers.run(parse_body, model, content, kind)
+                if len(content) <= SMALL_BODY:
+                    body = parse_body(model, content, kind)
+                else:
+                    body = await workers.run(parse_body, model, content, kind)
                 response: Response = await self.endpoint(body=body, request=request)
                 return response
 
