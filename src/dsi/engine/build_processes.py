@@ -158,7 +158,8 @@ def measure_pair(
     named = dict(zip(drafter_names(len(drafters)), drafters))
     name = next((name for name, drafter in named.items() if not isinstance(drafter.model, NGram)), None)
     drafter_context = named[name].context if name else 0
-    profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context)
+    trees = name is not None and computes_trees(named[name].model)
+    profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context, trees)
     sp, own = len(fleet.servers()) - len(drafters), profiler.latency()
     own = replace(own, contention=expected_contention(sp, len(available_cores())))
     # SI has one drafter.

@@ -79,8 +79,15 @@ class FleetProfiler:
     """
 
     def __init__(
-        self, fleet: Fleet, sample: Tokens, context: int = 0, drafter: str | None = None, drafter_context: int = 0
+        self,
+        fleet: Fleet,
+        sample: Tokens,
+        context: int = 0,
+        drafter: str | None = None,
+        drafter_context: int = 0,
+        trees: bool = False,
     ) -> None:
+        self._trees = trees  # whether the drafter computes them
         self._fleet, self._drafter, self._ids = fleet, drafter, count(-1000, -1)  # no request has these ids
         self._context, self._drafter_context = context or PROMPT + 64, drafter_context or PROMPT + 64
         prompt = max(1, min(PROMPT, self._context - 2, self._drafter_context - 2))
@@ -97,7 +104,7 @@ class FleetProfiler:
         if self._drafter is not None:
             timed["first"] = lambda: self.run(self._draft(1, every_core))
             timed["all"] = lambda: self.run(self._draft(tokens, every_core))
-            if tokens > 1:
+            if tokens > 1 and self._trees:
                 timed["tree"] = lambda: self.run(self._draft_tree(every_core))
         ms = typical_ms(timed)
         by_width = {width: ms[width] for width in widths}
