@@ -47,6 +47,8 @@ def best_round(chances: Chances, size: int, depth: int) -> Round:
     """
     if depth < 1:
         return Round(0, 0, np.ones(1))
+    if depth < size and (unlimited := best_round(chances, size, size)).levels <= depth:
+        return unlimited
     paths = best_paths(chances, size, depth) or (((0,), 0.0),)
     reached = np.zeros(2 + max(len(path) for path, _ in paths))
     reached[0] = 1.0
@@ -58,22 +60,24 @@ def best_round(chances: Chances, size: int, depth: int) -> Round:
 def si(tokens: int, latency: LatencyModel, chances: Chances, size: int, depth: int) -> float:
     """SI: draft the best tree of a size and depth, verify it, repeat."""
     theory.check_drafter(latency)
-    drafts, verifications = si_forwards(tokens, latency, chances, size, depth)
-    return drafts * float(latency.drafter_ms) + verifications + _prefill_ms(tokens, latency, chances, size, depth)
+    drafts, verifications_ms = si_forwards(tokens, latency, chances, size, depth)
+    prefill_ms = latency.prefill_ms[1] - latency.drafter_ms if tokens > 1 else 0
+    return drafts * float(latency.drafter_ms) + verifications_ms + float(prefill_ms)
 
 
 def si_forwards(tokens: int, latency: LatencyModel, chances: Chances, size: int, depth: int) -> tuple[float, float]:
-    """The expected number of drafter forwards and time of target forwards under SI, without what prefills add.
+    """The expected number of drafter forwards, and the expected time of all target forwards, under SI.
 
-    With r tokens to go, a tree is at most r - 1 deep: the target adds a token of its own.
+    With r tokens to go, a tree is at most r - 1 deep: the target adds a token of its own. The first target forward
+    reads the prompt, and takes as long whatever its width.
     """
     left = np.zeros((tokens + 1, 2))  # still to come, by tokens to go
     for togo in range(1, tokens + 1):
         drafted = best_round(chances, size, min(depth, togo - 1))
         after = left[togo - len(drafted.chances) : togo][::-1]
         left[togo] = (drafted.levels, verification_ms(latency, drafted.nodes)) + drafted.chances @ after
-    drafts, verifications = left[tokens]
-    return float(drafts), float(verifications)
+    drafts, verifications_ms = left[tokens]
+    return float(drafts), float(verifications_ms - verification_ms(latency, drafted.nodes) + latency.prefill_ms[0])
 
 
 def verification_ms(latency: LatencyModel, nodes: int) -> float:
@@ -84,14 +88,6 @@ def verification_ms(latency: LatencyModel, nodes: int) -> float:
     if latency.by_width:
         return float(latency.by_width[-1][1])
     return float(latency.target_ms + latency.per_token_ms * nodes)
-
-
-def _prefill_ms(tokens: int, latency: LatencyModel, chances: Chances, size: int, depth: int) -> float:
-    """What the first forwards, over the prompt, take longer than those they stand for; draft tokens are included."""
-    first = best_round(chances, size, min(depth, tokens - 1))
-    target_ms, drafter_ms = latency.prefill_ms
-    longer = float(target_ms) - verification_ms(latency, first.nodes)
-    return longer + (float(drafter_ms - latency.drafter_ms) if first.levels else 0.0)
 
 
 def si_per_token(latency: LatencyModel, chances: Chances, size: int, depth: int) -> float:
