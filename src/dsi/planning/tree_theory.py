@@ -21,7 +21,7 @@ from dsi.planning import theory
 from dsi.planning.equation_1 import to_fraction
 from dsi.planning.latency import LatencyModel
 
-Array = Any
+Array = Any  # a float or an array of floats
 Unverified = dict[tuple[int, ...], Array]  # drafter forwards until each alternate is verified, oldest first: its chance
 
 
