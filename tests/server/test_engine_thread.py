@@ -135,10 +135,7 @@ def test_engine_thread_generates_each_jobs_own_text_in_turn(engine_thread: Engin
 def verification(prompt: tuple[int, ...], num_positions: int) -> tuple[VerificationJob, asyncio.Queue[EngineOutput]]:
     outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-
-    def deliver(output: EngineOutput) -> None:
-        loop.call_soon_threadsafe(outputs.put_nowait, output)
-
+    deliver = lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output)  # noqa: E731
     return VerificationJob(prompt, num_positions, 2, GREEDY, deliver), outputs
 
 
