@@ -47,7 +47,7 @@ pytest: setup
 # vLLM on CPUs, in an environment of its own of about 3 GB under build/, and what every engine must hold.
 test-engines: setup
 	$(BIN)/python benchmarks/vllm_cpu.py
-	$(BIN)/pytest -m engines -n 0
+	$(BIN)/pytest -m engines -n 0 tests/test_engines.py
 
 # All that need no GPU.
 BENCHMARKS := core threads grid forwards peers parallel budget orchestration stale branches adaptive vocabularies rules \

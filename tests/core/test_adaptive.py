@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsi.core.adaptive import AcceptanceEMA, AdaptiveController, LatencyMonitor
+from dsi.core.generation import Generation
 from dsi.core.latency_table import LatencyTable
-from dsi.core.messages import Sampling
+from dsi.core.messages import TARGET, Draft, Sampling
 from dsi.core.policies import autoregressive, policy_for
 from dsi.core.request import Completion, Request
+from dsi.core.sequence import TokenSequence
 from dsi.core.spec import SpecConfig
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.simulated import SimulatedFleet
@@ -264,3 +266,30 @@ def test_adaptive_text_under_rejection_sampling_does_not_depend_on_what_was_lear
         [done] = EngineLoop(SETTING.simulated(0)).run(Request((1, 2, 3), 40, controller, sampling))
         texts.add((done.tokens, done.tally.drafted))
     assert len(texts) == 1
+
+
+def test_adaptive_streams_where_that_is_faster_than_any_speculation() -> None:
+    table = latency_table(SETTING, plain_ms=1.0)
+    controller = AdaptiveController(table, SETTING.drafter_names, 0.9)
+    assert not table.configs[controller.best({("drafter",): 0.9}, 0.0)[1]].speculates
+    assert not controller.can_pay(("drafter",))
+
+
+def test_adaptive_learns_how_fast_a_streamed_text_is() -> None:
+    table = latency_table(SETTING, plain_ms=1.0)
+    monitor = LatencyMonitor(table)
+    controller = AdaptiveController(table, SETTING.drafter_names, 0.9, monitor)
+    for _ in range(10):
+        monitor.observe(Draft(1, TokenSequence.of((1,)), 9, TARGET), 30.0, 0)
+    assert monitor.streams_timed
+    assert monitor.stream_slowdown == pytest.approx(30)
+    assert table.configs[controller.best({("drafter",): 0.9}, 0.0)[1]].speculates
+
+
+def test_adaptive_times_a_stream_before_it_speculates() -> None:
+    table = latency_table(SETTING, plain_ms=1000.0)  # so it was measured, wrongly perhaps
+    controller = AdaptiveController(table, SETTING.drafter_names, 0.9)
+    g = Generation((1,), 9, controller, streams=True)
+    [job] = g.start().start
+    assert isinstance(job, Draft)
+    assert job.model == TARGET

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import httpx
@@ -135,7 +134,8 @@ def test_engine_thread_generates_each_jobs_own_text_in_turn(engine_thread: Engin
 
 def verification(prompt: tuple[int, ...], num_positions: int) -> tuple[VerificationJob, asyncio.Queue[EngineOutput]]:
     outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
-    deliver = partial(asyncio.get_running_loop().call_soon_threadsafe, outputs.put_nowait)
+    loop = asyncio.get_running_loop()
+    deliver = lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output)  # noqa: E731
     return VerificationJob(prompt, num_positions, 2, GREEDY, deliver), outputs
 
 

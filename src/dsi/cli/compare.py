@@ -60,6 +60,8 @@ def compare(
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: must be at least 1")
     lookaheads = whole_numbers("si lookaheads", si_lookaheads, 1)
+    if budget and config.uses_endpoints:
+        raise ValueError("--budget: is about the cores of this machine, and engines behind URLs have their own")
     if budget:
         run = BudgetComparison(config, sampling, max_new_tokens, repeats, algorithm, lookaheads, budget_options, json)
         run.run(lambda: _classes(prompts))

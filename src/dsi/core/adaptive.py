@@ -27,6 +27,7 @@ MIN_OVERLAP_GAIN = 0.1  # likewise, from taking turns on every core to overlap a
 PROBE_EVERY = 4  # tokens, at least, after which an unused drafter drafts one, which tells whether it would pay again
 PROBE_STREAM_EVERY = 16  # likewise of a streamed text: the drafter has to read what it has missed
 PROBE_SHARE = 0.01  # of the time that these draft tokens may take, where they take it from the target
+MAX_LEARNING = 32  # tokens of a text that is streamed to learn what speculation would be worth
 STREAM_STEPS = 20  # in which the speed of streamed texts is considered: of 5% each
 MIN_TIMED = 8  # forwards before their latency is believed
 
@@ -235,21 +236,25 @@ class RequestController:
         self._latency_changed = False  # a drafter's speed, since the last decision
         self._decided_by: tuple[object, ...] = ()
         self._next_probe = 0  # in tokens
-        self._choose(g, self._first(g), "start")
+        self._choose(g, self._best(g), "start")
 
-    def _first(self, g: Generation) -> Candidate:
-        """What to start with: where texts can be streamed, that is timed once, as what was measured may be wrong."""
-        best, table = self._best(g), self._engine.latency_table
-        if table.plain_ms is None or self._engine.latency_monitor.streams_timed or not g.can_stream:
-            return best
-        return best[0], table.plain, 0
+    def _is_learning(self, g: Generation) -> bool:
+        """Whether to stream the text for now: once, to time that, and to see what the drafters would have drafted."""
+        engine = self._engine
+        if engine.latency_table.plain_ms is None or not g.can_stream or g.root.depth >= MAX_LEARNING:
+            return False
+        probed = min(ema.verified for drafters, ema in engine.acceptance.items() if len(drafters) == 1)
+        return probed < MIN_TIMED or not engine.latency_monitor.streams_timed
+
+    def _set_next_probe(self, g: Generation) -> None:
+        self._next_probe = g.root.depth + (1 if self._is_learning(g) else self._engine.probe_every)
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
         drafters, _, spare_targets = self._candidate = candidate
         spec, branches = self._engine.spec(candidate), 2 if spare_targets else 1
         self.spec = replace(spec, drafters=drafters, branches=branches, spare_targets=spare_targets)
         self._policy = policy_for(self.spec)
-        self._next_probe = g.root.depth + self._engine.probe_every
+        self._set_next_probe(g)
         g.decisions.append(Decision(g.root.depth, self.spec, cause, self._acceptance[drafters].rate))
 
     def __call__(self, g: Generation) -> None:
@@ -286,11 +291,14 @@ class RequestController:
         fitting = [_fits(g, drafters) for drafters in self._acceptance]
         emas = *self._acceptance.values(), self._runner_up
         rates = [table.rate_index(rate) for ema in emas for rate in (ema.rate, ema.optimistic_rate)]
-        streams = (monitor.streams_timed, round(STREAM_STEPS * monitor.stream_slowdown)) if table.plain_ms else ()
+        slowdown = round(STREAM_STEPS * monitor.stream_slowdown)
+        streams = (self._is_learning(g), slowdown) if table.plain_ms is not None else ()
         return (*rates, *fitting, *self._engine.scales.values(), *streams)
 
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""
+        if self._is_learning(g):
+            return self._engine.drafters[:1], self._engine.latency_table.plain, 0
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
         emas = (fitting or self._acceptance).items()
         best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, self._runner_up.rate)
@@ -318,7 +326,7 @@ class RequestController:
 
     def _probe(self, g: Generation) -> None:
         """Let drafters that are not in use draft one token, to learn their acceptance rate."""
-        self._next_probe = g.root.depth + self._engine.probe_every
+        self._set_next_probe(g)
         for name in self._engine.drafters:
             unused = not self.spec.speculates or name not in self.spec.drafters
             if not unused or not self._engine.can_pay((name,)):

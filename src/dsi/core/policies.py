@@ -121,6 +121,18 @@ def _distributed(spec: SpecConfig) -> Policy:
     return policy
 
 
+def streamed(load: Load) -> Policy:
+    """non-SI, streamed by the target while there is one for each request; with more requests, targets take turns."""
+
+    def policy(g: Generation) -> None:
+        if g.can_stream and load.requests <= load.targets:
+            g.stream()
+        elif g.root.verifier is None:
+            g.verify(g.root, 1, alone=True)
+
+    return policy
+
+
 @dataclass
 class Load:
     """The requests that share a fleet, as they stand now."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import load_aware, policy_for
+from dsi.core.policies import load_aware, policy_for, streamed
 from dsi.core.progress import Status, no_status
 from dsi.core.request import Completion, Request, ScoreRequest, VerifyRequest
 from dsi.core.sequence import Tokens
@@ -290,8 +290,10 @@ class Engine(AbstractContextManager["Engine"]):
         if spec.algorithm == AUTO and deployment.shares_forwards:
             return self._shared_forwards.policy(self._controller)
         if spec.algorithm == AUTO:
-            streamed = streams or deployment.stream_ms is None
-            return load_aware(self._controller if streamed else self._unstreamed_controller, shared, load)
+            as_measured = streams or deployment.stream_ms is None
+            return load_aware(self._controller if as_measured else self._unstreamed_controller, shared, load)
+        if spec.algorithm == "nonsi" and deployment.stream_ms is not None:
+            return streamed(load)
         spec = deployment.resolve(spec)
         policy = policy_for(spec)
         if spec.algorithm in ("pearl", "dsi") and deployment.shares_forwards:

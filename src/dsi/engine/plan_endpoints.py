@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dsi.core.generation import ACCEPTED, CORRECTED
-from dsi.core.latency_table import LatencyTable
 from dsi.core.spec import ALGORITHMS, SpecConfig
 from dsi.engine.deployment import SIMULATED_TOKENS
 from dsi.engine.engine import Engine
@@ -15,9 +16,10 @@ from dsi.engine.prompts import BUILTIN_PROMPTS, sample_prompts
 from dsi.planning.auto import latency_table
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
+from dsi.planning.simulation import SimulationConfig
 
 PROMPTS, TOKENS, LOOKAHEAD = 8, 32, 4  # by which acceptance is measured
-SI_BLOCKS = (2, 3, 5, 8, 12, 16, 24, 32)
+BLOCKS = (2, 3, 5, 8, 12, 16, 24, 32)  # of SI and PEARL
 DELAYS_MS = (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # that are tried, of each verification
 
 
@@ -84,30 +86,31 @@ def measured_acceptance(engine: Engine) -> float:
 def best_specs(engine: Engine, latency: LatencyModel, acceptance: float) -> tuple[PlannedSpec, ...]:
     """The fastest configuration of each algorithm, by the predictions that `auto` uses."""
     config = replace(engine.deployment.simulation(engine.deployment.sp, SIMULATED_TOKENS), latency=latency)
-    blocks = [SpecConfig("si", block, max_targets=1) for block in SI_BLOCKS]
-    pearl = [SpecConfig("pearl", block, max_targets=1) for block in SI_BLOCKS]
-    specs = [*spec_candidates(config), *blocks, *pearl]
+    blocks = [SpecConfig(algorithm, block, max_targets=1) for algorithm in ("si", "pearl") for block in BLOCKS]
+    planned = _predicted(engine, config, [*spec_candidates(config), *blocks], acceptance)
+    fastest = [min(planned, key=lambda each: (each.spec.algorithm != name, each.ms)) for name in ALGORITHMS]
+    return tuple(sorted(fastest, key=lambda each: each.ms))
+
+
+def _predicted(
+    engine: Engine, config: SimulationConfig, specs: Sequence[SpecConfig], acceptance: float
+) -> list[PlannedSpec]:
     table = latency_table(config, (1.0,), specs, plain_ms=engine.deployment.stream_ms)
-    planned = [_fastest(table, algorithm, acceptance) for algorithm in ALGORITHMS]
-    return tuple(sorted(planned, key=lambda planned: planned.ms))
-
-
-def _fastest(table: LatencyTable, algorithm: str, acceptance: float) -> PlannedSpec:
     rate = table.rate_index(acceptance)
-    rows = zip(table.configs, table.ms[0])
-    return min(
-        (PlannedSpec(spec, ms[rate]) for spec, ms in rows if spec.algorithm == algorithm),
-        key=lambda planned: planned.ms,
-    )
+    return [PlannedSpec(spec, ms[rate]) for spec, ms in zip(table.configs, table.ms[0])]
 
 
-def turning_delay(engine: Engine, acceptance: float, best: tuple[PlannedSpec, ...]) -> float | None:
+def turning_delay(engine: Engine, acceptance: float, best: Sequence[PlannedSpec]) -> float | None:
     """The smallest delay more, or less, of each verification with which it pays to speculate, or no longer does."""
     latency, speculates = engine.deployment.latency, best[0].spec.speculates
-    if not speculates and not engine.deployment.endpoints:
-        return None
-    for delay in DELAYS_MS if speculates else [-ms for ms in DELAYS_MS if ms < float(latency.target_ms)]:
-        delayed = latency.with_engine_ms(delay)
-        if best_specs(engine, delayed, acceptance)[0].spec.speculates != speculates:
-            return delay
-    return None
+    config = engine.deployment.simulation(engine.deployment.sp, SIMULATED_TOKENS)
+    specs = [*(each.spec for each in best), *(SpecConfig("si", block, max_targets=1) for block in BLOCKS)]
+
+    def turns(delay: float) -> bool:
+        delayed = replace(config, latency=latency.with_engine_ms(delay))
+        planned = _predicted(engine, delayed, specs, acceptance)
+        return min(planned, key=lambda each: each.ms).spec.speculates != speculates
+
+    delays = DELAYS_MS if speculates else [-ms for ms in DELAYS_MS if ms < float(latency.target_ms)]
+    first = bisect_left(delays, True, key=turns)
+    return delays[first] if first < len(delays) else None

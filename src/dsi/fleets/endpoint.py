@@ -30,7 +30,7 @@ DISCONNECTED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 UNREADABLE = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # what reading a wrong answer raises
 
 
-class EndpointError(Exception):
+class EndpointError(ConnectionError):
     """An endpoint did not answer, or not as it should."""
 
 

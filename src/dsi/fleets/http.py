@@ -38,10 +38,8 @@ class EndpointWorker:
         self.cause, self.last_error = DIED, ""  # of its last failure
 
     def start(self, job: Job, cancel_flag: ThreadCancelFlag) -> None:  # noqa: ARG002
-        limits, role = self._fleet.hang_limits, self.server.role
         num_new = self._fleet.num_new(self.server.name, job)
-        seconds = limits.seconds(role, num_new)
-        self._loop.call_soon_threadsafe(self._begin, job, num_new, seconds)
+        self._loop.call_soon_threadsafe(self._begin, job, num_new)
 
     def cancel(self) -> None:
         self._loop.call_soon_threadsafe(self._cancel_task)
@@ -53,8 +51,8 @@ class EndpointWorker:
     def join(self) -> None:
         """Its tasks end with the event loop."""
 
-    def _begin(self, job: Job, num_new: int, seconds: float) -> None:
-        self._task = self._loop.create_task(self._run(job, num_new, seconds))
+    def _begin(self, job: Job, num_new: int) -> None:
+        self._task = self._loop.create_task(self._run(job, num_new))
         self._task.add_done_callback(self._end)  # also of a task that is cancelled before it begins
 
     def _cancel_task(self) -> None:
@@ -64,10 +62,11 @@ class EndpointWorker:
     def _end(self, task: asyncio.Task[Event | None]) -> None:
         self._fleet.messages.put((self, None if task.cancelled() else task.result(), True))
 
-    async def _run(self, job: Job, num_new: int, seconds: float) -> Event | None:
+    async def _run(self, job: Job, num_new: int) -> Event | None:
         """Run a job; its last event says that it has ended, and a failure that the endpoint is to be removed."""
         fleet, name = self._fleet, self.server.name
         context, start = job.context, fleet.now()
+        seconds = fleet.hang_limits.seconds(self.server.role, num_new)
         try:
             async with asyncio.timeout(seconds) as limit, aclosing(self._events(job)) as events:
                 async for event in events:
@@ -147,7 +146,7 @@ class HttpFleet(ThreadFleet):
         outage_seconds: float = OUTAGE_SECONDS,
         log: list[Span] | None = None,
     ) -> None:
-        self.hang_limits = HangLimits(hang_seconds)
+        self.hang_limits = HangLimits(hang_seconds)  # used on the event loop alone
         self._restart, self._outage_seconds = restart, outage_seconds
         self._failures: Counter[str] = Counter()  # of each endpoint since its last answer
         self._down_since: dict[str, float] = {}  # when the first of them was
