@@ -45,7 +45,7 @@ pytest: setup
 	$(BIN)/pytest -n 2 --dist worksteal $(SELECT)
 
 # All that need no GPU.
-BENCHMARKS := core threads grid forwards peers parallel budget orchestration stale branches adaptive vocabularies rules \
+BENCHMARKS := core threads grid forwards peers parallel budget orchestration stale runner_ups adaptive vocabularies rules \
 	unbiased serve cluster ray_cluster
 
 bench: setup
