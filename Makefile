@@ -50,8 +50,8 @@ test-engines: setup
 	$(BIN)/pytest -m engines -n 0 tests/test_engines.py
 
 # All that need no GPU.
-BENCHMARKS := core threads grid forwards peers parallel budget orchestration stale branches adaptive vocabularies rules \
-	unbiased serve engines cluster ray_cluster
+BENCHMARKS := core threads grid forwards tree_forwards packed_forwards peers parallel budget orchestration stale runner_ups \
+	adaptive vocabularies rules unbiased serve engines cluster ray_cluster
 
 bench: setup
 	set -e; for name in $(BENCHMARKS); do echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done

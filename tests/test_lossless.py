@@ -49,8 +49,6 @@ policies = st.one_of(
         drafters,
         st.integers(0, 6),
         st.sampled_from([1, 1.5, 3, 8, 1e9]),
-        branches=st.integers(1, 2),
-        spare_targets=st.sampled_from([0, 1, 3, 1000]),
     ),
 )
 samplings = st.builds(
@@ -170,7 +168,7 @@ def test_lossless_under_any_order_failures_and_contexts(
     target = ToyTarget(seed)
     models: dict[str, ToyTarget | ToyDrafter] = {TARGET: target}
     models |= {
-        name: ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
+        name: ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6)
         for i, (name, rate) in enumerate(zip(NAMES, rates))
     }
     fleet = ShuffledFleet(models, Random(seed), failures, contexts)
@@ -213,7 +211,7 @@ def test_lossless_under_any_latencies_servers_and_contexts(
     aim = Latency(slow, slow * 3, slow / 10, jitter)
     servers = [Server(f"target-{i}", TARGET, Wait(target, aim, seed + i)) for i in range(targets)]
     for i, (name, (latency, rate)) in enumerate(zip(NAMES, crew)):
-        drafter = ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
+        drafter = ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6)
         servers.append(Server(name, name, Wait(drafter, Latency(latency, jitter=jitter), ~i)))
 
     def fails(job: Job) -> bool:
@@ -240,7 +238,6 @@ def test_lossless_one_seed_one_text_for_every_algorithm(targets: int, temperatur
         pearl(4),
         distributed(2),
         distributed(3, min_draft=3),
-        distributed(3, branches=2, spare_targets=2),
         *(policy_for(SpecConfig(algorithm, 3, tree=8)) for algorithm in ("si", "pearl", "dsi")),
     ]
     for policy in policies:

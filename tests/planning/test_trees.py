@@ -1,13 +1,15 @@
 """The tree that pays: predictions against virtual time, chains where they are best, and `auto` with trees."""
 
 from dataclasses import replace
+from fractions import Fraction
 from statistics import fmean
 
 import pytest
 
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import rank_chances
-from dsi.planning.equation_1 import best_si_lookahead
+from dsi.paper.claims import bound
+from dsi.planning.equation_1 import best_si_lookahead, servers_needed
 from dsi.planning.forecast import predicted_ms
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import PairProfile, search_processors
@@ -55,6 +57,21 @@ def test_auto_chooses_trees_where_they_pay() -> None:
     assert trees.ms < 0.85 * chains.ms
     hopeless = replace(config, latency=SLOW_ROWS).with_spec(tree=64).run("auto", 3)
     assert not hopeless.completion.decisions[-1][1].spec.tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("acceptance", [0.4, 0.63])
+def test_dsi_with_trees_is_faster_than_proposition_1_lets_a_chain_be(acceptance: float) -> None:
+    """With chains each rejection costs a target forward."""
+    target_ms, drafter_ms, tokens = Fraction(20), Fraction(1), 60
+    most = float(target_ms) * bound(drafter_ms / target_ms, tokens, acceptance)
+    latency, targets = LatencyModel(target_ms, drafter_ms), servers_needed(target_ms, drafter_ms, 1) + 1
+    config = SimulationConfig(latency, acceptance, targets, tokens, runner_up_acceptance=0.5)
+    chain, tree = (
+        fmean(config.run(SpecConfig("dsi", 1, tree=size), seed).ms for seed in range(10)) for size in (0, 16)
+    )
+    assert chain == pytest.approx(most, rel=0.1)
+    assert tree < most / 1.5
 
 
 @pytest.mark.slow

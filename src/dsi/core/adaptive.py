@@ -12,7 +12,7 @@ from math import ceil, sqrt
 from weakref import WeakKeyDictionary
 
 from dsi.core.generation import Generation, VerifiedPosition
-from dsi.core.latency_table import RUNNER_UPS_IN_TIME, LatencyTable
+from dsi.core.latency_table import LatencyTable
 from dsi.core.messages import TARGET, Draft, Job, Time, Verify
 from dsi.core.policies import policy_for
 from dsi.core.spec import Decision, SpecConfig
@@ -33,8 +33,7 @@ MIN_TIMED = 8  # forwards before their latency is believed
 
 
 DrafterSet = tuple[str, ...]  # drafters that share a tree
-# Drafters, the index of a config or one with a tree, and spare targets for runner-ups.
-Candidate = tuple[DrafterSet, int | SpecConfig, int]
+Candidate = tuple[DrafterSet, int | SpecConfig]  # drafters, and the index of a config or one with a tree
 
 
 @dataclass
@@ -182,8 +181,8 @@ class AdaptiveController:
         return config if isinstance(config, SpecConfig) else self.latency_table.configs[config]
 
     def predicted_ms(self, candidate: Candidate, acceptance: float, runner_up: float) -> float:
-        """Predict the latency per token; an accepted runner-up saves what a rejection costs."""
-        drafters, config, spare_targets = candidate
+        """Predict the latency per token."""
+        drafters, config = candidate
         table = self.latency_table
         if isinstance(config, SpecConfig):
             if table.trees is None:
@@ -192,11 +191,10 @@ class AdaptiveController:
         ms = table.ms[self.scales[drafters]][config][table.rate_index(acceptance)]
         if table.plain_ms is not None and config == table.plain:
             return ms * self.latency_monitor.stream_slowdown
-        saved = (1 - acceptance) * runner_up * RUNNER_UPS_IN_TIME[spare_targets] if spare_targets else 0.0
-        return ms * (1 - saved) * (1 + table.contention * spare_targets)
+        return ms
 
     def best(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Candidate:
-        """The drafters, config and number of spare targets that are predicted to be fastest now."""
+        """The drafters and config that are predicted to be fastest now."""
         candidates = (*self._candidates(rates), *self._trees(rates, runner_up))
         return min(candidates, key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
 
@@ -208,21 +206,17 @@ class AdaptiveController:
         trees = self.latency_table.trees
         for drafters, acceptance in rates.items() if trees is not None and runner_up > 0 else ():
             if len(drafters) == 1 and trees is not None:
-                yield drafters, trees.best(self._scale(drafters), acceptance, runner_up), 0
+                yield drafters, trees.best(self._scale(drafters), acceptance, runner_up)
 
     def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:
         table = self.latency_table
         for drafters, acceptance in rates.items():
             scale, rate = self.scales[drafters], table.rate_index(acceptance)
             if table.plain_ms is None:
-                yield drafters, table.best(scale, rate), 0
+                yield drafters, table.best(scale, rate)
             else:  # whether to stream depends on how fast that has turned out to be
-                yield drafters, table.best_speculating(scale, rate), 0
-                yield drafters, table.plain, 0
-            for spare_targets in (spare for spare in table.spare_targets if spare < table.targets):
-                config = table.best(scale, rate, spare_targets)
-                if not table.configs[config].takes_turns:
-                    yield drafters, config, spare_targets
+                yield drafters, table.best_speculating(scale, rate)
+                yield drafters, table.plain
 
 
 class RequestController:
@@ -250,9 +244,8 @@ class RequestController:
         self._next_probe = g.root.depth + (1 if self._is_learning(g) else self._engine.probe_every)
 
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
-        drafters, _, spare_targets = self._candidate = candidate
-        spec, branches = self._engine.spec(candidate), 2 if spare_targets else 1
-        self.spec = replace(spec, drafters=drafters, branches=branches, spare_targets=spare_targets)
+        drafters, _ = self._candidate = candidate
+        self.spec = replace(self._engine.spec(candidate), drafters=drafters)
         self._policy = policy_for(self.spec)
         self._set_next_probe(g)
         g.decisions.append(Decision(g.root.depth, self.spec, cause, self._acceptance[drafters].rate))
@@ -298,7 +291,7 @@ class RequestController:
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""
         if self._is_learning(g):
-            return self._engine.drafters[:1], self._engine.latency_table.plain, 0
+            return self._engine.drafters[:1], self._engine.latency_table.plain
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
         emas = (fitting or self._acceptance).items()
         best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, self._runner_up.rate)
@@ -313,8 +306,7 @@ class RequestController:
 
     def _learn(self, position: VerifiedPosition) -> None:
         drafted_by, token, draft_tokens = position
-        several = self.spec.branches > 1 or self.spec.tree
-        if several and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
+        if self.spec.tree and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
             is_next = token == next(other for other in draft_tokens if other not in drafted_by.values())
             self._runner_up.add(is_next)
             self._engine.runner_up.add(is_next)

@@ -144,7 +144,6 @@ class DraftTree:
         context = TokenSequence.of(prompt)
         self.root = Node(context, None, 0, context.length)
         self.tips: dict[str, Node] = {}  # the last draft token of each drafter
-        self.runner_ups: deque[Node] = deque()  # alternates whose next token nobody has verified
         self.leaves = NodeQueue()  # of trees that drafters grow: to be continued...
         self.unverified = NodeQueue()  # ...and to be verified
 
@@ -202,15 +201,3 @@ class DraftTree:
     def max_depth(self) -> int:
         """The depth of the furthest draft token, or of the root."""
         return max((node.depth for node in self.tips.values() if node.alive), default=self.root.depth)
-
-    def next_runner_up(self) -> Node | None:
-        """The first runner-up whose next token nobody verifies, once the token before it is being verified.
-
-        Earlier, deeper draft tokens would find it covered, and the gap before it would never close.
-        """
-        while self.runner_ups:
-            node = self.runner_ups[0]
-            if node.verifier is None and node.alive and (parent := node.parent) and parent.target_token is None:
-                return None if parent.verifier is None else node
-            self.runner_ups.popleft()
-        return None

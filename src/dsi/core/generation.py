@@ -185,9 +185,7 @@ class Generation:
         if self.needs_draft:
             node.draft_tokens = tuple((drafted, event.draft_probs) for drafted in (token, *event.alternates))
         for alternate in event.alternates:
-            child = tree.grow(node, alternate, self._block_size)
-            if job.branches > 1 and alternate not in self._stop_tokens:
-                tree.runner_ups.append(child)
+            tree.grow(node, alternate, self._block_size)
         child = tree.tips[job.model] = tree.grow(node, token, self._block_size)
         self.jobs.move(job.id, child)
         if child.context.length >= job.context.length + job.count:
@@ -252,7 +250,7 @@ class Generation:
         if job.tree:
             self._release(job.id, nodes)
         else:
-            self.verify(node, job.width, job.is_alternate, job.alone)
+            self.verify(node, job.width, job.alone)
 
     def _on_prefill_failed(self, _: Prefill, __: Failed) -> None:
         # The next prefill comes anyway.
@@ -377,16 +375,16 @@ class Generation:
         self._block_size = spec.lookahead or 1
         missing = (spec.min_draft or 0) - (node.depth - self.tree.root.depth)  # before the root is verified
         first_block = missing if missing > 0 else self._block_size
-        options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio, first_block
+        options = self.sampling, node.block_start, self._block_size, first_block
         self._start(Draft(next(self._ids), node.context, count, model, *options, alone), [node], [])
 
-    def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:
+    def verify(self, node: Node, width: int, alone: bool = False) -> None:
         """Verify the last `width` positions up to this node."""
         self._stop_stream()
         lead = node.depth - width + 1 - self.tree.root.depth
         nodes = node.lineage(width)
         draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
-        job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, is_alternate, alone)
+        job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, alone)
         self._start(job, [node], nodes[::-1])
 
     def draft_tree(

@@ -17,7 +17,6 @@ class JobTable:
         self._attached: dict[int, list[Node]] = {}  # the nodes whose loss makes each of them obsolete
         self._nodes: dict[int, list[Node]] = {}  # what verifications cover
         self._drafts: dict[str, int] = {}  # in flight, of each drafter
-        self._alternates: set[int] = set()  # verifications of what follows runner-ups
         self._failures: dict[str, int] = {}  # of each drafter, in a row
 
     def add(self, job: Draft | Verify, attached: list[Node], nodes: list[Node]) -> None:
@@ -27,8 +26,6 @@ class JobTable:
         self.busy += 1
         if isinstance(job, Draft):
             self._drafts[job.model] = self._drafts.get(job.model, 0) + 1
-        elif job.is_alternate:
-            self._alternates.add(job.id)
 
     def add_prefill(self, job: Prefill | Draft) -> None:
         """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it.
@@ -66,20 +63,14 @@ class JobTable:
         self.busy -= 1
         if isinstance(job, Draft):
             self._drafts[job.model] -= 1
-        else:
-            self._alternates.discard(id)
 
     def drafting(self, model: str) -> bool:
         return self._drafts.get(model, 0) > 0
 
     @property
     def verifying(self) -> int:
-        """Verifications in flight, those of alternates not counted."""
-        return self.busy - sum(self._drafts.values()) - len(self._alternates)
-
-    def num_alternates(self, root: Node) -> int:
-        """Verifications of alternates in flight; one that now verifies the root is an alternate no longer."""
-        return len(self._alternates) - (root.verifier in self._alternates)
+        """Verifications in flight."""
+        return self.busy - sum(self._drafts.values())
 
     # A drafter that keeps failing is not used until the root moves: the target goes on without it.
 

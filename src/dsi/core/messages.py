@@ -147,8 +147,7 @@ class Draft:
     """Draft up to `count` tokens after this text, streaming each one.
 
     Under the rule `block` the first of them lies in a block of `block_size` tokens that began at `block_start`.
-    With `branches` the runner-ups for each token are wanted too, if their probability is at least `min_ratio` of
-    the first choice's. From the target, the tokens are its own text.
+    From the target, the tokens are its own text.
     """
 
     id: int
@@ -158,8 +157,6 @@ class Draft:
     sampling: Sampling = GREEDY
     block_start: int = 0
     block_size: int = 1
-    branches: int = 1
-    min_ratio: float = 0.0
     first_block: int = 1  # tokens after which the first are wanted; later ones are, after each block
     alone: bool = False  # nothing of its request runs beside it: it may use every core
     tree: Tree = ()  # draft tokens after this text, whose children are wanted
@@ -185,7 +182,6 @@ class Verify:
     lead: int = 0  # how far its first position lay ahead of the verified text; 0 verifies the root
     sampling: Sampling = GREEDY
     draft_tokens: tuple[tuple[DraftToken, ...], ...] = ()
-    is_alternate: bool = False  # follows a runner-up, in case the first choice is rejected: for a spare target
     alone: bool = False  # nothing of its request runs beside it: it may use every core
     tree: Tree = ()
     asked: Tokens = ()  # nodes of the tree, by index

@@ -51,8 +51,8 @@ class GreedyDrafter:
     def answer(self, request: ForwardRequest) -> Tokens:
         return self.model.answer(replace(request, sampling=GREEDY))
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
-        return top_k_or_answer(self.model, replace(request, sampling=GREEDY), count, min_ratio)
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
+        return top_k_or_answer(self.model, replace(request, sampling=GREEDY), count)
 
 
 def build_with_endpoints(config: EngineConfig, status: Status = no_status) -> Deployment:

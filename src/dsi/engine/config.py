@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.fields import option
-from dsi.core.spec import AUTO as AUTO_ALGORITHM, SpecConfig
+from dsi.core.spec import AUTO as AUTO_ALGORITHM, GIVEN_UP, SpecConfig
 from dsi.engine.devices import Placement, parse_placement
 from dsi.models.endpoints.address import EndpointAddress, is_address, parse_address, split_addresses
 from dsi.models.names import BUILTIN, NGRAM, check_exists, full_name
@@ -25,7 +25,7 @@ FLOAT32, INT8 = "float32", "int8"
 DTYPES = (FLOAT32, "bfloat16", INT8)
 SPEC_FIELDS = tuple(field.name for field in fields(SpecConfig))
 DEFAULT_SPEC = SpecConfig(AUTO_ALGORITHM)
-NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "branches", "spare_targets", "tree")  # auto's own
+NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "tree")  # auto's own
 OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_draft"}  # kept for one release
 
 
@@ -281,6 +281,8 @@ def default_algorithm(default: str, *numbers: float | None) -> str:
 def check_known(arguments: Iterable[str], known: Collection[str]) -> None:
     """Refuse a keyword argument that is no field, with the one that was probably meant."""
     for name in arguments:
+        if name in GIVEN_UP:
+            raise TypeError(f"no longer a keyword argument: {name!r}; trees are faster than runner-ups, use tree")
         if name not in known:
             close = get_close_matches(name, known, n=1)
             advice = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(sorted(known))}"

@@ -54,10 +54,10 @@ def ranked_choices(drafter: Model, text: Tokens, start: int) -> list[Tokens]:
     """A drafter's greedy choices for each position from `start` on, the first one first: in one forward, if it can."""
     if isinstance(drafter, SamplingModel):
         logits = drafter.backend.forward(text, start, NEVER)
-        return [top_k_tokens(row, GREEDY, position, NUM_CHOICES, 0.0) for position, row in enumerate(logits, start)]
+        return [top_k_tokens(row, GREEDY, position, NUM_CHOICES) for position, row in enumerate(logits, start)]
     if isinstance(drafter, SupportsTopK):
         ends = range(start, len(text) + 1)
-        return [drafter.top_k(ForwardRequest(text[:end], end), NUM_CHOICES, 0.0) for end in ends]
+        return [drafter.top_k(ForwardRequest(text[:end], end), NUM_CHOICES) for end in ends]
     return [(token,) for token in drafter.answer(ForwardRequest(text, start))]
 
 

@@ -167,7 +167,7 @@ def trial(text: TargetText, logits: tuple[Array, Array], sampling: Sampling, loo
 def ranks(logits: Array, verified: Tokens, sampling: Sampling, start: int) -> tuple[int | None, ...]:
     """Return the rank of each of the target's tokens among the choices that a tree would have there."""
     return tuple(
-        rank_of(token, top_k_tokens(row, sampling, position, NUM_CHOICES, 0.0))
+        rank_of(token, top_k_tokens(row, sampling, position, NUM_CHOICES))
         for position, (row, token) in enumerate(zip(logits, verified), start)
     )
 

@@ -154,12 +154,12 @@ def _fields(job: Job) -> tuple[Any, ...]:
     prompt_length = len(job.context.origin)
     match job:
         case Draft():
-            options = job.block_start, job.block_size, job.branches, job.min_ratio, job.first_block
+            options = job.block_start, job.block_size, job.first_block
             if job.expansions:
                 options += job.alone, job.tree, job.expansions  # type: ignore[assignment]
             return prompt_length, (job.count, job.model), _sampling_fields(job.sampling), options
         case Verify():
-            after = job.draft_tokens, job.is_alternate, job.alone, job.tree, job.asked
+            after = job.draft_tokens, job.alone, job.tree, job.asked
             return prompt_length, (job.width, job.lead), _sampling_fields(job.sampling), after
     return prompt_length, (), (), ()
 

@@ -86,7 +86,7 @@ class PackedServer:
             return False
         if isinstance(job, Verify):
             return job.width <= MAX_TOKENS
-        return job.branches == 1 and not job.sampling.needs_draft
+        return not job.sampling.needs_draft
 
     def add(self, job: SharedJob) -> None:
         left = job.count if isinstance(job, Draft) else 1

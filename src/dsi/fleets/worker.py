@@ -32,7 +32,6 @@ from dsi.models.protocol import (
     Pollable,
     draw_or_answer,
     logprobs_or_answer,
-    top_k_or_answer,
     tree_answer,
     tree_children,
 )
@@ -113,11 +112,11 @@ def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Can
         for token in model.poll_draft(request, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
-    plain, prompt_length = job.branches == 1 and not job.sampling.needs_draft, len(job.context.origin)
+    prompt_length = len(job.context.origin)
     for _ in range(job.count):
         at, num_cached = len(prefix.tokens), prefix.num_cached
         request = ForwardRequest(prefix.tokens, at, num_cached, job.sampling, cancelled, prompt_length=prompt_length)
-        yield Drafted(job.id, model.answer(request)[0]) if plain else _draft_token(job, model, request)
+        yield _draft_token(job, model, request)
 
 
 def _draft_tree(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event]:
@@ -175,13 +174,12 @@ def with_ancestors(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tup
 
 
 def _draft_token(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
-    """Draft one token with its runners-up, or with the probabilities that the acceptance rule needs."""
-    if job.sampling.needs_draft:
-        start = job.block_start + (request.start - job.block_start) // job.block_size * job.block_size
-        (token, *others), draft_probs = draw_or_answer(model, request, start)
-        return Drafted(job.id, token, draft_probs, tuple(others))
-    token, *others = top_k_or_answer(model, request, job.branches, job.min_ratio)
-    return Drafted(job.id, token, alternates=tuple(others))
+    """Draft one token, with the probabilities and alternates that the acceptance rule needs."""
+    if not job.sampling.needs_draft:
+        return Drafted(job.id, model.answer(request)[0])
+    start = job.block_start + (request.start - job.block_start) // job.block_size * job.block_size
+    (token, *others), draft_probs = draw_or_answer(model, request, start)
+    return Drafted(job.id, token, draft_probs, tuple(others))
 
 
 def _is_polled(model: Model) -> TypeGuard[Pollable]:

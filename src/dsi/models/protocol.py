@@ -111,14 +111,14 @@ def draw_or_answer(model: Model, request: ForwardRequest, start: int) -> tuple[S
 class SupportsTopK(Model, Protocol):
     """A model that can return runners-up."""
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
         """Return the answer for the position after this text, then up to `count - 1` runners-up."""
         ...
 
 
-def top_k_or_answer(model: Model, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+def top_k_or_answer(model: Model, request: ForwardRequest, count: int) -> Tokens:
     """Without `top_k`, return the answer alone."""
-    return model.top_k(request, count, min_ratio) if isinstance(model, SupportsTopK) else model.answer(request)
+    return model.top_k(request, count) if isinstance(model, SupportsTopK) else model.answer(request)
 
 
 @runtime_checkable
@@ -179,7 +179,7 @@ def tree_children(model: Model, request: ForwardRequest, counts: Sequence[int]) 
         return model.expand_tree(request, counts)
     if not isinstance(model, SupportsTopK):
         return [model.answer(text) for text in request.texts()]
-    return [model.top_k(text, count, 0.0) for text, count in zip(request.texts(), counts)]
+    return [model.top_k(text, count) for text, count in zip(request.texts(), counts)]
 
 
 @runtime_checkable
@@ -267,9 +267,9 @@ class SamplingModel:
         required = [(token, *(guess for guess, _ in position)) for token, position in zip(tokens, guesses)]
         return tokens, top_logprobs(logits, request.sampling.logprobs or 0, required)
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
         [row] = self._logits(request)
-        return top_k_tokens(row, request.sampling, request.start, count, min_ratio)
+        return top_k_tokens(row, request.sampling, request.start, count)
 
     def answer_tree(self, request: ForwardRequest) -> Answer:
         if self._is_plain(request.sampling) and self._computes_trees:
@@ -286,7 +286,7 @@ class SamplingModel:
         children = []
         for (text, logits), count in zip(self._tree_rows(request), counts):
             [row] = self._processed(text, logits)
-            children.append(top_k_tokens(row, text.sampling, text.start, count, 0.0))
+            children.append(top_k_tokens(row, text.sampling, text.start, count))
         return children
 
     def _tree_rows(self, request: ForwardRequest) -> list[tuple[ForwardRequest, Array]]:

@@ -75,9 +75,9 @@ class Wait:
         self._wait(request)
         return self.model.answer(request) if request.num_positions else ()
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
         self._wait(request)
-        return top_k_or_answer(self.model, request, count, min_ratio)
+        return top_k_or_answer(self.model, request, count)
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         self._wait(request)

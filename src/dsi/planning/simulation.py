@@ -55,7 +55,6 @@ class SimulationConfig:
     drafters: int = option("Drafter servers, each with errors of its own.", 1)
     drafter_copies: int = option("Servers of each drafter, which draft the same tokens; for many requests.", 1)
     runner_up_acceptance: float = option("How often a runner-up is right where the first choice is wrong: 0 to 1.", 0.0)
-    no_runner_up_rate: float = option("How often there is no runner-up where the first choice is right: 0 to 1.", 0.0)
     nodes: int | None = option(
         "Machines over which the servers are spread evenly, at most one for each server; the drafter is on the "
         "first, where the text is put together. Without it, every message takes network-ms.",
@@ -86,8 +85,6 @@ class SimulationConfig:
             ("drafters", self.drafters, 1, MOST_SERVERS),
             ("drafter copies", self.drafter_copies, 1, MOST_SERVERS),
             ("runner-up acceptance", self.runner_up_acceptance, 0, 1),
-            ("no-runner-up rate", self.no_runner_up_rate, 0, 1),
-            ("spare targets", self.spare_targets, 0, self.sp - 1),
             ("nodes (machines, each with a server)", self.nodes, 1, self.count),
             ("requests", self.requests, 1, MOST_REQUESTS),
             ("failures per hour", self.failures_per_hour, 0, MOST_FAILURES),
@@ -113,11 +110,6 @@ class SimulationConfig:
         return self.sp + self.drafters * self.drafter_copies
 
     @property
-    def spare_targets(self) -> int:
-        """Targets, of the SP degree, that only verify what follows runner-ups."""
-        return self.spec.spare_targets if self.spec.branches > 1 else 0
-
-    @property
     def drafter_names(self) -> tuple[str, ...]:
         return (DRAFTER, *(f"{DRAFTER}-{i}" for i in range(2, self.drafters + 1)))
 
@@ -132,7 +124,7 @@ class SimulationConfig:
     def _suitable(self, algorithm: str) -> int:
         latency = self.latency.under(algorithm)
         target_ms, drafter_ms = latency.target_ms, latency.drafter_ms
-        return suitable_lookahead(algorithm, target_ms, drafter_ms, self.acceptance, self.sp - self.spare_targets)
+        return suitable_lookahead(algorithm, target_ms, drafter_ms, self.acceptance, self.sp)
 
     @property
     def _shared_lookahead(self) -> int:
@@ -181,8 +173,7 @@ class SimulationConfig:
 
         change = self.acceptance_change and (len(PROMPT) + self.acceptance_change[0], self.acceptance_change[1])
         rejected = frozenset(len(PROMPT) + position for position in self.rejected_positions)
-        runner_ups = self.runner_up_acceptance, self.no_runner_up_rate
-        return ToyDrafter(target, self.acceptance, seed, *runner_ups, change, rejected)
+        return ToyDrafter(target, self.acceptance, seed, self.runner_up_acceptance, change, rejected)
 
     def _drafter_servers(self, name: str, drafter: ToyDrafter, seed: int, unit: int) -> list[Server]:
         from dsi.fleets.servers import Server

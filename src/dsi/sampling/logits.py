@@ -63,15 +63,14 @@ def greedy_top_k(logits: Sequence[Array], counts: Sequence[int]) -> list[tuple[i
     ]
 
 
-def top_k_tokens(logits: Array, sampling: Sampling, position: int, count: int, min_ratio: float) -> tuple[int, ...]:
-    """Return the token that `sample` gives, then up to `count - 1` runners-up of at least `min_ratio` its weight."""
+def top_k_tokens(logits: Array, sampling: Sampling, position: int, count: int) -> tuple[int, ...]:
+    """Return the token that `sample` gives, then up to `count - 1` runners-up."""
     weights = _race_weights(logits, sampling, position)
     tokens = [int(weights.argmax())]
-    threshold = min_ratio * float(weights[tokens[0]])
     for _ in range(count - 1):
         weights[tokens[-1]] = 0.0
         token = int(weights.argmax())
-        if not threshold <= float(weights[token]) > 0:
+        if not float(weights[token]) > 0:
             break
         tokens.append(token)
     return tuple(tokens)
