@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count as counter
 from math import inf, log
 from typing import Any
@@ -78,6 +78,13 @@ class NodeQueue:
 
     def push(self, node: Node) -> None:
         heappush(self._heap, (-node.log_chance, node.depth, next(self._order), node))
+
+    def has(self, least: int) -> bool:
+        """Whether there are so many nodes that were not pruned."""
+        if len(self._heap) >= least:
+            self._heap = [entry for entry in self._heap if entry[-1].alive]
+            heapify(self._heap)
+        return len(self._heap) >= least
 
     def pop(self, most: int, wanted: Callable[[Node], bool]) -> list[Node]:
         """Take so many at most; those that are not wanted now stay."""

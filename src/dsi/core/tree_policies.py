@@ -14,6 +14,7 @@ from dsi.core.generation import Generation, Policy
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import TREE_BRANCHES, expansions, rank_chances
 
+MAX_UNVERIFIED = 8  # verifications' worth of draft tokens that may wait: more would be pruned before their turn
 PRIOR_CHANCES = rank_chances(0.7, 0.4, TREE_BRANCHES)  # of a drafter's choices, where nothing is known of them
 
 
@@ -84,6 +85,8 @@ def unverified(g: Generation, most: int) -> list[Node]:
 
 def growing(g: Generation, model: str, spec: SpecConfig, most: int) -> list[Node]:
     """Take the likeliest nodes that the drafter can continue, the root if there is nothing after it."""
+    if g.tree.unverified.has(MAX_UNVERIFIED * spec.tree):
+        return []
     if not g.root.children:
         return [g.root] if g.room(g.root, model) > 0 else []
     limit = g.root.depth + spec.lead_limit
