@@ -45,7 +45,6 @@ from dsi.models.endpoints.wire import position_seed
 from dsi.models.protocol import Cancelled, ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
-from stand_in_engine import StandInEngine
 
 TARGET = ToyTarget(3)
 TEXT = TokenSequence.of((1, 2, 3))
@@ -141,6 +140,8 @@ class EngineFleet(HttpFleet):
     """A fleet of stand-in engines over real sockets, one for each server; dead ones do not come back."""
 
     def __init__(self, kind: str, servers: list[Server], **options: Any) -> None:
+        from stand_in_engine import StandInEngine  # which workers on Ray, that import this file, cannot find
+
         self.engines = [StandInEngine(kind, server.model).start() for server in servers]
         loop = EventLoopThread()
         endpoints = [Endpoint(parse_address(engine.url), loop) for engine in self.engines]

@@ -43,9 +43,9 @@ class Scripted:
     script: Ranks
 
     def answer(self, request: ForwardRequest) -> Tokens:
-        return self.top_k(request, 1, 0.0)
+        return self.top_k(request, 1)
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:  # noqa: ARG002
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
         (truth,) = self.target.answer(request)
         right = self.script[len(request.tokens) - len(PROMPT)]
         return tuple(truth if rank == right else (truth + 1 + 2 * rank) % VOCAB_SIZE for rank in range(count))

@@ -133,7 +133,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.router.route_class = body_route(service.workers)
+    app.router.route_class = body_route(service.workers, inline=[VerifyBody])
     app.add_exception_handler(ApiError, _handle_api_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
     app.add_exception_handler(HTTPException, _handle_http_error)
