@@ -14,7 +14,7 @@ from dsi.planning.forecast import predicted_ms
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import PairProfile, search_processors
 from dsi.planning.simulation import SimulationConfig
-from dsi.planning.trees import best_si_tree, si_tree_ms
+from dsi.planning.trees import best_si_tree, is_chain, si_tree_ms
 
 LATENCY = LatencyModel(20.0, 1.0, by_width=tuple((width, 20.0 + 0.1 * width) for width in range(1, 65)))
 SLOW_ROWS = LatencyModel(20.0, 1.0, by_width=tuple((width, 20.0 * width) for width in range(1, 17)))
@@ -41,12 +41,21 @@ def test_prediction_of_a_chain_is_the_forecast(lookahead: int) -> None:
 
 
 def test_best_tree_is_wide_where_rows_are_cheap_and_small_where_they_are_not() -> None:
-    wide, wide_ms = best_si_tree(LATENCY, 0.6, 0.5)
-    narrow, _ = best_si_tree(SLOW_ROWS, 0.6, 0.5)
-    assert wide.tree >= 32
-    assert narrow.tree == 2
+    wide, narrow = best_si_tree(LATENCY, 0.6, 0.5), best_si_tree(SLOW_ROWS, 0.6, 0.5)
+    assert wide is not None
+    assert narrow is not None
+    assert wide[0].tree >= 32
+    assert narrow[0].tree == 2
     block = best_si_lookahead(20.0, 1.0, 0.6)
-    assert wide_ms < 0.75 * si_tree_ms(LATENCY, (0.6,), block, block)
+    assert wide[1] < 0.75 * si_tree_ms(LATENCY, (0.6,), block, block)
+
+
+def test_best_tree_is_never_a_chain() -> None:
+    assert best_si_tree(SLOW_ROWS, 1.0, 0.5) is None
+    for acceptance in (0.5, 0.8, 0.95):
+        best = best_si_tree(LATENCY, acceptance, 0.5)
+        assert best is not None
+        assert not is_chain(best[0].chances, best[0].tree, best[0].lookahead or 1)
 
 
 def test_auto_chooses_trees_where_they_pay() -> None:

@@ -204,9 +204,11 @@ class AdaptiveController:
     def _trees(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Iterator[Candidate]:
         """The best tree of each drafter; a tree has one."""
         trees = self.latency_table.trees
-        for drafters, acceptance in rates.items() if trees is not None and runner_up > 0 else ():
-            if len(drafters) == 1 and trees is not None:
-                yield drafters, trees.best(self._scale(drafters), acceptance, runner_up)
+        if trees is None or not runner_up:
+            return
+        for drafters, acceptance in rates.items():
+            if len(drafters) == 1 and (spec := trees.best(self._scale(drafters), acceptance, runner_up)):
+                yield drafters, spec
 
     def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:
         table = self.latency_table

@@ -12,8 +12,8 @@ from dsi.core.spec import SpecConfig
 class TreeForecast(Protocol):
     """Predicts configurations with trees, for a drafter that is so many times as slow as measured."""
 
-    def best(self, scale: float, acceptance: float, runner_up: float) -> SpecConfig:
-        """The tree that is predicted to be fastest, where first choices and runner-ups are right so often."""
+    def best(self, scale: float, acceptance: float, runner_up: float) -> SpecConfig | None:
+        """The fastest tree where first choices and runner-ups are right so often; None where chains are best."""
         ...
 
     def ms(self, spec: SpecConfig, scale: float, acceptance: float, runner_up: float) -> float:

@@ -309,19 +309,19 @@ def plans_with_trees(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> l
     matching = [plan for plan in plans if plan.spec.rule == "match" and profile.of(plan.drafter).drafters == 1]
     if not runner_up:
         return []
-    found = []
+    with_trees = []
     for plan in [plan for plan in matching if plan.algorithm == "si"][:1]:
         pair = profile.of(plan.drafter)
-        spec, ms = best_si_tree(pair.by_mp[plan.mp], pair.acceptance["match"], runner_up)
-        found.append(replace(plan, spec=spec, ms=ms))
+        if best := best_si_tree(pair.by_mp[plan.mp], pair.acceptance["match"], runner_up):
+            with_trees.append(replace(plan, spec=best[0], ms=best[1]))
     for plan in [plan for plan in matching if plan.algorithm == "dsi"][:1]:
         tried = [
             replace(plan, spec=replace(plan.spec, lookahead=lookahead, min_draft=min_draft, tree=tree))
             for lookahead, min_draft, tree in DSI_TREES
         ]
         times = [simulated_ms(plan.simulation(profile, TREE_TOKENS), TREE_SEEDS) for plan in tried]
-        found.append(min((replace(plan, ms=ms) for plan, ms in zip(tried, times)), key=lambda plan: plan.ms))
-    return found
+        with_trees.append(min((replace(plan, ms=ms) for plan, ms in zip(tried, times)), key=lambda plan: plan.ms))
+    return with_trees
 
 
 def search_devices(
@@ -403,12 +403,12 @@ def sensitivities(
         "the drafter twice as fast": profile.changed(drafter_slowdown=0.5),
         "the drafter twice as slow": profile.changed(drafter_slowdown=2),
     }
-    found = []
+    sensitivities = []
     for change, other in changes.items():
         same = replace(plan, ms=plan_ms(plan, other))
         best = min(predicted_plans(other, processors, advance)[0], same, key=lambda plan: plan.ms)
-        found.append(Sensitivity(change, same.ms, best))
-    return found
+        sensitivities.append(Sensitivity(change, same.ms, best))
+    return sensitivities
 
 
 def ms_by_processors(
