@@ -25,7 +25,7 @@ from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFla
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span, span
 from dsi.fleets.worker import work
-from dsi.models.process_utils import close_other_fds, die_with_parent, set_process_name
+from dsi.models.process_utils import close_other_fds, die_with_parent, run_in_thread, set_process_name
 
 FORK = multiprocessing.get_context("fork")
 Prepare = Callable[[Server], None]
@@ -51,6 +51,17 @@ def run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if cores:
         os.sched_setaffinity(0, cores)
+    run_in_thread(lambda: run_jobs(server, connection, cancelled_id, alone, prepare, use_cores))
+
+
+def run_jobs(
+    server: Server,
+    connection: Connection,
+    cancelled_id: Any,
+    alone: Any,
+    prepare: Prepare,
+    use_cores: UseCores | None,
+) -> None:
     prepare(server)
     decoder, was_alone = JobDecoder(), False
     while True:
@@ -131,6 +142,11 @@ class ProcessFleet(RemoteFleet):
     def _start_worker(self, name: str) -> None:
         cores = self._cores.get(name, ())
         self._add_worker(ProcessHandle(self._servers[name], cores, self._prepare, self._use_cores))
+
+    @property
+    def inline_servers(self) -> list[Server]:
+        """Those that run in this process."""
+        return list(self._inline.values())
 
     @property
     def packs(self) -> bool:

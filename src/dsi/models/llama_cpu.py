@@ -37,6 +37,7 @@ class LlamaCpu(Transformer):
     """`LlamaCpu.supports` says which models can run this way; the others run in transformers."""
 
     supports_trees = True
+    attends_apart = False  # it has no other attention than one over all keys
 
     @staticmethod
     def supports(model: Any) -> bool:
