@@ -1,14 +1,20 @@
 """Requests that share forwards in an engine with real models: each has the text that it has alone."""
 
+import os
+import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dsi.core.messages import Sampling
 from dsi.core.request import Completion
 from dsi.core.spec import SpecConfig
 from dsi.engine.engine import Engine
+from dsi.models.names import model_path
 
 pytestmark = pytest.mark.slow
 
@@ -56,3 +62,42 @@ def test_engine_shares_forwards_of_requests_that_run_at_once() -> None:
         engine.loop.run(*(engine.make_request(text, 20, engine.spec, Sampling()) for text in texts))
         assert fleet.server_usage()["target-1"].forwards - before == 20 * len(PROMPTS)
         assert len({span.start for span in fleet.log}) <= 24  # forwards, for all of them
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target without compiled forwards, whose texts are not one token again and again."""
+    folder: Path = tmp_path_factory.mktemp("gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(model_path("builtin", "target"))
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 512, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.2)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_texts_at_once_of_a_model_without_compiled_forwards_are_those_alone(gpt2_folder: str) -> None:
+    with Engine.load(gpt2_folder, drafter="builtin") as engine:
+        assert engine.deployment.shares_forwards
+        assert engine.deployment.max_running == 256
+        engine.deployment.fleet.log = log = []
+        alone = [essence(engine.loop.run(request)[0])[:2] for request in requests(engine)]
+        assert [essence(done)[:2] for done in engine.loop.run(*requests(engine))] == alone
+        assert max(span.num_texts for span in log) > 10
+
+
+def test_worker_that_is_forked_after_shared_forwards_computes(gpt2_folder: str) -> None:
+    with Engine.load(gpt2_folder, drafter="builtin", algorithm="nonsi") as engine:
+        for server in engine.deployment.fleet.inline_servers:
+            server.model.backend.torch_threads = 2  # whose pool a forked process does not have
+        alone = engine.loop.run(requests(engine)[0])[0].tokens
+        engine.loop.run(*requests(engine)[:3])
+        for pid in engine.deployment.fleet.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        assert engine.loop.run(requests(engine)[0])[0].tokens == alone
+
+
+def test_texts_that_may_part_share_forwards_only_if_that_is_wanted(gpt2_folder: str) -> None:
+    for options, shares in (({}, False), ({"exact": False}, True)):
+        with Engine.load(gpt2_folder, drafter="ngram", dtype="bfloat16", **options) as engine:
+            assert engine.deployment.shares_forwards == shares

@@ -170,9 +170,12 @@ def test_cancelled_tree_forward_leaves_nothing(checks: int) -> None:
     assert_same(model.forward(TOKENS, 31), expected[1])
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str) -> None:
+def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str, attention: str) -> None:
     model = random_model(CONFIGS[name])
+    if model._supports_sdpa:
+        model.set_attn_implementation(attention)
     packed, plain = Transformer(model, 32), Transformer(model)
     assert packed.can_pack
     texts = [TOKENS, TOKENS[::-1], TOKENS[20:] + TOKENS[:20], [*TOKENS[:10], *TOKENS[::-1][:30]]]
@@ -184,6 +187,28 @@ def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str) -> No
         for i, logits in zip(asked, rows):
             assert_same(logits, plain.forward(texts[i][: ends[i]], done[i] + 1))
         done = ends
+
+
+@pytest.mark.parametrize(("attention", "apart"), [("sdpa", True), ("eager", False)])
+def test_packed_forward_attends_text_by_text_where_attention_can_be_replaced(attention: str, apart: bool) -> None:
+    model = random_model(CONFIGS["gpt2"])
+    model.set_attn_implementation(attention)
+    transformer = Transformer(model, 32)
+    assert transformer.attends_apart == apart
+    transformer.forward(TOKENS[:5], 5)
+    transformer.forward_packed([(TOKENS[:6], 6)])
+    assert model.config._attn_implementation == attention
+
+
+def test_packed_forwards_with_threads_and_kv_caches_of_their_own() -> None:
+    model = Transformer(random_model(CONFIGS["gpt2"]))
+    other, threads = model.with_threads(2, 64), torch.get_num_threads()
+    try:
+        assert (model.can_pack, other.can_pack) == (False, True)
+        assert_same(other.forward(TOKENS, 40), model.forward(TOKENS, 40))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_packed_forward_of_llama_and_of_prompts() -> None:

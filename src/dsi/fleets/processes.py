@@ -263,14 +263,22 @@ class ProcessFleet(RemoteFleet):
         default = next(name for name, server in self._servers.items() if server.role == role)
         for job, context, event in events:
             name = names.get(job.id, default)
-            self._record_shared(name, job, context, start, end, event, share)
+            self._record_shared(name, job, context, start, end, event, share, packed.num_texts)
             self._events.append(event)
             if job.id in names and job.id not in packed.jobs:
                 del self._inline_jobs[name]
                 self._scheduler.release(name, computed=False)
 
     def _record_shared(
-        self, name: str, job: Job, context: TokenSequence, start: float, end: float, event: Event, share: int
+        self,
+        name: str,
+        job: Job,
+        context: TokenSequence,
+        start: float,
+        end: float,
+        event: Event,
+        share: int,
+        num_texts: int,
     ) -> None:
         """Count a request's share of a forward; what it takes is not what it would take alone."""
         if share == 1:
@@ -278,7 +286,7 @@ class ProcessFleet(RemoteFleet):
             return
         self.usage[name].end(end - (end - start) / share, end, event)
         if self.log is not None:
-            self.log.append(span(name, self._servers[name].role, job, context, start, end, event))
+            self.log.append(span(name, self._servers[name].role, job, context, start, end, event, num_texts))
 
     def _run_job_inline(self, name: str, job: Job) -> None:
         server, context, start = self._inline[self._servers[name].role], job.context, self.now()

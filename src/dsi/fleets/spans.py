@@ -22,13 +22,23 @@ class Span:
     end: Time
     token: int | None = None  # of a draft
     stale: bool = False  # cancelled before it ended
+    num_texts: int = 1  # that it computed new tokens of, of as many requests
 
 
 KINDS = {Draft: "draft", Verify: "verify", Prefill: "warm"}  # the names in traces, which the page reads
 
 
-def span(server: str, role: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> Span:
+def span(
+    server: str,
+    role: str,
+    job: Job,
+    context: TokenSequence,
+    start: Time,
+    end: Time,
+    event: Event | None,
+    num_texts: int = 1,
+) -> Span:
     """Make the span of a forward that ended in `event`, or was cancelled."""
     width = job.num_positions if isinstance(job, Verify) else int(isinstance(job, Draft))
     token = event.token if isinstance(event, Drafted) else None
-    return Span(server, role, KINDS[type(job)], job.id, context, width, start, end, token, event is None)
+    return Span(server, role, KINDS[type(job)], job.id, context, width, start, end, token, event is None, num_texts)
