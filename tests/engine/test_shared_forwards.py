@@ -14,6 +14,8 @@ from dsi.core.messages import Sampling
 from dsi.core.request import Completion
 from dsi.core.spec import SpecConfig
 from dsi.engine.engine import Engine
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.spans import Span
 from dsi.models.names import model_path
 
 pytestmark = pytest.mark.slow
@@ -28,11 +30,11 @@ SAMPLINGS = (
 SPECS = ("auto", "nonsi", "si", "pearl", "dsi")
 
 
-def requests(engine: Engine) -> list[Any]:
+def requests(engine: Engine, specs: tuple[str, ...] = SPECS) -> list[Any]:
     """Every algorithm and sampling, on texts some of which are equal, and one prompt that is read in chunks."""
     texts = [engine.tokenizer.encode(prompt) for prompt in (*PROMPTS, *PROMPTS[:3], " ".join(PROMPTS * 12))]
     return [
-        engine.make_request(text, 40, replace(engine.spec, algorithm=SPECS[i % 5]), SAMPLINGS[i % 4])
+        engine.make_request(text, 40, replace(engine.spec, algorithm=specs[i % len(specs)]), SAMPLINGS[i % 4])
         for i, text in enumerate(texts * 2)
     ]
 
@@ -77,27 +79,34 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_texts_at_once_of_a_model_without_compiled_forwards_are_those_alone(gpt2_folder: str) -> None:
-    with Engine.load(gpt2_folder, drafter="builtin") as engine:
+    with Engine.load(gpt2_folder, drafter="builtin", algorithm="nonsi") as engine:
+        specs = SPECS[1:]  # without auto, whose predictions take long
         assert engine.deployment.shares_forwards
         assert engine.deployment.max_running == 256
-        engine.deployment.fleet.log = log = []
-        alone = [essence(engine.loop.run(request)[0])[:2] for request in requests(engine)]
-        assert [essence(done)[:2] for done in engine.loop.run(*requests(engine))] == alone
+        log = engine.deployment.fleet.log = list[Span]()
+        alone = [essence(engine.loop.run(request)[0])[:2] for request in requests(engine, specs)]
+        assert [essence(done)[:2] for done in engine.loop.run(*requests(engine, specs))] == alone
         assert max(span.num_texts for span in log) > 10
 
 
 def test_worker_that_is_forked_after_shared_forwards_computes(gpt2_folder: str) -> None:
     with Engine.load(gpt2_folder, drafter="builtin", algorithm="nonsi") as engine:
-        for server in engine.deployment.fleet.inline_servers:
-            server.model.backend.torch_threads = 2  # whose pool a forked process does not have
-        alone = engine.loop.run(requests(engine)[0])[0].tokens
-        engine.loop.run(*requests(engine)[:3])
-        for pid in engine.deployment.fleet.worker_pids:
+        prompts = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+        def texts(count: int) -> list[Any]:
+            asked = [engine.make_request(prompt, 20, engine.spec, Sampling()) for prompt in prompts[:count]]
+            return [done.tokens for done in engine.loop.run(*asked)]
+
+        alone = texts(1)
+        assert texts(3)[:1] == alone
+        fleet = engine.deployment.fleet
+        assert isinstance(fleet, ProcessFleet)
+        for pid in fleet.worker_pids:
             os.kill(pid, signal.SIGKILL)
-        assert engine.loop.run(requests(engine)[0])[0].tokens == alone
+        assert texts(1) == alone
 
 
 def test_texts_that_may_part_share_forwards_only_if_that_is_wanted(gpt2_folder: str) -> None:
-    for options, shares in (({}, False), ({"exact": False}, True)):
-        with Engine.load(gpt2_folder, drafter="ngram", dtype="bfloat16", **options) as engine:
+    for exact, shares in ((None, False), (False, True)):
+        with Engine.load(gpt2_folder, drafter="ngram", dtype="bfloat16", exact=exact) as engine:
             assert engine.deployment.shares_forwards == shares
