@@ -93,8 +93,6 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
 
     def _grow(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
         previous = (self.keys, self.values) if self.is_initialized else None
-        # Few sizes: what one text gives back fits the next, and memory does not fall to pieces over many requests.
-        capacity = GROWTH * -(-max(capacity, 2 * self.length) // GROWTH)
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = (
             states.new_empty((*states.shape[:-2], capacity, states.shape[-1])) for states in (key_states, value_states)
