@@ -95,7 +95,8 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
         previous = (self.keys, self.values) if self.is_initialized else None
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = (
-            states.new_empty((*states.shape[:-2], capacity, states.shape[-1])) for states in (key_states, value_states)
+            states.new_empty((*states.shape[:-2], max(capacity, 2 * self.length), states.shape[-1]))
+            for states in (key_states, value_states)
         )
         if previous is not None:
             length = previous[0].shape[-2]  # all of it: a tree may be cached behind the text
