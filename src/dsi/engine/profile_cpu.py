@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsi.fleets.processes import FORK
+from dsi.fleets.processes import FORK, run_in_thread
 from dsi.models.cpu.decoder import CompiledDecoder
 from dsi.models.hf import Transformer
-from dsi.models.process_utils import die_with_parent, run_in_thread
+from dsi.models.process_utils import die_with_parent
 from dsi.models.tensor_parallel import TensorParallel
 
 PREFIX = 16  # tokens before those that are timed

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_bool
@@ -25,7 +26,7 @@ from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFla
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span, span
 from dsi.fleets.worker import work
-from dsi.models.process_utils import close_other_fds, die_with_parent, run_in_thread, set_process_name
+from dsi.models.process_utils import close_other_fds, die_with_parent, set_process_name
 
 FORK = multiprocessing.get_context("fork")
 Prepare = Callable[[Server], None]
@@ -33,6 +34,17 @@ UseCores = Callable[[Server, bool], None]  # whether every core may be used, or 
 JOIN_SECONDS = 2.0
 MAX_INLINE_TOKENS = 256  # that a job in this process may have to compute; a longer prompt is read by a worker
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
+
+
+def run_in_thread(work: Callable[[], object]) -> None:
+    """Run a function in a new thread, where several threads can compute even if they did before the fork.
+
+    OpenMP's pool belongs to the thread that began it: of a forked process only the first thread has one, and its
+    threads are not there.
+    """
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def run_worker(

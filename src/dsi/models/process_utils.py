@@ -1,15 +1,10 @@
-"""What a forked process does first: tie its life to its parent's, close inherited file descriptors, take a name.
-
-And what it computes in: a new thread, which has a pool of threads of its own.
-"""
+"""What a forked process does first: tie its life to its parent's, close inherited file descriptors, take a name."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
-import threading
-from collections.abc import Callable
 
 STDERR = 2
 
@@ -30,14 +25,3 @@ def close_other_fds(keep: int) -> None:
     """Close inherited descriptors, but the standard ones: they would keep the parent's connections open."""
     for first, last in ((STDERR + 1, keep), (keep + 1, os.sysconf("SC_OPEN_MAX"))):
         os.closerange(first, last)
-
-
-def run_in_thread(work: Callable[[], object]) -> None:
-    """Run a function in a new thread, where several threads can compute even if they did before the fork.
-
-    OpenMP's pool belongs to the thread that began it: of a forked process only the first thread has one, and its
-    threads are not there.
-    """
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
