@@ -223,6 +223,20 @@ def test_packed_forward_of_llama_and_of_prompts() -> None:
         assert_same(own, alone)
 
 
+def test_packed_forward_of_chunks_of_prompts_alone() -> None:
+    for model in (
+        Transformer(random_model(CONFIGS["gpt2"]), 32),
+        LlamaCpu(random_model(hf.LlamaConfig(**{**SIZES, "num_key_value_heads": 4})), 32),
+    ):
+        texts = [TOKENS, TOKENS[::-1]]
+        expected = [model.forward(text, len(text)) for text in texts]
+        model.clear_cache()
+        for end in (10, 20):  # of which no logits are wanted
+            model.forward_packed([(text[:end], end + 1) for text in texts])
+        for own, alone in zip(model.forward_packed([(text, len(text)) for text in texts]), expected):
+            assert_same(own, alone)
+
+
 def test_packed_forward_needs_masks_and_kv_caches() -> None:
     assert not Transformer(random_model(CONFIGS["gpt2"])).can_pack
     assert not Transformer(random_model(OWN_MASKS["bloom"]), 32).can_pack

@@ -388,7 +388,7 @@ class Transformer:
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(rows.wanted, device=device),
+            logits_to_keep=torch.tensor(rows.wanted, dtype=torch.int64, device=device),
         ).logits[0]
 
     def _masks(self, rows: MaskedRows) -> dict[str, Tensor]:
