@@ -170,9 +170,12 @@ def test_cancelled_tree_forward_leaves_nothing(checks: int) -> None:
     assert_same(model.forward(TOKENS, 31), expected[1])
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str) -> None:
+def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str, attention: str) -> None:
     model = random_model(CONFIGS[name])
+    if model._supports_sdpa:
+        model.set_attn_implementation(attention)
     packed, plain = Transformer(model, 32), Transformer(model)
     assert packed.can_pack
     texts = [TOKENS, TOKENS[::-1], TOKENS[20:] + TOKENS[:20], [*TOKENS[:10], *TOKENS[::-1][:30]]]
@@ -186,6 +189,28 @@ def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str) -> No
         done = ends
 
 
+@pytest.mark.parametrize(("attention", "apart"), [("sdpa", True), ("eager", False)])
+def test_packed_forward_attends_text_by_text_where_attention_can_be_replaced(attention: str, apart: bool) -> None:
+    model = random_model(CONFIGS["gpt2"])
+    model.set_attn_implementation(attention)
+    transformer = Transformer(model, 32)
+    assert transformer.attends_apart == apart
+    transformer.forward(TOKENS[:5], 5)
+    transformer.forward_packed([(TOKENS[:6], 6)])
+    assert model.config._attn_implementation == attention
+
+
+def test_packed_forwards_with_threads_and_kv_caches_of_their_own() -> None:
+    model = Transformer(random_model(CONFIGS["gpt2"]))
+    other, threads = model.with_threads(2, 64), torch.get_num_threads()
+    try:
+        assert (model.can_pack, other.can_pack) == (False, True)
+        assert_same(other.forward(TOKENS, 40), model.forward(TOKENS, 40))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_packed_forward_of_llama_and_of_prompts() -> None:
     model = LlamaCpu(random_model(hf.LlamaConfig(**{**SIZES, "num_key_value_heads": 4})), 32)
     texts = [TOKENS, TOKENS[::-1], TOKENS[20:]]
@@ -196,6 +221,20 @@ def test_packed_forward_of_llama_and_of_prompts() -> None:
     assert prefilled.numel() == 0
     for own, alone in zip(logits, expected):
         assert_same(own, alone)
+
+
+def test_packed_forward_of_chunks_of_prompts_alone() -> None:
+    for model in (
+        Transformer(random_model(CONFIGS["gpt2"]), 32),
+        LlamaCpu(random_model(hf.LlamaConfig(**{**SIZES, "num_key_value_heads": 4})), 32),
+    ):
+        texts = [TOKENS, TOKENS[::-1]]
+        expected = [model.forward(text, len(text)) for text in texts]
+        model.clear_cache()
+        for end in (10, 20):  # of which no logits are wanted
+            model.forward_packed([(text[:end], end + 1) for text in texts])
+        for own, alone in zip(model.forward_packed([(text, len(text)) for text in texts]), expected):
+            assert_same(own, alone)
 
 
 def test_packed_forward_needs_masks_and_kv_caches() -> None:

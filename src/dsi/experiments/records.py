@@ -27,6 +27,7 @@ class Block:
     end_ms: float
     place: int  # generated tokens before the first position that the forward verifies or drafts
     width: int
+    num_texts: int = 1  # of requests that shared it
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ def block(span: Span, verified: set[int], unit: int) -> Block:
         end_ms=float(span.end) * unit,
         place=len(first) - len(first.origin),
         width=span.width,
+        num_texts=span.num_texts,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import import_module
@@ -32,6 +32,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from dsi.core.progress import Status, no_status
 from dsi.core.tree_shape import END, Tree
 from dsi.models.names import check_exists, gguf_file, pretrained
+from dsi.models.packed_attention import PackedLayer, attending_apart
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 from dsi.models.tree_cache import (
     CachedNodes,
@@ -165,22 +166,6 @@ class NewTokens(NamedTuple):
     num_positions: int
 
 
-class PackedLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values of several texts, in their own buffers, for a forward over new tokens of all."""
-
-    def __init__(self, layers: Sequence[KVLayer], widths: list[int]) -> None:
-        super().__init__()
-        self._layers, self._widths = layers, widths
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        new = zip(torch.split(key_states, self._widths, -2), torch.split(value_states, self._widths, -2))
-        keys, values = zip(*(layer.update(*states) for layer, states in zip(self._layers, new)))
-        return torch.cat(keys, -2), torch.cat(values, -2)
-
-    def get_seq_length(self) -> int:
-        return sum(layer.length for layer in self._layers)
-
-
 class Transformer:
     """A transformers model on one device, with KV caches for up to `max_sequences` texts."""
 
@@ -192,6 +177,7 @@ class Transformer:
         self.clear_cache()
         self._max_sequences = max_sequences
         self.max_overwrite = MAX_OVERWRITE
+        self.torch_threads = 0  # of each forward; 0: those that torch has
         self._cancelled: CancelFlag = NEVER
         self._hooks = [layer.register_forward_pre_hook(self._check_cancelled) for layer in decoder_layers(model)]
 
@@ -201,12 +187,34 @@ class Transformer:
             hook.remove()
         self.clear_cache()
 
+    def with_threads(self, threads: int, max_sequences: int) -> Transformer:
+        """The same model with a number of threads and KV caches of its own; its hooks are this one's."""
+        other = copy.copy(self)
+        other._max_sequences, other.torch_threads, other._hooks = max_sequences, threads, []
+        other.clear_cache()
+        return other
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV cache of one token, by the configuration."""
+        config = self.model.config
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return int(2 * self.model.dtype.itemsize * config.num_hidden_layers * kv_heads * head_dim)
+
+    def _use_threads(self) -> None:
+        """Which torch counts for each thread of Python: the engine's may not be the one that loaded the model."""
+        if self.torch_threads and torch.get_num_threads() != self.torch_threads:
+            torch.set_num_threads(self.torch_threads)
+
     def clear_cache(self) -> None:
         self._sequences = []
         self._sequence_of = WeakValueDictionary[int, KVSequence]()  # by the identity of a text's list of tokens
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
         self.check_text(tokens, start)
+        self._use_threads()
         self._cancelled = cancelled
         sequence, num_cached = self._sequence(tokens, start)
         sequence.truncate(num_cached)
@@ -224,6 +232,7 @@ class Transformer:
         if not asked:
             return self.forward(tokens, start, cancelled)
         self.check_text(tokens, start, tree_depth(tree))
+        self._use_threads()
         self._cancelled = cancelled
         sequence, num_cached = self._sequence(tokens, start)
         rows = TreeRows.of(sequence.nodes if len(sequence.tokens) == len(tokens) else {}, tree, asked)
@@ -241,6 +250,7 @@ class Transformer:
 
     def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Any]:
         """As `forward` for each text and start: those of which something is cached share one forward."""
+        self._use_threads()
         self._cancelled = NEVER
         parts = self._new_tokens(texts)
         shared = [part for part in parts if part.tokens and part.sequence.cache.layers]
@@ -270,12 +280,14 @@ class Transformer:
         """Run one forward over the new tokens of all, each of which sees those of its own text."""
         if not parts:
             return ()
+        apart = self.attends_apart
         layers = zip(*(part.sequence.cache.layers for part in parts))
         widths = [len(part.tokens) for part in parts]
         rows = packed_rows([(part.length, part.tokens, part.num_positions) for part in parts])
+        cache = Cache(layers=[PackedLayer(own, widths, apart) for own in layers])
         try:
-            with torch.inference_mode():
-                logits = self._run_masked(Cache(layers=[PackedLayer(own, widths) for own in layers]), rows).float()
+            with torch.inference_mode(), attending_apart(self.model.config) if apart else nullcontext():
+                logits = self._run_masked(cache, rows).float()
         except BaseException:
             for part in parts:
                 part.sequence.truncate(part.length)
@@ -318,6 +330,25 @@ class Transformer:
             plain = torch.cat([self._compute(KVSequence(), [0, 1, sibling, 4], 1) for sibling in (2, 3)])
         except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False
+        return self._are_close(logits, plain)
+
+    @cached_property
+    def attends_apart(self) -> bool:
+        """Whether each text of a packed forward can attend to its own keys where they are, as a small one shows."""
+        if getattr(self.model.config, "_attn_implementation", None) != "sdpa":
+            return False
+        self.attends_apart = True  # or the forward would ask
+        texts = [(KVSequence(), [0, 1, 2, 3]), (KVSequence(), [1, 2, 3])]
+        try:
+            plain = torch.cat([self._compute(KVSequence(), tokens, 1) for _, tokens in texts])
+            for sequence, tokens in texts:
+                self._compute(sequence, tokens[:2], 0)
+            packed = torch.cat([*self._compute_packed([NewTokens(own, 2, tokens[2:], 1) for own, tokens in texts])])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+        return self._are_close(packed, plain)
+
+    def _are_close(self, logits: Tensor, plain: Tensor) -> bool:
         tolerance = float(plain.abs().max()) * (1e-4 if self.model.dtype == torch.float32 else 2e-2)
         return bool((logits - plain).abs().max() <= tolerance)
 
@@ -357,7 +388,7 @@ class Transformer:
             attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(rows.wanted, device=device),
+            logits_to_keep=torch.tensor(rows.wanted, dtype=torch.int64, device=device),
         ).logits[0]
 
     def _masks(self, rows: MaskedRows) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ class LlamaCpu(Transformer):
     """`LlamaCpu.supports` says which models can run this way; the others run in transformers."""
 
     supports_trees = True
+    attends_apart = False  # it has no other attention than one over all keys
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -75,7 +76,7 @@ class LlamaCpu(Transformer):
         return self._run(ids, slice(length, end), mask, kv_layers, slice(len(ids) - num_positions, len(ids)))
 
     def _run_masked(self, cache: Cache, rows: MaskedRows) -> Tensor:
-        ids, wanted = torch.tensor(rows.tokens), torch.tensor(rows.wanted)
+        ids, wanted = torch.tensor(rows.tokens), torch.tensor(rows.wanted, dtype=torch.int64)
         return self._run(ids, rows.positions, rows.visible, cache.layers, wanted)
 
     def _run(

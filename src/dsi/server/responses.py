@@ -123,6 +123,7 @@ def span_json(span: Span) -> dict[str, Any]:
         "from": len(first_place(span)) - prompt,
         "to": len(span.context) - prompt,
         "stale": span.stale,
+        "texts": span.num_texts,
     }
 
 

@@ -247,12 +247,10 @@ class CompiledDecoder(Transformer):
         return type(self), (self.model, self._max_sequences, self._threads)
 
     def with_threads(self, threads: int, max_sequences: int | None = None) -> CompiledDecoder:
-        """The same model with a number of threads and KV caches of its own."""
         return CompiledDecoder(self.model, max_sequences or self._max_sequences, threads)
 
     @property
     def kv_bytes(self) -> int:
-        """The KV cache of one token."""
         _, kv_heads, _, head_dim = self._kv_shape
         return int(2 * torch.float32.itemsize * len(self._layers) * kv_heads * head_dim)
 
