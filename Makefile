@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 AXE_VERSION := 4.10.3
 
-.PHONY: setup browser demo check test pytest lint bench clean
+.PHONY: setup browser demo check test test-engines pytest lint bench clean
 
 setup: .venv/installed
 
@@ -36,7 +36,7 @@ lint: setup
 
 # The fast two thirds, for all day.
 check: setup
-	$(MAKE) --no-print-directory --jobs 2 lint pytest SELECT='-m "not slow"'
+	$(MAKE) --no-print-directory --jobs 2 lint pytest SELECT='-m "not slow and not engines"'
 
 test: setup
 	$(MAKE) --no-print-directory --jobs 2 lint pytest
@@ -44,9 +44,14 @@ test: setup
 pytest: setup
 	$(BIN)/pytest -n 2 --dist worksteal $(SELECT)
 
+# vLLM on CPUs, in an environment of its own of about 3 GB under build/, and what every engine must hold.
+test-engines: setup
+	$(BIN)/python benchmarks/vllm_cpu.py
+	$(BIN)/pytest -m engines -n 0 tests/test_engines.py
+
 # All that need no GPU.
-BENCHMARKS := core threads grid forwards peers parallel budget orchestration stale branches adaptive vocabularies rules \
-	unbiased serve cluster ray_cluster
+BENCHMARKS := core threads grid forwards tree_forwards packed_forwards peers parallel budget orchestration stale runner_ups \
+	adaptive vocabularies rules unbiased serve engines cluster ray_cluster
 
 bench: setup
 	set -e; for name in $(BENCHMARKS); do echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done

@@ -234,36 +234,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def runner_ups() -> dict[str, Any]:
-    """Compare eight targets with runner-ups and without, the drafter at a tenth of their latency; simulated."""
-    result: dict[str, Any] = {"label": "simulated"}
-    for rate in (0.4, 0.63, 0.8):
-        config = SimulationConfig(
-            LatencyModel(20.0, 2.0, cancel_points=8),
-            rate,
-            8,
-            TOKENS,
-            runner_up_acceptance=0.5,
-            no_runner_up_rate=0.5,
-            thread_pool=False,
-        )
-        with_spares = latency_table(config)
-        without = replace(with_spares, spare_targets=())
-        times = [
-            fmean(config.run(adaptive(table, config), seed).ms for seed in SEEDS) for table in (with_spares, without)
-        ]
-        result[str(rate)] = times[0] / times[1]
-    return result
-
-
-def runner_up_lines(result: dict[str, Any]) -> Iterator[str]:
-    for rate, share in result.items():
-        if rate != "label":
-            yield f"runner-ups, half of them right, acceptance {rate}: {share:.2f} of the time (simulated)"
-
-
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], Iterator[str]]]] = {
-    "runner_ups": (lambda options: runner_ups(), runner_up_lines),  # noqa: ARG005
     "simulated": (lambda options: options.settings and virtual(options.settings), virtual_lines),
     "waited": (lambda options: options.waited and real_time(options.waited), real_time_lines),
     "measured": (lambda options: options.repeats and pair(options.repeats, options.tokens), pair_lines),
@@ -275,10 +246,7 @@ def main() -> None:
     parser.add_argument("--settings", type=harness.count, default=300, help="in virtual time; 0: none")
     parser.add_argument("--waited", type=harness.count, default=30, help="on real threads; 0: none")
     parser.add_argument("--repeats", type=harness.count, default=5, help="of the built-in pair's prompts; 0: none")
-    parser.add_argument("--runner-ups", action="store_true", help="only what runner-ups give")
     options = parser.parse_args()
-    if options.runner_ups:
-        options.settings = options.waited = options.repeats = 0
     results = {name: run(options) or None for name, (run, _) in PARTS.items()}
     lines = [line for name, (_, show) in PARTS.items() if results[name] for line in show(results[name])]
     harness.report(options, "simulated, waited and measured", results, lines)

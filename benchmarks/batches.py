@@ -95,8 +95,8 @@ class Client:
 class Batched:
     """transformers' own batched `generate`."""
 
-    def __init__(self, dtype: str) -> None:
-        path = model_path(BUILTIN, TARGET)
+    def __init__(self, target: str, dtype: str) -> None:
+        path = model_path(target, TARGET)
         self._tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
@@ -182,6 +182,10 @@ def main() -> None:
     parser = harness.arguments(__doc__, "--streams 1,8 --repeats 1", tokens=96, repeats=3)
     allowed = harness.names(*map(str, STREAMS))
     parser.add_argument("--streams", type=allowed, default=list(map(str, STREAMS)), help="default: all of them")
+    parser.add_argument(
+        "--target", default=BUILTIN, help="a folder, say of benchmarks/random_gpt2.py; default: builtin"
+    )
+    parser.add_argument("--drafter", default=BUILTIN, help="likewise, or ngram")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--algorithm", default="auto", help="of the server; default: auto")
     parser.add_argument("--check", action="store_true", help="exit with status 1 unless it is fast enough")
@@ -189,17 +193,19 @@ def main() -> None:
     silence_transformers()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     streams = list(map(int, options.streams))
-    with Engine.load(algorithm="nonsi", dtype=options.dtype) as engine:
+    models = {"target": options.target, "drafter": options.drafter, "dtype": options.dtype}
+    with Engine.load(algorithm="nonsi", **models) as engine:
         alone = {
             prompt: engine.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True).text
             for prompt in prompts(max(streams))
         }
-    batched = Batched(options.dtype)
-    with server(max(STREAMS), "--dtype", options.dtype) as (url, _):
+    batched = Batched(options.target, options.dtype)
+    arguments = [argument for name, value in models.items() for argument in (f"--{name}", value)]
+    with server(max(STREAMS), *arguments) as (url, _):
         client = Client.of(url, options.algorithm)
         counts = harness.tracked(streams, len(streams), "numbers of streams")
         load = [compare(client, batched, alone, count, options) for count in counts]
-        results = {"dtype": options.dtype, "tokens": options.tokens, "load": load, "short": delays(client, options)}
+        results = {**models, "tokens": options.tokens, "load": load, "short": delays(client, options)}
     harness.report(options, "measured", results, lines(results))
     if any(row["differing"]["server"] for row in results["load"]):
         harness.fail("the server's texts are not those that they have alone")

@@ -1,8 +1,8 @@
-"""llama.cpp's server on the models of a pair, to be measured beside ours.
+"""llama.cpp's server on the models of a pair, to be measured beside ours, and as an engine that DSI speaks to.
 
-It comes from the wheel `xllamacpp`, in an environment of its own that is made at the first use, under
-`$XDG_CACHE_HOME/dsi`; models in folders are written as GGUF there. This file also runs inside that environment:
-`llama_cpp.py convert FOLDER ARRAYS FILE DTYPE` and `llama_cpp.py serve MODEL DRAFT THREADS GUESSES`.
+It comes from the wheel `xllamacpp`; where that is not installed, in an environment of its own that is made at the first
+use, under `$XDG_CACHE_HOME/dsi`. Models in folders are written as GGUF there. This file also runs inside that
+environment: `llama_cpp.py convert FOLDER ARRAYS FILE DTYPE` and `llama_cpp.py serve MODEL DRAFT THREADS GUESSES SLOTS`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import urllib.request
 import venv
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def folder() -> Path:
 
 
 def python() -> str:
-    """The interpreter of the environment, which is made if it is not there."""
+    """This interpreter, if it has the packages, or that of the environment, which is made if it is not there."""
+    if all(map(find_spec, PACKAGES)):
+        return sys.executable
     path = folder() / "venv"
     program = path / "bin" / "python"
     if not (path / "installed").exists():
@@ -47,6 +50,7 @@ def gguf(model: str, dtype: str) -> str:
     weights = max(path.stat().st_mtime_ns for path in Path(model).glob("*.safetensors"))
     path = folder() / f"{Path(model).parent.name}-{Path(model).name}-{dtype}-{weights:x}.gguf"
     if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".part")
         with tempfile.NamedTemporaryFile(suffix=".npz") as arrays:
             save_weights(model, arrays.name)
@@ -68,18 +72,21 @@ def save_weights(model: str, path: str) -> None:
 
 
 class LlamaCpp(AbstractContextManager["LlamaCpp"]):
-    """A server of llama.cpp in a process of its own; with a draft model or `ngram` it speculates, `guesses` at most."""
+    """A server of llama.cpp in a process of its own, which answers `slots` requests at once.
 
-    def __init__(self, target: str, eos: int, threads: int, draft: str = "", guesses: int = 0) -> None:
+    With a draft model or `ngram` it speculates, `guesses` tokens at most.
+    """
+
+    def __init__(self, target: str, eos: int, threads: int, draft: str = "", guesses: int = 0, slots: int = 1) -> None:
         self.eos = eos  # which some versions leave out
-        command = [python(), __file__, "serve", target, draft, str(threads), str(guesses)]
+        command = [python(), __file__, "serve", target, draft, *map(str, (threads, guesses, slots))]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         line = self._process.stdout.readline() if self._process.stdout else b""
         if not line:
             raise SystemExit(f"llama.cpp does not start: {' '.join(command)}")
-        self._url = line.decode().strip()
+        self.url = line.decode().strip()
 
     def generate(self, prompt: tuple[int, ...], tokens: int) -> tuple[tuple[int, ...], float, float]:
         """Return the tokens, the seconds that the server took for prompt and text, and those for the prompt."""
@@ -93,7 +100,7 @@ class LlamaCpp(AbstractContextManager["LlamaCpp"]):
         body = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0, "cache_prompt": cache_prompt}
         body |= {"return_tokens": True, "samplers": ["temperature"], "ignore_eos": cache_prompt}
         request = urllib.request.Request(
-            f"{self._url}/completion", json.dumps(body).encode(), {"content-type": "application/json"}
+            f"{self.url}/completion", json.dumps(body).encode(), {"content-type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=600) as response:
             return json.load(response)
@@ -111,7 +118,8 @@ class LlamaCpp(AbstractContextManager["LlamaCpp"]):
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
-        self._process.wait()
+        with self._process:  # which closes its pipes
+            pass
 
 
 # In the environment of its own:
@@ -204,12 +212,12 @@ def _rotated(weights: Any, heads: int) -> Any:
     return halves.swapaxes(1, 2).reshape(rows, columns).copy()
 
 
-def serve(target: str, draft: str, threads: int, guesses: int) -> None:
+def serve(target: str, draft: str, threads: int, guesses: int, slots: int) -> None:
     """Serve until the standard input is closed; the address is written to standard output."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.warmup = target, CONTEXT, 1, True
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = target, CONTEXT * slots, slots, True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     speculative = params.speculative
     if draft == NGRAM:
@@ -228,4 +236,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["convert"]:
         convert(Path(sys.argv[2]), *sys.argv[3:6])
     else:
-        serve(sys.argv[2], sys.argv[3], int(sys.argv[4]), int(sys.argv[5]))
+        serve(sys.argv[2], sys.argv[3], *map(int, sys.argv[4:7]))

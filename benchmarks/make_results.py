@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import engines
 import faults
 import forwards
 import harness
@@ -222,11 +223,38 @@ def exact_table(run: Row) -> Iterator[str]:
     yield f"{texts[0]['texts']} texts in {texts[0]['dtype']} under {names}: {differing} of {total} differ."
 
 
+def has_every_engine(run: Row) -> bool:
+    """Whether a run of `engines.py` has all its parts."""
+    pools = {(row["engine"], row["targets"]) for row in run["measured"]}
+    return bool(run["waiting"] and run["verify"]) and pools >= {("dsi serve", 1), ("vLLM", 1), ("vLLM", 2)}
+
+
+def engines_table(run: Row) -> Iterator[str]:
+    """Milliseconds a token: what waits beside virtual time, what computes beside its own streaming."""
+    for row in run["waiting"]:
+        yield f"{engines.TARGETS} engines that wait {row['target_ms']:g} ms, waited:"
+        yield ""
+        yield from harness.markdown(("ms a token", "over HTTP", "virtual time"), engines.waiting_rows(row))
+        yield ""
+        yield f"DSI over SI: {engines.gains(row)}."
+        yield ""
+    heads = ("ms a token", *(f"{row['targets']} {row['engine']}, {row['dtype']}" for row in run["measured"]))
+    columns = [{name: (ms, over) for name, ms, over in engines.measured_rows(row)} for row in run["measured"]]
+    rows = [(name, *(" · ".join(column[name]) for column in columns)) for name in columns[0]]
+    yield "Measured, the median, and how much of the time of the engine's own streaming:"
+    yield ""
+    yield from harness.markdown(heads, rows)
+    yield ""
+    for width, times in run["verify"].items():
+        yield f"- A verification of {width} {'position' if width == '1' else 'positions'}: {engines.round_trip(times)}."
+
+
 MODELS = {"build/smollm2": "SmolLM2-135M", "builtin": "the built-in target"}
 COMPLETE: dict[str, Callable[[Row], bool]] = {
     "h200": is_complete,
     "faults": has_every_fault,
     "exact": lambda run: bool(run["logits"] and run["texts"]),
+    "engines": has_every_engine,
 }
 SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the name of its benchmark
     "h200 source": source,
@@ -238,6 +266,7 @@ SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the 
     "forwards": forwards_table,
     "batches": batches_table,
     "exact": exact_table,
+    "engines": engines_table,
 }
 
 

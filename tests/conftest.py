@@ -6,7 +6,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.models.names import BUILTIN, model_path
 from live_server import Live, Serving, start
+from llama_cpp import LlamaCpp, gguf
 
 # Two tests at once on two cores, each with threads for all of them, mostly wait for one another. Who needs
 # more threads says so; this is read when torch is imported.
@@ -18,7 +21,18 @@ os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="dsi-tests-")
 settings.register_profile("dsi", deadline=None, print_blob=True)
 settings.load_profile("dsi")
-STARTS_SLOWLY = {"live", "serving", "locked", "api", "browser", "cluster", "hosts"}  # fixtures
+LLAMA_CPP = ("llama_cpp_target", "llama_cpp_drafter")
+STARTS_SLOWLY = {
+    "live",
+    "serving",
+    "locked",
+    "api",
+    "browser",
+    "cluster",
+    "hosts",
+    "llama_cpp_target",
+    "llama_cpp_drafter",
+}  # fixtures
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -59,6 +73,24 @@ def serving() -> Iterator[Serving]:
     yield make
     for server in started:
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_target() -> Iterator[LlamaCpp]:
+    """llama.cpp's server on the built-in target in float32."""
+    with llama_cpp(TARGET) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_drafter() -> Iterator[LlamaCpp]:
+    with llama_cpp(DRAFTER) as server:
+        yield server
+
+
+def llama_cpp(role: str) -> LlamaCpp:
+    pytest.importorskip("xllamacpp")
+    return LlamaCpp(gguf(str(model_path(BUILTIN, role)), "float32"), eos=0, threads=1, slots=2)
 
 
 @pytest.fixture(scope="session")

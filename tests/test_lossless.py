@@ -9,10 +9,12 @@ from hypothesis import given, settings, strategies as st
 
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Draft, Event, Failed, Job, Prefilled, Sampling
-from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.core.policies import autoregressive, distributed, pearl, policy_for, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
+from dsi.core.spec import SpecConfig
 from dsi.core.stats import ServerUsage
+from dsi.core.tree_shape import END
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
@@ -25,7 +27,19 @@ NAMES = (DRAFTER, "second", "third")
 
 lookaheads = st.integers(1, 12)
 drafters = st.integers(1, 3).map(lambda count: NAMES[:count])
+trees = st.builds(
+    SpecConfig,
+    st.sampled_from(["si", "pearl", "dsi"]),
+    lookaheads,
+    st.integers(0, 6),
+    st.sampled_from([1, 3, 8, None]),
+    st.sampled_from([None, 1, 2, 5]),
+    drafters=drafters,
+    tree=st.integers(1, 20),
+    chances=st.sampled_from([(), (0.7, 0.2, 0.1), (0.5, 0.5), (1.0,), (0.4, 0.3, 0.2, 0.1)]),
+)
 policies = st.one_of(
+    trees.map(policy_for),
     st.just(autoregressive()),
     lookaheads.map(speculative),
     lookaheads.map(pearl),
@@ -35,8 +49,6 @@ policies = st.one_of(
         drafters,
         st.integers(0, 6),
         st.sampled_from([1, 1.5, 3, 8, 1e9]),
-        branches=st.integers(1, 2),
-        spare_targets=st.sampled_from([0, 1, 3, 1000]),
     ),
 )
 samplings = st.builds(
@@ -72,7 +84,20 @@ def alone(target: ToyTarget, request: Request) -> Tokens:
 def check_fits(job: Job, contexts: dict[str, int]) -> None:
     """No drafter is asked to read a text longer than its context."""
     if isinstance(job, Draft) and contexts.get(job.model):
-        assert job.context.length + job.count - 1 <= contexts[job.model]
+        assert job.context.length + num_drafted(job) - 1 <= contexts[job.model]
+
+
+def num_drafted(job: Draft) -> int:
+    """Draft tokens after the verified text on the longest path."""
+    if not job.expansions:
+        return job.count
+    depths = {END: 0}
+    for node, (parent, _) in enumerate(job.tree):
+        depths[node] = depths[parent] + 1
+    for parent, count in job.expansions:
+        for _ in range(count):
+            depths[len(depths) - 1] = depths[parent] + 1
+    return max(depths.values())
 
 
 class ShuffledFleet:
@@ -143,7 +168,7 @@ def test_lossless_under_any_order_failures_and_contexts(
     target = ToyTarget(seed)
     models: dict[str, ToyTarget | ToyDrafter] = {TARGET: target}
     models |= {
-        name: ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
+        name: ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6)
         for i, (name, rate) in enumerate(zip(NAMES, rates))
     }
     fleet = ShuffledFleet(models, Random(seed), failures, contexts)
@@ -186,7 +211,7 @@ def test_lossless_under_any_latencies_servers_and_contexts(
     aim = Latency(slow, slow * 3, slow / 10, jitter)
     servers = [Server(f"target-{i}", TARGET, Wait(target, aim, seed + i)) for i in range(targets)]
     for i, (name, (latency, rate)) in enumerate(zip(NAMES, crew)):
-        drafter = ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6, no_runner_up_rate=0.3)
+        drafter = ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6)
         servers.append(Server(name, name, Wait(drafter, Latency(latency, jitter=jitter), ~i)))
 
     def fails(job: Job) -> bool:
@@ -213,7 +238,7 @@ def test_lossless_one_seed_one_text_for_every_algorithm(targets: int, temperatur
         pearl(4),
         distributed(2),
         distributed(3, min_draft=3),
-        distributed(3, branches=2, spare_targets=2),
+        *(policy_for(SpecConfig(algorithm, 3, tree=8)) for algorithm in ("si", "pearl", "dsi")),
     ]
     for policy in policies:
         servers = [Server(f"t{i}", TARGET, Wait(target, Latency(7.0))) for i in range(targets)]

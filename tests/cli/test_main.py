@@ -23,7 +23,15 @@ from dsi.engine.engine import Engine
         ("simulate --lookahead 0", "lookahead 0: must be at least 1"),
         ("simulate --lookahead two", "lookahead 'two': must be whole numbers separated by commas"),
         ("simulate --sp 0", "SP degree 0: must be between 1 and 1000"),
-        ("simulate --spare-targets 7", "spare targets 7: must be between 0 and 6"),
+        ("simulate --tree -1", "tree -1: must be at least 0"),
+        *(
+            (
+                f"{command} --{name} 2",
+                f"--{name}: is gone with runner-ups for spare targets; use --tree",
+            )
+            for command in ("simulate", "timeline")
+            for name in ("branches", "spare-targets")
+        ),
         ("simulate --tokens 0", "tokens 0: must be at least 1"),
         ("simulate --repeats 0", "repeats 0: must be at least 1"),
         ("simulate --real-time --network-ms 3", "network 3.0 ms, contention 0.0: only virtual time has them"),

@@ -50,6 +50,10 @@ def test_measure_writes_one_profile_that_other_commands_read(tmp_path: Path) -> 
     assert found["acceptance"] == profile.parts["acceptance"]
     assert found["label"] == "measured"
     assert 0.4 < found["acceptance"]["rate"] < 1
+    first, second, third = found["acceptance"]["rank_counts"]
+    assert first == round(found["acceptance"]["rate"] * found["acceptance"]["places"]) > second > third > 0
+    assert profile.chances()[0] == found["acceptance"]["rate"]
+    assert first + second + third <= found["acceptance"]["places"] == 120
     assert profile.number("drafter_ms") < profile.number("target_ms") < profile.number("target_ttft_ms")
     plan = document_here("plan", "--profile", out, "--gpus", 8)
     assert plan["sp"] >= 1
@@ -79,6 +83,8 @@ def test_measure_compares_rules_on_the_same_texts(tmp_path: Path) -> None:
         ("reject", 1),
         ("specinfer", 2),
     ]
+    assert [len(each["rank_counts"]) for each in found["results"]] == [3, 0, 0, 0]  # other rules have no rank
+    assert "first choice" in table.stdout
     assert reject["places"]["count"] == specinfer["places"]["count"] == 20
     assert reject["blocks"]["count"] == 10
     assert reject["promised"] == pytest.approx(reject["ceiling"])

@@ -74,12 +74,9 @@ def test_simulate_takes_every_option_of_the_fleet() -> None:
 
 
 def test_simulate_accepts_the_names_of_the_last_release() -> None:
-    old = (
-        "--patience 1 --horizon 20 --pieces 4 --no-eager --spare 1 --branches 2 --second-hit 0.5 --sure 0.1 --one-cache"
-    )
+    old = "--patience 1 --horizon 20 --pieces 4 --no-eager --second-hit 0.5 --tree 8 --one-cache"
     new = (
-        "--min-draft 1 --max-lead 20 --cancel-points 4 --no-thread-pool --spare-targets 1 --branches 2 "
-        "--runner-up-acceptance 0.5 --no-runner-up-rate 0.1 --shared-kv"
+        "--min-draft 1 --max-lead 20 --cancel-points 4 --no-thread-pool --runner-up-acceptance 0.5 --tree 8 --shared-kv"
     )
     command = ("simulate", "--algorithm", "dsi", *QUICK)
     result = document_here(*command, *new.split())

@@ -18,7 +18,7 @@ from dsi.core.messages import (
     Verified,
     Verify,
 )
-from dsi.core.policies import autoregressive, distributed, speculative
+from dsi.core.policies import Load, autoregressive, distributed, speculative, streamed
 
 Brief = tuple[str, tuple[int, ...], int]
 
@@ -303,3 +303,62 @@ def test_generation_room_ends_with_a_drafters_context() -> None:
     assert [g.in_context(name) for name in ("short", "full", "unlimited", "other")] == [True, False, True, True]
     assert g.usable(("full", "short")) == ["short"]
     assert g.usable(("full",)) == ("full",)
+
+
+def test_autoregressive_streams_where_the_target_can() -> None:
+    scenario = Scenario(autoregressive(), tokens=3, streams=True)
+    assert scenario.started == [("target", (7,), 3)]
+    stream = scenario.drafting("target")
+    for token in (4, 5, 6):
+        assert scenario.handle(Drafted(stream, token)) == ((token,), [])
+    assert scenario.g.done
+    assert scenario.g.origins == ["plain"] * 3
+    assert (scenario.g.tally.forwards, scenario.g.tally.useful, scenario.g.tally.drafted) == (3, 3, 0)
+
+
+def test_generation_ends_a_stream_at_a_stop_token() -> None:
+    scenario = Scenario(autoregressive(), streams=True, stop={5})
+    stream = scenario.drafting("target")
+    scenario.handle(Drafted(stream, 4))
+    step = scenario.g.handle(Drafted(stream, 5))
+    assert (step.emit, step.cancel, scenario.g.finish_reason) == ((5,), (stream,), "stop")
+    assert scenario.handle(Drafted(stream, 6)) == ((), [])
+
+
+def test_generation_streams_again_where_a_stream_has_failed() -> None:
+    scenario = Scenario(autoregressive(), streams=True)
+    scenario.handle(Drafted(scenario.drafting("target"), 4))
+    for _ in range(MAX_FAILURES - 1):
+        assert scenario.handle(Failed(scenario.drafting("target"))) == ((), [("target", (7, 4), 8)])
+    assert scenario.handle(Failed(scenario.drafting("target"))) == ((), [("verify", (7, 4), 1)])
+    verified = Verified(scenario.id("verify", (7, 4), 1), (5,))
+    assert scenario.handle(verified) == ((5,), [("target", (7, 4, 5), 7)])
+
+
+def test_generation_drops_a_stream_that_verifications_have_overtaken() -> None:
+    scenario = Scenario(distributed(2), streams=True)
+    scenario.g.stream()
+    [job] = scenario.g.replan().start
+    assert summary(job) == ("target", (7,), 9)
+    assert scenario.handle(Verified(scenario.id("verify", (7,), 1), (4,)))[0] == (4,)
+    assert scenario.g.job(job.id) is None  # a new root is verified
+    assert scenario.handle(Drafted(job.id, 9)) == ((), [])
+
+
+def test_streamed_lets_targets_take_turns_beside_other_requests() -> None:
+    load = Load(targets=1, requests=1)
+    scenario = Scenario(streamed(load), streams=True)
+    stream = scenario.drafting("target")
+    assert scenario.handle(Drafted(stream, 4)) == ((4,), [])
+    load.requests = 2
+    step = scenario.g.handle(Drafted(stream, 5))
+    assert (step.emit, brief(step), step.cancel) == ((5,), [("verify", (7, 4, 5), 1)], (stream,))
+
+
+def test_generation_learns_from_a_failed_draft_only_where_it_could_stream() -> None:
+    for streams in (True, False):
+        scenario = Scenario(speculative(2), streams=streams)
+        for _ in range(MAX_FAILURES):
+            scenario.handle(Failed(scenario.drafting()))
+        scenario.handle(Verified(scenario.id("verify", (7,), 1), (4,)))
+        assert scenario.g.verified[0][0] == ({DRAFTER: -1} if streams else {})

@@ -21,7 +21,8 @@ def test_spec_config_lead_limit_is_given_or_follows_the_targets() -> None:
         (SpecConfig("nonsi"), "no speculation"),
         (SpecConfig(lookahead=4), "lookahead 4, min draft 0"),
         (SpecConfig("dsi", 4, 1, max_targets=2), "SP 2, lookahead 4, min draft 1"),
-        (SpecConfig(lookahead=1, branches=2, spare_targets=3), "lookahead 1, min draft 0, 3 for runner-ups"),
+        (SpecConfig(lookahead=1, tree=16), "lookahead 1, min draft 0, trees of 16"),
+        (SpecConfig("si", 4, tree=16), "SI, lookahead 4, trees of 16"),
     ],
 )
 def test_spec_config_str(spec: SpecConfig, text: str) -> None:
@@ -34,9 +35,7 @@ def test_spec_config_str(spec: SpecConfig, text: str) -> None:
         ({"algorithm": "medusa"}, "algorithm 'medusa': must be one of nonsi, si, pearl, dsi, auto"),
         ({"rule": "typical"}, "rule 'typical': must be one of"),
         ({"max_targets": 0}, "max targets 0: must be at least 1"),
-        ({"spare_targets": -1}, "spare targets -1: must be at least 0"),
         ({"max_lead": float("nan")}, "max lead nan: must be at least 1"),
-        ({"min_ratio": 1.5}, "min ratio 1.5: must be between 0 and 1"),
     ],
 )
 def test_spec_config_names_the_wrong_value(fields: dict[str, object], message: str) -> None:
@@ -51,9 +50,15 @@ def test_policy_for_refuses_what_is_not_decided(spec: SpecConfig) -> None:
 
 
 def test_distributed_takes_its_old_names_for_one_release() -> None:
-    old = Generation((7,), 50, distributed(5, patience=2, horizon=3, spare=2, doubt=0.3, branches=2))
-    new = Generation((7,), 50, distributed(5, min_draft=2, max_lead=3, spare_targets=2, min_ratio=0.3, branches=2))
+    old = Generation((7,), 50, distributed(5, patience=2, horizon=3))
+    new = Generation((7,), 50, distributed(5, min_draft=2, max_lead=3))
     [before], [after] = ([job for job in g.start().start if isinstance(job, Draft)] for g in (old, new))
-    assert (before.count, before.min_ratio) == (after.count, after.min_ratio) == (3, 0.3)
+    assert (before.count, before.first_block) == (after.count, after.first_block) == (3, 2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'wings'"):
         distributed(5, wings=2)
+
+
+@pytest.mark.parametrize("name", ["branches", "spare_targets", "spare", "min_ratio", "doubt"])
+def test_distributed_names_trees_where_runner_ups_are_asked_for(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"no longer takes {name}: .* use policy_for\(SpecConfig\(.*tree=16\)\)"):
+        distributed(5, **{name: 2})  # type: ignore[arg-type]

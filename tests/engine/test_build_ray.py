@@ -117,8 +117,8 @@ def family(engine: Engine) -> list[int]:
     from ray._private.state import actors
 
     process = actors(engine.fleet._workers["target-1"].actor._actor_id.hex())["Pid"]  # type: ignore[attr-defined]
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [process, *map(int, children)]
+    tasks = Path(f"/proc/{process}/task").glob("*/children")  # any thread may have started one
+    return [process, *(int(child) for task in tasks for child in task.read_text().split())]
 
 
 def lives(process: int) -> bool:

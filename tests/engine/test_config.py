@@ -98,7 +98,8 @@ def test_make_configs_refuses_bad_numbers(arguments: dict[str, Any], sentence: s
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"colour": "red"}, "unexpected keyword argument 'colour': must be one of algorithm, branches, drafter"),
+        ({"colour": "red"}, "unexpected keyword argument 'colour': must be one of algorithm, chances, drafter"),
+        ({"branches": 2}, "no longer a keyword argument: 'branches'; trees are faster than runner-ups, use tree"),
         ({"lookahed": 3}, "unexpected keyword argument 'lookahed': did you mean lookahead?"),
         ({"target_device": None}, "unexpected keyword argument 'target_device': did you mean target_devices?"),
     ],
@@ -122,7 +123,7 @@ def test_fill_spec_keeps_what_a_request_says() -> None:
 
 def test_make_configs_chooses_auto_unless_numbers_of_dsi_are_given() -> None:
     assert make_configs(None, None, {})[1].algorithm == "auto"
-    for numbers in ({"lookahead": 3}, {"min_draft": 0}, {"branches": 2}):
+    for numbers in ({"lookahead": 3}, {"min_draft": 0}, {"tree": 16}):
         assert make_configs(None, None, numbers)[1].algorithm == "dsi"
     assert make_configs(None, None, {"lookahead": 3, "algorithm": "si"})[1].algorithm == "si"
     assert make_configs(None, None, {"lookahead": "auto"})[1].algorithm == "auto"

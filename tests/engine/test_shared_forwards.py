@@ -1,14 +1,22 @@
 """Requests that share forwards in an engine with real models: each has the text that it has alone."""
 
+import os
+import signal
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dsi.core.messages import Sampling
 from dsi.core.request import Completion
 from dsi.core.spec import SpecConfig
 from dsi.engine.engine import Engine
+from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.spans import Span
+from dsi.models.names import model_path
 
 pytestmark = pytest.mark.slow
 
@@ -22,11 +30,11 @@ SAMPLINGS = (
 SPECS = ("auto", "nonsi", "si", "pearl", "dsi")
 
 
-def requests(engine: Engine) -> list[Any]:
+def requests(engine: Engine, specs: tuple[str, ...] = SPECS) -> list[Any]:
     """Every algorithm and sampling, on texts some of which are equal, and one prompt that is read in chunks."""
     texts = [engine.tokenizer.encode(prompt) for prompt in (*PROMPTS, *PROMPTS[:3], " ".join(PROMPTS * 12))]
     return [
-        engine.make_request(text, 40, replace(engine.spec, algorithm=SPECS[i % 5]), SAMPLINGS[i % 4])
+        engine.make_request(text, 40, replace(engine.spec, algorithm=specs[i % len(specs)]), SAMPLINGS[i % 4])
         for i, text in enumerate(texts * 2)
     ]
 
@@ -56,3 +64,49 @@ def test_engine_shares_forwards_of_requests_that_run_at_once() -> None:
         engine.loop.run(*(engine.make_request(text, 20, engine.spec, Sampling()) for text in texts))
         assert fleet.server_usage()["target-1"].forwards - before == 20 * len(PROMPTS)
         assert len({span.start for span in fleet.log}) <= 24  # forwards, for all of them
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target without compiled forwards, whose texts are not one token again and again."""
+    folder: Path = tmp_path_factory.mktemp("gpt2")
+    tokenizer = AutoTokenizer.from_pretrained(model_path("builtin", "target"))
+    shape = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 512, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(**shape, initializer_range=0.2)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_texts_at_once_of_a_model_without_compiled_forwards_are_those_alone(gpt2_folder: str) -> None:
+    with Engine.load(gpt2_folder, drafter="builtin", algorithm="nonsi") as engine:
+        specs = SPECS[1:]  # without auto, whose predictions take long
+        assert engine.deployment.shares_forwards
+        assert engine.deployment.max_running == 256
+        log = engine.deployment.fleet.log = list[Span]()
+        alone = [essence(engine.loop.run(request)[0])[:2] for request in requests(engine, specs)]
+        assert [essence(done)[:2] for done in engine.loop.run(*requests(engine, specs))] == alone
+        assert max(span.num_texts for span in log) > 10
+
+
+def test_worker_that_is_forked_after_shared_forwards_computes(gpt2_folder: str) -> None:
+    with Engine.load(gpt2_folder, drafter="builtin", algorithm="nonsi") as engine:
+        prompts = [engine.tokenizer.encode(prompt) for prompt in PROMPTS]
+
+        def texts(count: int) -> list[Any]:
+            asked = [engine.make_request(prompt, 20, engine.spec, Sampling()) for prompt in prompts[:count]]
+            return [done.tokens for done in engine.loop.run(*asked)]
+
+        alone = texts(1)
+        assert texts(3)[:1] == alone
+        fleet = engine.deployment.fleet
+        assert isinstance(fleet, ProcessFleet)
+        for pid in fleet.worker_pids:
+            os.kill(pid, signal.SIGKILL)
+        assert texts(1) == alone
+
+
+def test_texts_that_may_part_share_forwards_only_if_that_is_wanted(gpt2_folder: str) -> None:
+    for exact, shares in ((None, False), (False, True)):
+        with Engine.load(gpt2_folder, drafter="ngram", dtype="bfloat16", exact=exact) as engine:
+            assert engine.deployment.shares_forwards == shares

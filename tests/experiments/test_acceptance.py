@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import rank_chances
 from dsi.engine.trial import Trial, run_trial
 from dsi.experiments.acceptance import (
     Acceptance,
@@ -125,6 +126,15 @@ def test_acceptance_of_a_drafter_that_is_never_right() -> None:
     result = measured(0.0, tokens=8)
     assert (result.rate, result.estimate, result.corrected, result.low) == (0, 0, 0, 0)
     assert result.json()["geometric"]["distance"] == 0
+
+
+def test_acceptance_counts_the_choices_by_rank() -> None:
+    drafter = ToyDrafter(TARGET, 0.6, runner_up_acceptance=0.5)
+    result = acceptance(lambda: TARGET, lambda: drafter, PROMPTS, 64)
+    assert result.chances == pytest.approx(rank_chances(0.6, 0.5, 3), abs=0.03)
+    assert result.chances[0] == result.rate
+    assert [round(chance * result.places) for chance in result.json()["chances"]] == list(result.rank_counts)
+    assert measured(0.6, tokens=8).rank_counts[1:] == (0, 0)  # a drafter without runners-up
 
 
 def test_hazard_steps_do_not_count_censored_runs_as_rejections() -> None:

@@ -94,6 +94,15 @@ def test_block_lengths_agree_with_enumeration(chain: dict[str, Accepted]) -> Non
         assert accepted.block_promised == pytest.approx(exact, abs=0.1)
 
 
+def test_trials_rank_the_targets_tokens_among_the_drafters_choices(chain: dict[str, Accepted]) -> None:
+    match, places = chain["match"], chain["match"].places
+    assert places is not None
+    assert match.chances[0] == places.mean
+    assert sum(match.rank_counts) == places.count  # there are three tokens, and three choices
+    assert match.rank_counts[1] > match.rank_counts[2] > 0
+    assert chain["reject"].rank_counts == chain["reject"].chances == ()
+
+
 def test_trials_order_the_rules(chain: dict[str, Accepted]) -> None:
     promised = {rule: chain[rule].promised for rule in ("match", "reject", "specinfer")}
     assert list(promised) == sorted(promised, key=lambda rule: promised[rule] or 0)

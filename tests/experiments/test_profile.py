@@ -97,6 +97,13 @@ def test_profile_gives_forwards_by_width() -> None:
         Profile("a", "b", "c", {"latency": {**CURVE, "curve": [{"ms": 1}]}}).by_width("file")
 
 
+def test_profile_gives_chances_by_rank_where_they_were_counted(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    EMPTY.with_part("acceptance", {"rate": 0.8, "chances": (0.8, 0.1, 0.04)}).save(path)
+    assert Profile.load(path).chances() == (0.8, 0.1, 0.04)
+    assert (FULL.chances(), EMPTY.chances()) == ((), ())  # written before they were counted, or not measured
+
+
 def test_profile_gives_acceptance_by_rule_where_it_was_measured() -> None:
     results = [
         {"rule": "match", "temperature": 0.0, "places": {"mean": 0.9}},

@@ -24,6 +24,15 @@ def test_record_outcomes_add_up_to_the_tally(algorithm: str, waited: bool) -> No
     assert drawn.label == ("waited" if waited else "simulated")
 
 
+@pytest.mark.parametrize("algorithm", ["si", "pearl", "dsi"])
+def test_record_verified_trees_are_the_useful_ones(algorithm: str) -> None:
+    setting = replace(SETTING, runner_up_acceptance=0.5).with_spec(lookahead=2, tree=8)
+    verifications = [block for block in record(setting, algorithm, seed=3).blocks if block.kind == "verify"]
+    useful = setting.run(algorithm, seed=3).completion.tally.useful
+    assert sum(block.outcome == "verified" for block in verifications) == useful
+    assert min(block.place for block in verifications) == 0  # never before the text begins
+
+
 def test_record_places_each_forward() -> None:
     drawn = record(replace(SETTING, acceptance=1.0).with_spec(lookahead=4), "si", seed=3)
     verifications = [(b.place, b.width) for b in drawn.blocks if b.kind == "verify"]

@@ -83,12 +83,5 @@ def test_connection_carries_messages_of_any_size_in_order() -> None:
     ours.close()
 
 
-def test_encoder_round_trips_runners_up_and_alternates() -> None:
-    encoder, decoder, text = JobEncoder(), JobDecoder(), TokenSequence.of((1, 2))
-    draft = decoder.decode(encoder.encode(Draft(1, text, 3, branches=2, min_ratio=0.2)))
-    assert isinstance(draft, Draft)
-    assert (draft.count, draft.branches, draft.min_ratio) == (3, 2, 0.2)
-    watch = decoder.decode(encoder.encode(Verify(2, text, 1, 1, is_alternate=True)))
-    assert isinstance(watch, Verify)
-    assert (watch.width, watch.is_alternate) == (1, True)
+def test_event_round_trips_alternates() -> None:
     assert decode_event(encode_event(Drafted(7, 3, alternates=(4,))), 7) == Drafted(7, 3, alternates=(4,))

@@ -138,7 +138,6 @@ def test_packed_server_accepts_one_job_of_a_request_that_gives_tokens_only() -> 
     assert server.accepts(Verify(1, text(1), 2))
     assert not server.accepts(Verify(1, text(1), MAX_TOKENS + 1))
     assert not server.accepts(Prefill(1, text(1)))
-    assert not server.accepts(Draft(1, text(1), 3, branches=2))
     assert not server.accepts(Draft(1, text(1), 3, sampling=Sampling(temperature=1, rule="reject")))
     assert server.discard(0)
     assert not server.discard(0)

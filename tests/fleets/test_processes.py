@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from dsi.core.generation import Policy
 from dsi.core.messages import Draft, Drafted, Failed, Verified, Verify
@@ -20,7 +21,7 @@ from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.processes import FORK, ProcessFleet, run_in_thread
 from dsi.fleets.servers import Server
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
@@ -353,3 +354,20 @@ def test_process_fleet_fails_a_job_of_this_process_whose_server_dies() -> None:
     fleet.start(Verify(1, text, 1, alone=True))
     assert fleet.next_event() == Verified(1, (os.getpid(),))
     fleet.close()
+
+
+def multiply() -> None:
+    torch.set_num_threads(2)
+    torch.ones(256, 256).matmul(torch.ones(256, 256)).sum().item()
+
+
+def test_run_in_thread_computes_with_threads_in_a_process_forked_after_others_did() -> None:
+    threads = torch.get_num_threads()
+    try:
+        multiply()
+        process = FORK.Process(target=run_in_thread, args=(multiply,), daemon=True)
+        process.start()
+        process.join(30)
+        assert process.exitcode == 0
+    finally:
+        torch.set_num_threads(threads)

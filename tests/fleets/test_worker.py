@@ -123,28 +123,3 @@ def test_worker_fails_an_answer_of_the_wrong_length() -> None:
 def test_by_name_refuses_duplicates() -> None:
     with pytest.raises(ValueError, match="two servers are called 's'"):
         by_name([make_server()[0], make_server()[0]])
-
-
-class RankingModel(RecordingModel):
-    """It can name runners-up, from the same forward."""
-
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
-        [token] = self.answer(request)
-        return (token, *(token + 100 * i for i in range(1, count) if min_ratio < 0.5))
-
-
-def test_worker_drafts_runners_up_for_branches() -> None:
-    model = RankingModel()
-    server, text = Server("d", "drafter", model), TokenSequence.of((1, 2))
-    assert run_job(Draft(1, text, 2, branches=2), server) == [
-        Drafted(1, 2, None, (102,)),
-        Drafted(1, 3, None, (103,)),
-    ]
-    assert run_job(Draft(2, text, 1, branches=2, min_ratio=0.6), server) == [Drafted(2, 2)]
-    assert run_job(Draft(3, text, 1), server) == [Drafted(3, 2)]
-    assert len(model.asked) == 4  # a forward for each place, and no more
-
-
-def test_worker_drafts_alone_without_top_k() -> None:
-    server, _ = make_server()
-    assert run_job(Draft(1, TokenSequence.of((1, 2)), 1, branches=2), server) == [Drafted(1, 2)]

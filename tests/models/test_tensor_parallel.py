@@ -283,7 +283,8 @@ def test_engine_seed_gives_one_text_under_every_algorithm(engine: Engine) -> Non
 def helpers(engine: Engine, target: str) -> list[int]:
     """The ids of the rank processes that a target has started."""
     process = engine.fleet._workers[target].process.pid  # type: ignore[attr-defined]
-    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    children = Path(f"/proc/{process}/task").glob("*/children")  # of each thread
+    return [int(pid) for file in children for pid in file.read_text().split()]
 
 
 def test_engine_loses_no_token_to_a_killed_rank(engine: Engine, expected: dict[str, str]) -> None:

@@ -47,7 +47,7 @@ def test_paper_all_writes_every_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("figure", ["figure1", "figure2", "figure3"])
+@pytest.mark.parametrize("figure", ["figure1", "figure2", "figure3", "trees"])
 def test_paper_figure_writes_its_files(figure: str, tmp_path: Path) -> None:
     done = dsi("paper", figure, "--out", str(tmp_path), "--json")
     assert done.returncode == 0, done.stderr

@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from dsi.core.spec import SpecConfig
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import (
+    DeploymentPlan,
     PairProfile,
     count_candidates,
     explanation,
     ms_by_processors,
+    plan_ms,
     predicted_plans,
     processor_candidates,
     search_devices,
@@ -64,13 +67,14 @@ def test_processor_candidates_fit() -> None:
 
 
 @pytest.mark.slow
-def test_search_processors_tries_runner_ups_that_may_be_right() -> None:
-    unsure = replace(ONE_PROCESSOR, acceptance={"match": 0.6})
-    without = search_processors(unsure, 5, seeds=SEEDS)
-    runner_ups = search_processors(replace(unsure, runner_up_acceptance=0.6), 5, seeds=SEEDS)
-    assert all(plan.spec.branches == 1 for plan in without)
-    assert runner_ups[0].spec.branches == 2
-    assert runner_ups[0].ms < without[0].ms
+def test_sensitivities_of_a_tree_are_simulated() -> None:
+    """The forecast does not know trees: at a lower acceptance a tree loses less than a chain."""
+    unsure = replace(ONE_PROCESSOR, acceptance={"match": 0.6}, runner_up_acceptance=0.6)
+    plan = DeploymentPlan(SpecConfig("dsi", 1, 0, max_targets=4, tree=16), sp=4, processors=5)
+    rows = {row.change: row for row in sensitivities(unsure, plan, 5)}
+    lower, higher = rows["acceptance 0.1 lower"], rows["acceptance 0.1 higher"]
+    assert plan_ms(plan, unsure) < lower.ms < 1.4 * higher.ms
+    assert all(row.best.ms <= row.ms for row in rows.values())
 
 
 def test_predicted_plans_choose_the_rule_that_accepts_more() -> None:

@@ -60,7 +60,7 @@ def test_latency_model_refuses_numbers_out_of_range(changes: dict[str, float], s
         ({"lookahead": 0}, "lookahead 0: must be at least 1"),
         ({"min_draft": -1}, "min draft -1"),
         ({"max_lead": 0}, "max lead 0"),
-        ({"branches": 2, "spare_targets": 4}, "spare targets 4: must be between 0 and 3"),
+        ({"tree": -1}, "tree -1: must be at least 0"),
     ],
 )
 def test_simulation_config_refuses_impossible_speculation(changes: dict[str, int], sentence: str) -> None:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from dsi.core.messages import Sampling
-from dsi.sampling.logits import probabilities, sample, top_k_tokens, top_logprobs
+from dsi.sampling.logits import greedy_top_k, probabilities, sample, top_k_tokens, top_logprobs
 from dsi.sampling.noise import array_namespace, exponential, float64, noise_key
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
@@ -128,28 +128,32 @@ def test_top_k_tokens_gives_the_sample_without_the_first(
     logits: list[float], temperature: float, seed: int, position: int
 ) -> None:
     sampling, row = Sampling(temperature, seed=seed), np.array(logits, np.float32)
-    first, second = top_k_tokens(row, sampling, position, 2, 0.0)
+    first, second = top_k_tokens(row, sampling, position, 2)
     assert first == sample(row, sampling, position)
-    assert top_k_tokens(torch.from_numpy(row), sampling, position, 2, 0.0) == (first, second)
+    assert top_k_tokens(torch.from_numpy(row), sampling, position, 2) == (first, second)
     row[first] = -np.inf
     assert second == sample(row, sampling, position)
 
 
-def test_top_k_tokens_respects_min_ratio() -> None:
-    greedy, warm = Sampling(), Sampling(1.0, seed=3)
-    assert top_k_tokens(LOGITS, greedy, 0, 9, 0.0) == (0, 1, 2, 3)
-    assert top_k_tokens(LOGITS, greedy, 0, 9, 0.29) == (0, 1, 2)
-    assert top_k_tokens(LOGITS, greedy, 0, 2, 0.29) == (0, 1)
-    assert top_k_tokens(LOGITS, greedy, 0, 2, 0.61) == (0,)
+@given(st.lists(st.permutations([-np.inf, -3, 0, 0.5, 2]), min_size=1), st.data())
+def test_greedy_top_k_gives_the_top_k_tokens_of_each_row(rows: list[list[float]], data: st.DataObject) -> None:
+    logits = np.array([[9.5, *row] for row in rows], np.float32)
+    counts = [data.draw(st.integers(1, 7)) for _ in rows]
+    expected = [top_k_tokens(row, Sampling(), 0, count) for row, count in zip(logits, counts)]
+    for array in (logits, torch.from_numpy(logits)):
+        assert greedy_top_k([array[:1], array[1:]], counts) == expected
+        assert greedy_top_k([array], counts) == expected
+
+
+def test_top_k_tokens_are_in_order() -> None:
+    assert top_k_tokens(LOGITS, Sampling(), 0, 9) == (0, 1, 2, 3)
+    assert top_k_tokens(LOGITS, Sampling(), 0, 2) == (0, 1)
     weights = np.exp(LOGITS) / exponential(noise_key(3, 5), np.arange(4))
-    order = np.argsort(-weights)
-    share = float(weights[order[1]] / weights[order[0]])
-    assert top_k_tokens(LOGITS, warm, 5, 2, share * 0.99) == tuple(order[:2])
-    assert top_k_tokens(LOGITS, warm, 5, 2, share * 1.01) == (order[0],)
+    assert top_k_tokens(LOGITS, Sampling(1.0, seed=3), 5, 3) == tuple(np.argsort(-weights)[:3])
 
 
 def test_top_k_tokens_excludes_impossible_tokens() -> None:
-    assert top_k_tokens(LOGITS, Sampling(1.0, top_k=1), 0, 3, 0.0) == (0,)
+    assert top_k_tokens(LOGITS, Sampling(1.0, top_k=1), 0, 3) == (0,)
 
 
 @pytest.mark.parametrize("logits", [LOGITS[None], torch.tensor(LOGITS)[None]], ids=["numpy", "torch"])

@@ -115,6 +115,17 @@ def test_completion_accepts_token_ids(client: OpenAI, plain: Engine) -> None:
     assert len(set(texts)) == 1
 
 
+def test_completion_returns_token_ids(live: Live, plain: Engine) -> None:
+    expected = plain.generate(STORY, max_new_tokens=12)
+    body = {"prompt": STORY, "max_tokens": 12, "temperature": 0, "return_token_ids": True, "echo": True}
+    [choice] = live.post("/v1/completions", **body).json()["choices"]
+    assert tuple(choice["token_ids"]) == expected.tokens
+    assert tuple(choice["prompt_token_ids"]) == expected.prompt
+    lines = live.post("/v1/completions", **body, stream=True).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]] == list(expected.tokens)
+
+
 def test_completion_ends_before_a_stop_string(client: OpenAI, plain: Engine) -> None:
     done = client.completions.create(
         model="builtin", prompt=STORY, max_tokens=60, temperature=0, stop=["loved", "never said"]

@@ -32,7 +32,7 @@ from live_server import Live, Serving, start
 
 pytestmark = pytest.mark.slow
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, VERIFY = "/v1/completions", "/v1/chat/completions", "/v1/verify"
 JSON, CONTENT = {"content-type": "application/json"}, "Content-Type: application/json"
 BODY_BYTES, HEAD_BYTES = 1 << 20, 1 << 14
 KEYS = ("one-secret-of-the-file", "two-secret-of-the-file")
@@ -448,6 +448,22 @@ def test_queue_advances_when_a_client_disconnects(locked: Live) -> None:
     began = time.monotonic()
     assert httpx.post(**long_request(locked, stream=False, max_tokens=1)).status_code == 200
     assert time.monotonic() - began < 5
+
+
+def test_verify_needs_a_key_and_leaves_the_queue_when_the_client_disconnects(locked: Live) -> None:
+    content = b'{"prompt": [5, 6, 7], "num_positions": 2}'
+    assert check_refused(httpx.post(locked.url + VERIFY, content=content, headers=JSON), 401)
+    key, length = f"Authorization: Bearer {KEYS[0]}", f"Content-Length: {len(content)}"
+    request = head(f"POST {VERIFY}", CONTENT, length, key) + content
+    with httpx.stream("POST", **long_request(locked)):
+        with connect(locked.url) as connection:
+            connection.sendall(request)
+            assert until(lambda: num_requests(locked.url, "waiting") == 1)
+            assert check_refused(send_raw(locked.url, request), 429)["code"] == "queue_full"
+        assert until(lambda: num_requests(locked.url, "waiting") == 0)
+    assert until(lambda: num_requests(locked.url) == 0)
+    assert locked.metric('dsi:requests_total{endpoint="verify",outcome="disconnected"}') == 1
+    assert len(json.loads(send_raw(locked.url, request).body)["tokens"]) == 2
 
 
 def test_deadline_ends_responses_with_an_error_object(locked: Live) -> None:

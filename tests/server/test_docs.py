@@ -1,5 +1,6 @@
 """The examples of docs/serving.md work as they stand, except for the server's address."""
 
+import json
 import re
 import subprocess
 import sys
@@ -32,8 +33,15 @@ def test_docs_official_client_example(live: Live, code: str) -> None:
 def test_docs_curl_examples(live: Live, command: str) -> None:
     adapted = command.replace("http://127.0.0.1:8000", live.url)
     done = subprocess.run(["bash", "-c", adapted], capture_output=True, text=True, check=True, timeout=60)
-    assert '"choices"' in done.stdout
+    assert '"choices"' in done.stdout or '"tokens"' in done.stdout
     assert '"error"' not in done.stdout
+
+
+def test_docs_verify_example_shows_the_answer(live: Live) -> None:
+    [command] = [example for example in examples("sh") if "/v1/verify" in example]
+    adapted = command.replace("http://127.0.0.1:8000", live.url)
+    done = subprocess.run(["bash", "-c", adapted], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) in [json.loads(example) for example in examples("json")]
 
 
 def test_docs_trace_example(live: Live, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import httpx
@@ -18,7 +19,7 @@ from dsi.core.messages import GREEDY
 from dsi.core.policies import autoregressive
 from dsi.core.request import Request
 from dsi.core.scheduler import Scheduler
-from dsi.core.scoring import Scoring
+from dsi.core.single_forward import SingleForward
 from dsi.core.spec import SpecConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.engine import Engine
@@ -27,12 +28,13 @@ from dsi.fleets.processes import ProcessFleet
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 from dsi.server.app import make_app
-from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob
+from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, VerificationJob
 from dsi.server.errors import ApiError
 from dsi.server.fair_queue import FairQueue
 from dsi.server.limits import Limits
 
 CONFIG = SimulationConfig(LatencyModel(4.0, 1.0), 0.7, sp=2, tokens=40)
+NO_TOKENIZER: Any = type("NoTokenizer", (), {"eos_token_ids": frozenset()})
 LIMITS = Limits(running=2, waiting=3, shutdown_seconds=5)
 
 
@@ -48,9 +50,8 @@ def fleet() -> ProcessFleet:
 
 @pytest.fixture
 def engine_thread(fleet: ProcessFleet) -> Iterator[EngineThread]:
-    tokenizer: Any = type("NoEos", (), {"eos_token_ids": frozenset()})
     thread = EngineThread(
-        Engine(Deployment(fleet, tokenizer, 0, 2, LatencyModel(4, 1)), SpecConfig("dsi", 2, 2)), LIMITS
+        Engine(Deployment(fleet, NO_TOKENIZER, 0, 2, LatencyModel(4, 1)), SpecConfig("dsi", 2, 2)), LIMITS
     )
     yield thread
     thread.close()
@@ -127,6 +128,57 @@ def test_engine_thread_generates_each_jobs_own_text_in_turn(engine_thread: Engin
             assert len(stats.completion.times) == len(stats.completion.origins) == 30
             assert (stats.queued > 0, list(stats.servers)) == (True, ["drafter", "target-1", "target-2"])
         await until(engine_thread, 0, 0)
+
+    run(scenario)
+
+
+def verification(prompt: tuple[int, ...], num_positions: int) -> tuple[VerificationJob, asyncio.Queue[EngineOutput]]:
+    outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    deliver = lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output)  # noqa: E731
+    return VerificationJob(prompt, num_positions, 2, GREEDY, deliver), outputs
+
+
+def test_engine_thread_verifies_a_text_in_one_output(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        written = plain((1, 2), 6)
+        for end in range(6):
+            job, outputs = verification((1, 2, *written[:end]), end + 1)
+            engine_thread.post(job)
+            output = await asyncio.wait_for(outputs.get(), 10)
+            assert (tuple(output.tokens), output.finish_reason, output.stats) == (written[: end + 1], "length", None)
+        await until(engine_thread, 0, 0)
+
+    run(scenario)
+
+
+def test_engine_thread_says_in_the_output_why_a_posted_job_is_refused(engine_thread: EngineThread) -> None:
+    async def scenario() -> None:
+        job, outputs = verification((1, 2, 3), 4)
+        engine_thread.post(job)
+        refusal = (await asyncio.wait_for(outputs.get(), 10)).refusal
+        assert refusal is not None
+        assert (refusal.status, refusal.message[:15]) == (400, "num_positions 4")
+        await asyncio.to_thread(engine_thread.close)
+        with pytest.raises(ApiError, match="shutting down"):
+            engine_thread.post(job)
+
+    run(scenario)
+
+
+def test_engine_thread_cancels_a_verification_that_runs() -> None:
+    async def scenario() -> None:
+        slow = ProcessFleet(replace(CONFIG, latency=LatencyModel(20_000, 1)).servers(3, unit=1000))
+        deployment = Deployment(slow, NO_TOKENIZER, 0, 2, LatencyModel(4, 1))
+        engine_thread = EngineThread(Engine(deployment, SpecConfig("nonsi")), LIMITS)
+        try:
+            job, outputs = verification((1, 2, 3), 1)
+            engine_thread.post(job)
+            await until(engine_thread, 1, 0)
+            engine_thread.cancel([job])
+            assert (await asyncio.wait_for(outputs.get(), 10)).finish_reason == "cancelled"
+        finally:
+            await asyncio.to_thread(engine_thread.close)
 
     run(scenario)
 
@@ -357,7 +409,7 @@ def record_trespasses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, "__getattribute__", checked)
 
-    for owner in (Engine, EngineLoop, Deployment, ActiveRequest, Generation, Scoring, ProcessFleet, Scheduler):
+    for owner in (Engine, EngineLoop, Deployment, ActiveRequest, Generation, SingleForward, ProcessFleet, Scheduler):
         guard(owner)
     return trespasses
 
@@ -388,6 +440,7 @@ def test_engine_is_touched_by_no_other_thread(monkeypatch: pytest.MonkeyPatch) -
             ids = re.findall(r'"id": ?"(.*?)"', answer.text)[:1]
             paths = ["/health", "/metrics", "/v1/models", *(f"/v1/traces/{id}" for id in ids)]
             statuses = [(await client.get(path)).status_code for path in paths]
+            await client.post("/v1/verify", json={"prompt": [5, 6], "num_positions": 1})
             assert answer.status_code != 500
             assert statuses == [200] * len(paths), answer.text
 

@@ -22,6 +22,7 @@ CHECKS = [status_code_conformance, content_type_conformance, response_schema_con
 OPERATIONS = {  # with the number of requests
     "POST /v1/completions": 30,
     "POST /v1/chat/completions": 30,
+    "POST /v1/verify": 30,
     "POST /tokenize": 30,
     "POST /detokenize": 30,
     "GET /v1/models": 5,

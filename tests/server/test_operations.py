@@ -128,6 +128,7 @@ def test_openapi_names_the_bearer_scheme_where_keys_are_needed(live: Live, share
     assert secured == {
         "/v1/completions",
         "/v1/chat/completions",
+        "/v1/verify",
         "/v1/models",
         "/v1/models/{model}",
         "/v1/traces/{id}",

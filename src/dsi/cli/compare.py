@@ -60,6 +60,8 @@ def compare(
     if repeats < 1:
         raise ValueError(f"repeats {repeats}: must be at least 1")
     lookaheads = whole_numbers("si lookaheads", si_lookaheads, 1)
+    if budget and config.uses_endpoints:
+        raise ValueError("--budget: is about the cores of this machine, and engines behind URLs have their own")
     if budget:
         run = BudgetComparison(config, sampling, max_new_tokens, repeats, algorithm, lookaheads, budget_options, json)
         run.run(lambda: _classes(prompts))
@@ -72,7 +74,7 @@ def compare(
     ):
         report_ignored_defaults(config)
         arguments = {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling)}
-        must_agree = config.dtype == FLOAT32 or engine.deployment.exact
+        must_agree = engine.deployment.exact or (config.dtype == FLOAT32 and not config.target_endpoints)
         comparison = measured(engine, configs, texts, repeats, arguments, advance)
     show.comparison(comparison, json, sampling.rule == "match" or sampling.temperature == 0)
     if must_agree:

@@ -27,11 +27,11 @@ REPORTED_MIB = 1000  # memory from which a line reports it: half of it is torch 
 def _choose_algorithm(spec: dict[str, Any]) -> None:
     """Take numbers without an algorithm as DSI's: `auto`, the default, finds its own."""
     if spec["algorithm"] is None:
-        spec["algorithm"] = default_algorithm(AUTO, spec["lookahead"], spec["min_draft"])
+        spec["algorithm"] = default_algorithm(AUTO, spec["lookahead"], spec["min_draft"], spec["tree"] or None)
 
 
 SPEC = Fields(
-    only=("algorithm", "lookahead", "min_draft"),
+    only=("algorithm", "lookahead", "min_draft", "tree"),
     auto=("lookahead", "min_draft"),
     defaults={"algorithm": None},
     complete=_choose_algorithm,
@@ -46,7 +46,7 @@ SpecOptions = Annotated[SpecConfig, SPEC]
 
 def load_engine(config: EngineConfig, spec: SpecConfig) -> Engine:
     """Load an engine, show what is being done, and report how its models were prepared."""
-    if config.target_devices is None:
+    if config.target_devices is None and config.local_models:
         start_compiling()  # while torch is imported
     loading = f"loading {config.target} and {', '.join(config.drafter)}"
     with show.working(loading, quiet=config.target == BUILTIN) as status:
@@ -94,18 +94,22 @@ def generation_arguments(
     config: EngineConfig, sampling: Sampling, max_new_tokens: int, given: Collection[str]
 ) -> dict[str, Any]:
     """The arguments of `Engine.stream`: options that were given, then the target's generation configuration."""
-    from dsi.engine.generation_config import ignored_fields, load_generation_config, request_defaults
+    defaults: dict[str, Any] = {}
+    if not config.target_endpoints:  # whose model's folder may be on another machine
+        from dsi.engine.generation_config import ignored_fields, load_generation_config, request_defaults
 
-    stored = load_generation_config(model_path(config.target, TARGET))
-    defaults = {name: value for name, value in request_defaults(stored).items() if name not in given}
-    has_limit = "max_new_tokens" in {*given, *defaults}
-    _report_ignored(config, ignored_fields(stored, config, has_limit))
+        stored = load_generation_config(model_path(config.target, TARGET))
+        defaults = {name: value for name, value in request_defaults(stored).items() if name not in given}
+        has_limit = "max_new_tokens" in {*given, *defaults}
+        _report_ignored(config, ignored_fields(stored, config, has_limit))
     penalty = {"repetition_penalty": sampling.repetition_penalty} if "repetition_penalty" in given else {}
     return {"max_new_tokens": max_new_tokens, **sampling_arguments(sampling), **penalty, **defaults}
 
 
 def report_ignored_defaults(config: EngineConfig) -> None:
     """Say on stderr what a command ignores whose requests have defaults of their own."""
+    if config.target_endpoints:
+        return
     from dsi.engine.generation_config import ignored_fields, load_generation_config, request_defaults
 
     stored = load_generation_config(model_path(config.target, TARGET))

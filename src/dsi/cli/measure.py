@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -204,8 +205,26 @@ def _print_rules(results: list[Accepted], lookahead: int) -> None:
         for result in results
     ]
     show.table(heads, rows)
+    _print_ranks([result for result in results if result.chances])
     if any(result.temperature == 0 for result in results):
         print("at temperature 0 nothing is left to chance: all rules are one, and measured once")
+
+
+def _print_ranks(results: list[Accepted]) -> None:
+    if results:
+        print("\nthe target's token is the drafter's")
+        rows = [
+            [
+                f"{result.temperature:g}",
+                *(f"{chance:.3f} ({n})" for chance, n in zip(result.chances, result.rank_counts)),
+            ]
+            for result in results
+        ]
+        show.table(["temperature", "first choice", "second", "third"], rows)
+
+
+def _by_rank(counts: Sequence[int], places: int) -> str:
+    return ", ".join(f"{count / places:.3f} ({count})" for count in counts)
 
 
 def _with_interval(estimate: Estimate | None) -> str:
@@ -310,6 +329,7 @@ def _print_acceptance(measured: Acceptance) -> None:
         ["  95% interval", f"{measured.low:.3f} to {measured.high:.3f}"],
         ["  after an acceptance", _share(measured.after_acceptance.rate)],
         ["  after a rejection", _share(measured.after_rejection.rate)],
+        ["  the drafter's first, second, third choice", _by_rank(measured.rank_counts, measured.places)],
         ["the paper's estimate, 1 - 1 / (1 + mean match)", f"{measured.estimate:.3f}"],
         ["  95% interval", "{:.3f} to {:.3f}".format(*measured.estimate_interval)],
         ["  mean match of the two texts, tokens", f"{measured.mean_match:.1f}"],

@@ -29,18 +29,20 @@ OLD_NAMES = {  # kept for one release
     "no-eager": "no-thread-pool",
     "waited": "real-time",
     "waited-repeats": "real-time-repeats",
-    "spare": "spare-targets",
     "second-hit": "runner-up-acceptance",
-    "sure": "no-runner-up-rate",
     "scales": "parallel-fraction",
     "notice-ms": "detection-ms",
     "target-needs": "target-resources",
     "drafter-needs": "drafter-resources",
 }
 
+GIVEN_UP = ("branches", "spare-targets", "spare", "no-runner-up-rate", "sure")  # refused by name for one release
+
 
 def current_name(name: str) -> str:
     """The name of an option, for its name or the one it had in the last release."""
+    if name in GIVEN_UP:
+        raise ValueError(f"--{name}: is gone with runner-ups for spare targets; use --tree")
     return OLD_NAMES.get(name, name)
 
 
@@ -99,6 +101,8 @@ def _parameters(config: Any, chosen: Fields) -> Iterator[Parameter]:
         if default is None and field.name in chosen.auto:
             default = "auto"
         parsed = str if field.name in chosen.auto else _parsed_as(kind)
+        if field.metadata.get("repeatable"):
+            default, parsed = (default,), list[parsed]  # type: ignore[valid-type]
         annotation = Annotated[parsed, _option(field, chosen)]  # type: ignore[valid-type]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

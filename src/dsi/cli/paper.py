@@ -141,6 +141,22 @@ def _heatmaps(out: Path, json: bool, name: str) -> None:
     _wrote(files, json, label="exact", settings=cells.settings, panels=output.summaries(panels))
 
 
+@app.command(epilog="Example: dsi paper trees --out laboratory --json")
+def trees(out: Folder, json: Json = False) -> None:
+    """Beyond the paper: Figure 2 for draft trees, against the best of non-SI, SI and DSI with chains; with CSV."""
+    from dsi.paper import output
+    from dsi.paper.trees import STEPS, panels, tree_grid
+
+    folder = output.check_folder(out)
+    with show.progress("rows of the figure", STEPS) as advance:
+        cells = tree_grid(advance)
+    files, speedups = output.write(output.trees_files(cells), folder), panels(cells)
+    if not json:
+        rows = [[panel.title, f"{panel.ratios.min():.2f} to {panel.ratios.max():.2f}"] for panel in speedups.values()]
+        show.table(["beyond the paper: draft trees", "times as fast"], rows)
+    _wrote(files, json, label="exact", beyond_the_paper=True, panels=output.summaries(speedups))
+
+
 @app.command(epilog="Example: dsi paper theory --json")
 def theory(json: Json = False) -> None:
     """Theorems 1 and 2 and Proposition 1 over a grid, and the examples of the paper's text."""

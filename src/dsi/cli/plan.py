@@ -10,23 +10,29 @@ import typer
 
 from dsi.cli import output as show
 from dsi.cli.options import Json, option
-from dsi.engine.config import DTYPES, EngineConfig
+from dsi.engine.config import DTYPES, EngineConfig, join_targets
+from dsi.models.endpoints.address import is_address
 from dsi.planning.equation_1 import PARALLEL_FRACTION, check_latencies
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import SimulationConfig
 
 if TYPE_CHECKING:
+    from dsi.engine.plan_endpoints import EndpointPlan
     from dsi.planning.search import DeploymentPlan, PairProfile, Sensitivity
 
 EXAMPLE = "Example: dsi plan --target builtin --drafter builtin --cores 2"
 ACCEPTANCE = 0.8  # assumed where it is not known
+SHOWN_WIDTH = 8  # positions of the widest verification that is shown
 CANCEL_POINTS = 8  # of a forward that was not measured here
 POINTS = (*range(1, 9), 10, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1000)  # of the picture
 
 
 def plan(
     target: Annotated[
-        str | None, typer.Option(help="Measure this model (a folder, a name on the hub, or builtin).")
+        list[str] | None,
+        typer.Option(
+            help="Measure this model (a folder, a name on the hub, builtin), or the engines behind these URLs."
+        ),
     ] = None,
     drafter: Annotated[list[str] | None, typer.Option(help="With this smaller one, likewise; repeatable.")] = None,
     gpus: Annotated[int | None, typer.Option(help="Processors in all.")] = None,
@@ -64,6 +70,13 @@ def plan(
     from dsi.planning.search import SHOWN, count_candidates, search_processors, sensitivities
 
     given = GivenFigures(target_ms, drafter_ms, acceptance, contention)
+    names = (*(target or ()), *(drafter or ()))
+    if any(map(is_address, names)):
+        _check_no_processors(gpus=gpus, cores=cores, profile=profile, plot=plot)
+        config = EngineConfig(tuple(target or ("builtin",)), tuple(drafter or ("builtin",)), dtype=dtype)  # type: ignore[arg-type]
+        _plan_endpoints(config, acceptance, json)
+        return
+    model = join_targets(target) if target else None
     processors = _count_processors(gpus, cores)
     _check_split(cores, target_gpus, drafter_gpus, parallel_fraction)
     target_gpus, drafter_gpus = (1 if gpus is None else gpus for gpus in (target_gpus, drafter_gpus))
@@ -74,7 +87,7 @@ def plan(
         raise ValueError(f"{target_gpus} GPUs per target, {drafter_gpus} per drafter: each needs at least 1")
     if plot is not None:
         show.writable(plot, show.PICTURES)
-    pair = _pair_profile(target, drafter, cores, profile, given, dtype)
+    pair = _pair_profile(model, drafter, cores, profile, given, dtype)
     if cores is None:
         pair = _split(pair, processors, target_gpus, drafter_gpus, fraction)
     pair = pair.for_all(runner_up_acceptance=runner_up_acceptance)
@@ -84,7 +97,7 @@ def plan(
     if plot is not None:
         _draw(pair, processors, plot)
     unnamed = ("builtin", "builtin") if cores is not None else ("TARGET", "DRAFTER")
-    models = (target or unnamed[0], plans[0].drafter or (drafter or [unnamed[1]])[0])
+    models = (model or unnamed[0], plans[0].drafter or (drafter or [unnamed[1]])[0])
     first = _command(plans[0], models, dtype, processors, cores is not None)
     equation = _equation(pair, processors, target_gpus)
     if json:
@@ -104,6 +117,69 @@ def plan(
         _print_equation(equation, processors, target_gpus, drafter_gpus, "GPU" if cores is None else "core")
     if plot is not None:
         print(f"wrote {plot}")
+
+
+def _check_no_processors(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"--{name}: engines behind URLs are measured as they are; leave it out")
+
+
+def _plan_endpoints(config: EngineConfig, acceptance: float | None, json: bool) -> None:
+    """Measure engines behind URLs, and say whether speculation over them pays."""
+    with show.working(f"measuring {config.target} and {', '.join(config.drafter)}") as status:
+        from dsi.engine.engine import Engine
+        from dsi.engine.plan_endpoints import plan_endpoints
+
+        with Engine.load(config, algorithm="nonsi", status=status) as engine:
+            planned = plan_endpoints(engine, acceptance)
+    command = _endpoint_command(config, planned)
+    if json:
+        show.document(label="forecast", **planned.json(), command=command)
+        return
+    streamed = planned.stream_ms is not None
+    rows = [
+        [
+            "nonsi, streamed" if streamed and not best.spec.speculates else best.spec.algorithm,
+            str(best.spec),
+            f"{best.ms:.2f}",
+        ]
+        for best in planned.best
+    ]
+    show.table(["algorithm", "configuration", "ms a token"], rows)
+    source = "measured" if acceptance is None else "given"
+    print(f"forecast: acceptance {planned.acceptance:.2f} {source}; {_latencies(planned)}")
+    print(_turning_point(planned))
+    print(f"\nto run the first: {command}")
+
+
+def _latencies(planned: EndpointPlan) -> str:
+    latency = planned.latency
+    streamed = "" if planned.stream_ms is None else f", {planned.stream_ms:.2f} ms a token streamed"
+    widths = dict(latency.by_width)
+    widest = max(width for width in widths if width <= SHOWN_WIDTH)
+    return (
+        f"verifying 1 position takes {float(latency.target_ms):.2f} ms, {widest} take {float(widths[widest]):.2f}"
+        f"{streamed}; each other busy target adds {latency.contention:.0%}; "
+        f"a draft token takes {float(latency.drafter_ms):.2f} ms"
+    )
+
+
+def _turning_point(planned: EndpointPlan) -> str:
+    pays = "speculation pays" if planned.speculates else "speculation does not pay"
+    if planned.turning_ms is None:
+        return f"{pays}, also with {'more' if planned.speculates else 'less'} delay"
+    more = "more" if planned.turning_ms > 0 else "less"
+    return f"{pays}; it would not be so with {abs(planned.turning_ms):g} ms {more} for each verification"
+
+
+def _endpoint_command(config: EngineConfig, planned: EndpointPlan) -> str:
+    targets = " ".join(f"--target {name}" for name in config.target.split(","))
+    drafters = " ".join(f"--drafter {name}" for name in config.drafter)
+    best = planned.best[0].spec
+    numbers = f" --lookahead {best.lookahead}" if best.lookahead else ""
+    numbers += f" --min-draft {best.min_draft or 0}" if best.algorithm == "dsi" else ""
+    return f"dsi generate {targets} {drafters} --algorithm {best.algorithm}{numbers}"
 
 
 @dataclass(frozen=True)
@@ -236,6 +312,8 @@ def _command(plan: DeploymentPlan, models: tuple[str, str], dtype: str, processo
         command += f" --lookahead {plan.spec.lookahead}"
     if plan.algorithm == "dsi":
         command += f" --min-draft {plan.spec.min_draft or 0}"
+    if plan.spec.tree:
+        command += f" --tree {plan.spec.tree}"
     if plan.spec.rule != "match":
         command += f" --rule {plan.spec.rule} --temperature 1"
     return command + (_threads(plan, processors) if cores else _devices(plan))

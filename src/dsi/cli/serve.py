@@ -48,5 +48,7 @@ def serve(
         from dsi.server.run import serve as run
 
         report_ignored_defaults(config)
-        run(engine, name or config.target, listener, limits, keys, origins)
+        endpoints = engine.deployment.endpoints
+        served = name or (endpoints[0].info.model if endpoints else config.target)
+        run(engine, served, listener, limits, keys, origins)
     print("dsi: stopped", file=sys.stderr)

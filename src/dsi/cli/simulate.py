@@ -9,13 +9,12 @@ import typer
 
 from dsi.cli import output as show
 from dsi.cli.options import Algorithms, Fields, Json, RealTime, Seed, algorithms, options, whole_numbers
-from dsi.planning.latency import check_ranges
 from dsi.planning.simulation import SimulationConfig
 
 EXAMPLE = "Example: dsi simulate --algorithm nonsi,si,dsi --lookahead 1,2,5,10 --json"
 SIMULATION = Fields(
     without=("algorithm", "lookahead", "min_draft"),
-    defaults={"target_ms": 20.0, "drafter_ms": 2.0, "acceptance": 0.8, "sp": 7, "tokens": 100, "spare_targets": 0},
+    defaults={"target_ms": 20.0, "drafter_ms": 2.0, "acceptance": 0.8, "sp": 7, "tokens": 100},
 )
 
 
@@ -68,7 +67,6 @@ def simulate(
     """Run toy models under one or more algorithms, in virtual time or on real threads."""
     from dsi.experiments.simulate import best, variants
 
-    check_ranges(("spare targets", simulation.spec.spare_targets, 0, simulation.sp - 1))  # even without runner-ups
     names = algorithms(algorithm)
     lookaheads = [None] if lookahead == "auto" else whole_numbers("lookahead", lookahead, 1)
     min_drafts = whole_numbers("min draft", min_draft, 0)

@@ -20,10 +20,6 @@ SIMULATION = Fields(
     without=(
         "algorithm",
         "lookahead",
-        "branches",
-        "runner_up_acceptance",
-        "no_runner_up_rate",
-        "spare_targets",
         "requests",
         "drafter_copies",
         "nodes",

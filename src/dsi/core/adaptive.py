@@ -12,10 +12,10 @@ from math import ceil, sqrt
 from weakref import WeakKeyDictionary
 
 from dsi.core.generation import Generation, VerifiedPosition
-from dsi.core.latency_table import RUNNER_UPS_IN_TIME, LatencyTable
-from dsi.core.messages import Draft, Job, Time, Verify
+from dsi.core.latency_table import LatencyTable
+from dsi.core.messages import TARGET, Draft, Job, Time, Verify
 from dsi.core.policies import policy_for
-from dsi.core.spec import Decision
+from dsi.core.spec import Decision, SpecConfig
 
 WINDOW = 40  # tokens of a request, or forwards, of an exponential moving average
 ENGINE_WINDOW = 1000  # tokens of all requests
@@ -25,12 +25,15 @@ PRIOR_WEIGHT = 5.0  # tokens that a prior counts for at first
 MIN_GAIN = 0.01  # the share by which another configuration must be faster to be chosen
 MIN_OVERLAP_GAIN = 0.1  # likewise, from taking turns on every core to overlap and back: KV caches have to catch up
 PROBE_EVERY = 4  # tokens, at least, after which an unused drafter drafts one, which tells whether it would pay again
+PROBE_STREAM_EVERY = 16  # likewise of a streamed text: the drafter has to read what it has missed
 PROBE_SHARE = 0.01  # of the time that these draft tokens may take, where they take it from the target
+MAX_LEARNING = 32  # tokens of a text that is streamed to learn what speculation would be worth
+STREAM_STEPS = 20  # in which the speed of streamed texts is considered: of 5% each
 MIN_TIMED = 8  # forwards before their latency is believed
 
 
 DrafterSet = tuple[str, ...]  # drafters that share a tree
-Candidate = tuple[DrafterSet, int, int]  # drafters, the index of a config, and spare targets for runner-ups
+Candidate = tuple[DrafterSet, int | SpecConfig]  # drafters, and the index of a config or one with a tree
 
 
 @dataclass
@@ -82,14 +85,30 @@ class LatencyMonitor:
     def __init__(self, planned: LatencyTable, unit: float = 1) -> None:
         self._planned, self._unit = planned, unit
         self._targets, self._drafters = LatencyEMA(), dict[str, LatencyEMA]()
+        self._streams = LatencyEMA()
 
     def observe(self, job: Job, time: Time, busy_targets: int) -> None:
         """Add a forward; that of a target only if no other was busy, which would have slowed it down."""
         ms = float(time) * self._unit
-        if isinstance(job, Draft):
+        if isinstance(job, Draft) and job.expansions:
+            return  # a level of a tree takes longer the more nodes it has
+        if isinstance(job, Draft) and job.model == TARGET:
+            if self._planned.plain_ms is not None and job.count > 1:
+                self._streams.add(ms / self._planned.plain_ms)
+        elif isinstance(job, Draft):
             self._drafters.setdefault(job.model, LatencyEMA()).add(ms / self._planned.draft_ms(job.alone))
         elif isinstance(job, Verify) and busy_targets <= 1:
-            self._targets.add(ms / self._planned.forward_ms(job.width, job.alone))
+            self._targets.add(ms / self._planned.forward_ms(job.num_positions, job.alone))
+
+    @property
+    def streams_timed(self) -> bool:
+        """Whether enough streamed tokens have been timed."""
+        return self._streams.count >= MIN_TIMED
+
+    @property
+    def stream_slowdown(self) -> float:
+        """How much slower than planned a streamed text is, relative to verifications."""
+        return self._streams.mean / self._targets.mean
 
     def drafter_slowdown(self, drafters: Sequence[str]) -> float:
         """How much slower than planned the slowest of these drafters is, relative to the target."""
@@ -114,7 +133,7 @@ class AdaptiveController:
         self.runner_up = AcceptanceEMA(PRIOR_RUNNER_UP_ACCEPTANCE, ENGINE_WINDOW)
         self.scales = dict.fromkeys(sets, latency_table.scale_index(1.0))
         unlearned = dict.fromkeys(sets, PRIOR_ACCEPTANCE)  # or a text would depend on others
-        initial = latency_table.configs[self.best(unlearned, 0.0)[1]]
+        initial = self.spec(self.best(unlearned, 0.0))
         self._initial_policy = policy_for(replace(initial, drafters=self.drafters[:1]))
         self._requests: WeakKeyDictionary[Generation, RequestController] = WeakKeyDictionary()
 
@@ -143,6 +162,8 @@ class AdaptiveController:
     def probe_every(self) -> int:
         """Tokens between two probes: on shared cores a draft token takes its time from the target."""
         table = self.latency_table
+        if table.plain_ms is not None:
+            return max(PROBE_STREAM_EVERY, ceil(table.draft_ms() / (PROBE_SHARE * table.plain_ms)))
         if not table.alone_steps_ms:
             return PROBE_EVERY
         return max(PROBE_EVERY, ceil(table.draft_ms() / (PROBE_SHARE * table.forward_ms(1))))
@@ -150,29 +171,54 @@ class AdaptiveController:
     def can_pay(self, drafters: DrafterSet) -> bool:
         """Whether there is an acceptance rate at which these drafters are worth their time."""
         table = self.latency_table
+        if table.plain_ms is not None:
+            return self.spec(self.best({drafters: 1.0}, 0.0)).speculates
         return table.configs[table.best(self.scales[drafters], table.rate_index(1.0))].speculates
 
+    def spec(self, candidate: Candidate) -> SpecConfig:
+        """The config of a candidate."""
+        config = candidate[1]
+        return config if isinstance(config, SpecConfig) else self.latency_table.configs[config]
+
     def predicted_ms(self, candidate: Candidate, acceptance: float, runner_up: float) -> float:
-        """Predict the latency per token; an accepted runner-up saves what a rejection costs."""
-        drafters, config, spare_targets = candidate
+        """Predict the latency per token."""
+        drafters, config = candidate
         table = self.latency_table
+        if isinstance(config, SpecConfig):
+            if table.trees is None:
+                raise ValueError(f"{config}: nothing predicts trees")
+            return table.trees.ms(config, self._scale(drafters), acceptance, runner_up)
         ms = table.ms[self.scales[drafters]][config][table.rate_index(acceptance)]
-        saved = (1 - acceptance) * runner_up * RUNNER_UPS_IN_TIME[spare_targets] if spare_targets else 0.0
-        return ms * (1 - saved) * (1 + table.contention * spare_targets)
+        if table.plain_ms is not None and config == table.plain:
+            return ms * self.latency_monitor.stream_slowdown
+        return ms
 
     def best(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Candidate:
-        """The drafters, config and number of spare targets that are predicted to be fastest now."""
-        return min(self._candidates(rates), key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
+        """The drafters and config that are predicted to be fastest now."""
+        candidates = (*self._candidates(rates), *self._trees(rates, runner_up))
+        return min(candidates, key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
+
+    def _scale(self, drafters: DrafterSet) -> float:
+        return self.latency_table.drafter_scales[self.scales[drafters]]
+
+    def _trees(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Iterator[Candidate]:
+        """The best tree of each drafter; a tree has one."""
+        trees = self.latency_table.trees
+        if trees is None or not runner_up:
+            return
+        for drafters, acceptance in rates.items():
+            if len(drafters) == 1 and (spec := trees.best(self._scale(drafters), acceptance, runner_up)):
+                yield drafters, spec
 
     def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:
         table = self.latency_table
         for drafters, acceptance in rates.items():
             scale, rate = self.scales[drafters], table.rate_index(acceptance)
-            yield drafters, table.best(scale, rate), 0
-            for spare_targets in (spare for spare in table.spare_targets if spare < table.targets):
-                config = table.best(scale, rate, spare_targets)
-                if not table.configs[config].takes_turns:
-                    yield drafters, config, spare_targets
+            if table.plain_ms is None:
+                yield drafters, table.best(scale, rate)
+            else:  # whether to stream depends on how fast that has turned out to be
+                yield drafters, table.best_speculating(scale, rate)
+                yield drafters, table.plain
 
 
 class RequestController:
@@ -188,12 +234,22 @@ class RequestController:
         self._next_probe = 0  # in tokens
         self._choose(g, self._best(g), "start")
 
+    def _is_learning(self, g: Generation) -> bool:
+        """Whether to stream the text for now: once, to time that, and to see what the drafters would have drafted."""
+        engine = self._engine
+        if engine.latency_table.plain_ms is None or not g.can_stream or g.root.depth >= MAX_LEARNING:
+            return False
+        probed = min(ema.verified for drafters, ema in engine.acceptance.items() if len(drafters) == 1)
+        return probed < MIN_TIMED or not engine.latency_monitor.streams_timed
+
+    def _set_next_probe(self, g: Generation) -> None:
+        self._next_probe = g.root.depth + (1 if self._is_learning(g) else self._engine.probe_every)
+
     def _choose(self, g: Generation, candidate: Candidate, cause: str) -> None:
-        drafters, config, spare_targets = self._candidate = candidate
-        spec, branches = self._engine.latency_table.configs[config], 2 if spare_targets else 1
-        self.spec = replace(spec, drafters=drafters, branches=branches, spare_targets=spare_targets)
+        drafters, _ = self._candidate = candidate
+        self.spec = replace(self._engine.spec(candidate), drafters=drafters)
         self._policy = policy_for(self.spec)
-        self._next_probe = g.root.depth + self._engine.probe_every
+        self._set_next_probe(g)
         g.decisions.append(Decision(g.root.depth, self.spec, cause, self._acceptance[drafters].rate))
 
     def __call__(self, g: Generation) -> None:
@@ -221,22 +277,28 @@ class RequestController:
     def _min_gain(self, candidate: Candidate) -> float:
         """The gain for which it is worth changing to another candidate."""
         table = self._engine.latency_table
-        moves = table.configs[candidate[1]].takes_turns != self.spec.takes_turns
+        moves = self._engine.spec(candidate).takes_turns != self.spec.takes_turns
         return MIN_OVERLAP_GAIN if moves and table.alone_steps_ms else MIN_GAIN
 
     def _inputs(self, g: Generation) -> tuple[object, ...]:
         """What a decision depends on, as exactly as the latency table knows it."""
-        table, fitting = self._engine.latency_table, [_fits(g, drafters) for drafters in self._acceptance]
+        table, monitor = self._engine.latency_table, self._engine.latency_monitor
+        fitting = [_fits(g, drafters) for drafters in self._acceptance]
         emas = *self._acceptance.values(), self._runner_up
         rates = [table.rate_index(rate) for ema in emas for rate in (ema.rate, ema.optimistic_rate)]
-        return (*rates, *fitting, *self._engine.scales.values())
+        slowdown = round(STREAM_STEPS * monitor.stream_slowdown)
+        streams = (self._is_learning(g), slowdown) if table.plain_ms is not None else ()
+        return (*rates, *fitting, *self._engine.scales.values(), *streams)
 
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""
+        if self._is_learning(g):
+            return self._engine.drafters[:1], self._engine.latency_table.plain
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
         emas = (fitting or self._acceptance).items()
         best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, self._runner_up.rate)
-        if self._engine.latency_table.configs[best[1]].speculates:
+        table = self._engine.latency_table
+        if self._engine.spec(best).speculates or table.plain_ms is not None:
             return best
         # Speculation that fails costs little, and without it there is little to learn from.
         return self._engine.best({drafters: ema.optimistic_rate for drafters, ema in emas}, self._runner_up.rate)
@@ -246,9 +308,10 @@ class RequestController:
 
     def _learn(self, position: VerifiedPosition) -> None:
         drafted_by, token, draft_tokens = position
-        if self.spec.branches > 1 and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
-            self._runner_up.add(token in draft_tokens)
-            self._engine.runner_up.add(token in draft_tokens)
+        if self.spec.tree and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
+            is_next = token == next(other for other in draft_tokens if other not in drafted_by.values())
+            self._runner_up.add(is_next)
+            self._engine.runner_up.add(is_next)
         for drafters, acceptance in self._acceptance.items():
             if all(name in drafted_by for name in drafters):
                 accepted = any(drafted_by[name] == token for name in drafters)
@@ -257,7 +320,7 @@ class RequestController:
 
     def _probe(self, g: Generation) -> None:
         """Let drafters that are not in use draft one token, to learn their acceptance rate."""
-        self._next_probe = g.root.depth + self._engine.probe_every
+        self._set_next_probe(g)
         for name in self._engine.drafters:
             unused = not self.spec.speculates or name not in self.spec.drafters
             if not unused or not self._engine.can_pay((name,)):

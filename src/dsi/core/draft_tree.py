@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count as counter
+from math import inf, log
+from typing import Any
 
 from dsi.core.messages import DraftToken, TopLogprobs
-from dsi.core.sequence import TokenSequence
+from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.tree_shape import END, Chances, Expansions, Tree, by_level
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -26,6 +31,8 @@ class Node:
     verifier: int | None = None  # the verification that covers the next token, in flight or answered
     target_token: int | None = None  # the next token according to the target, once verified
     top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
+    log_chance: float = 0.0  # that it becomes text, by its path's ranks: only differences between nodes count
+    drafting: bool = False  # whether its children are being drafted
     sampled: bool = False  # whether the target sampled the next token instead of accepting a draft token
 
     @property
@@ -62,6 +69,81 @@ class Node:
         return jobs
 
 
+class NodeQueue:
+    """Nodes of a draft tree, the likeliest first; a parent comes before its children. Pruned ones drop out."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, int, Node]] = []
+        self._order = counter()
+
+    def push(self, node: Node) -> None:
+        heappush(self._heap, (-node.log_chance, node.depth, next(self._order), node))
+
+    def has(self, least: int) -> bool:
+        """Whether there are so many nodes that were not pruned."""
+        if len(self._heap) >= least:
+            self._heap = [entry for entry in self._heap if entry[-1].alive]
+            heapify(self._heap)
+        return len(self._heap) >= least
+
+    def pop(self, most: int, wanted: Callable[[Node], bool]) -> list[Node]:
+        """Take so many at most; those that are not wanted now stay."""
+        taken: list[Node] = []
+        kept: list[Node] = []
+        while self._heap and len(taken) < most:
+            node = heappop(self._heap)[-1]
+            if node.alive:
+                (taken if wanted(node) else kept).append(node)
+        for node in kept:
+            self.push(node)
+        return taken
+
+
+class TreeDraft:
+    """A tree that a drafter grows, a level at a time; its nodes have numbers, as in the job."""
+
+    def __init__(self, root: Node, nodes: Sequence[Node], expansions: Expansions, chances: Chances) -> None:
+        self._root, self._chances = root, chances
+        self._nodes: list[Node | None] = list(nodes)  # None: the drafter had no such choice
+        self._levels = deque(by_level(expansions, len(nodes)))
+        self.level = 0  # that is drafted next
+        self.expanded = [self._node(index) for index, _ in self._levels[0]]  # by the first forward
+        for node in self.expanded:
+            node.drafting = True
+
+    def _node(self, index: int) -> Any:
+        return self._root if index == END else self._nodes[index]
+
+    def grow(self, tree: DraftTree, children: Sequence[Tokens], model: str, block_size: int) -> bool:
+        """Add the children that a forward returned; return whether it was the last one."""
+        for (index, count), tokens in zip(self._levels.popleft(), children):
+            node: Node | None = self._node(index)
+            grown: list[Node | None] = []
+            if node is not None and node.alive and tokens:
+                node.drafted_by[model] = tokens[0]
+                grown += [self._child(tree, node, rank, token, block_size) for rank, token in enumerate(tokens[:count])]
+            self._nodes += grown + [None] * (count - len(grown))
+        self.level += 1
+        return not self._levels
+
+    def _child(self, tree: DraftTree, node: Node, rank: int, token: int, block_size: int) -> Node:
+        is_new = token not in node.children
+        child = tree.grow(node, token, block_size)
+        chance = self._chances[rank] if rank < len(self._chances) else 0.0
+        child.log_chance = node.log_chance + (log(chance) if chance > 0 else -inf)
+        if is_new:
+            tree.leaves.push(child)
+            tree.unverified.push(child)
+        return child
+
+    def stop(self, tree: DraftTree) -> None:
+        """No more levels come; nodes that were not expanded can be again."""
+        for node in self.expanded:
+            node.drafting = False
+            if node.alive and not node.children and node is not tree.root:
+                tree.leaves.push(node)
+
+
 class DraftTree:
     """The root is the end of the verified text; every node below it ends one possible continuation."""
 
@@ -69,7 +151,8 @@ class DraftTree:
         context = TokenSequence.of(prompt)
         self.root = Node(context, None, 0, context.length)
         self.tips: dict[str, Node] = {}  # the last draft token of each drafter
-        self.runner_ups: deque[Node] = deque()  # alternates whose next token nobody has verified
+        self.leaves = NodeQueue()  # of trees that drafters grow: to be continued...
+        self.unverified = NodeQueue()  # ...and to be verified
 
     def grow(self, node: Node, token: int, block_size: int) -> Node:
         """Return the child for this token: equal draft tokens share a node, whichever drafter returned them.
@@ -101,18 +184,27 @@ class DraftTree:
                 return node
         return root
 
+    def first_choices(self) -> Node:
+        """Where the path of first choices ends."""
+        node = self.root
+        while node.children:
+            node = next(iter(node.children.values()))
+        return node
+
+    def with_ancestors(self, nodes: Iterable[Node]) -> list[Node]:
+        """These nodes and those between them and the root, which is left out: parents before children."""
+        needed: dict[Node, None] = {}  # in an order that does not depend on memory
+        for node in nodes:
+            while node is not self.root and node not in needed:
+                needed[node] = None
+                node = node.parent  # type: ignore[assignment]
+        return sorted(needed, key=lambda node: node.depth)
+
+    def encode(self, nodes: Sequence[Node]) -> Tree:
+        """The nodes as messages carry them; the parent of each is among those before it, or the root."""
+        index = {node: i for i, node in enumerate(nodes)}
+        return tuple((index.get(node.parent, END), node.token) for node in nodes)  # type: ignore[arg-type]
+
     def max_depth(self) -> int:
         """The depth of the furthest draft token, or of the root."""
         return max((node.depth for node in self.tips.values() if node.alive), default=self.root.depth)
-
-    def next_runner_up(self) -> Node | None:
-        """The first runner-up whose next token nobody verifies, once the token before it is being verified.
-
-        Earlier, deeper draft tokens would find it covered, and the gap before it would never close.
-        """
-        while self.runner_ups:
-            node = self.runner_ups[0]
-            if node.verifier is None and node.alive and (parent := node.parent) and parent.target_token is None:
-                return None if parent.verifier is None else node
-            self.runner_ups.popleft()
-        return None

@@ -6,7 +6,10 @@ from dataclasses import MISSING, field
 from typing import Any
 
 
-def option(help: str, default: Any = MISSING, name: str | None = None) -> Any:
-    """A field with a help text; `name` is that of its option where it differs from the field's."""
-    metadata = {"help": help} if name is None else {"help": help, "option": name}
-    return field(default=default, metadata=metadata)
+def option(help: str, default: Any = MISSING, name: str | None = None, repeatable: bool = False) -> Any:
+    """A field with a help text; `name` is that of its option where it differs from the field's.
+
+    A `repeatable` option of a field that is no tuple gives it one.
+    """
+    metadata: dict[str, Any] = {"help": help, "repeatable": repeatable}
+    return field(default=default, metadata=metadata if name is None else {**metadata, "option": name})

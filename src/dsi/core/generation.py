@@ -14,14 +14,16 @@ from itertools import count
 from math import inf
 from typing import Any
 
-from dsi.core.draft_tree import DraftTree, Node
+from dsi.core.draft_tree import DraftTree, Node, TreeDraft
 from dsi.core.jobs import JobTable
 from dsi.core.messages import (
     DRAFTER,
     GREEDY,
     NO_STEP,
+    TARGET,
     Draft,
     Drafted,
+    DraftedLevel,
     Event,
     Failed,
     Job,
@@ -34,6 +36,7 @@ from dsi.core.messages import (
 )
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
+from dsi.core.tree_shape import END, Expansions
 
 Policy = Callable[["Generation"], None]
 
@@ -42,6 +45,7 @@ VerifiedPosition = tuple[dict[str, int], int, Tokens]
 
 DEFAULT_SPEC = SpecConfig()
 PREFILL_EVERY = 16  # verified tokens between two prefills of idle servers
+NO_TOKEN = -1  # what a drafter has drafted whose draft failed
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came into the text
 
 
@@ -73,6 +77,7 @@ class Generation:
         stop: Collection[int] = (),
         sampling: Sampling = GREEDY,
         drafter_contexts: Mapping[str, int] | None = None,
+        streams: bool = False,
         ids: Iterator[int] | None = None,
     ) -> None:
         if max_new_tokens < 1:
@@ -92,8 +97,11 @@ class Generation:
         self._stopped = False
         self._block_size = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
         self._last_verifier: int | None = None  # the verification that moved the root last
+        self._streams = streams  # whether a target can be asked for its text as a stream
+        self._stream: tuple[int, int] | None = None  # the id of such a job, and the length of the text it has reached
         self._started: list[Job] = []
         self._cancelled: list[int] = []
+        self._tree_drafts: dict[int, TreeDraft] = {}  # in flight
         self._ids = count() if ids is None else ids
         self._prefill_id = next(self._ids)
         self._prefill_depth = -PREFILL_EVERY  # of the root when servers were last asked to prefill
@@ -167,6 +175,9 @@ class Generation:
         return self._step(())
 
     def _on_drafted(self, job: Draft, event: Drafted) -> None:
+        if job.model == TARGET:
+            self._on_streamed(job, event)
+            return
         self.tally.drafted += 1 + len(event.alternates)
         self.jobs.drafter_answered(job.model)
         tree, node, token = self.tree, self.jobs.node(job.id), event.token
@@ -174,45 +185,72 @@ class Generation:
         if self.needs_draft:
             node.draft_tokens = tuple((drafted, event.draft_probs) for drafted in (token, *event.alternates))
         for alternate in event.alternates:
-            child = tree.grow(node, alternate, self._block_size)
-            if job.branches > 1 and alternate not in self._stop_tokens:
-                tree.runner_ups.append(child)
+            tree.grow(node, alternate, self._block_size)
         child = tree.tips[job.model] = tree.grow(node, token, self._block_size)
         self.jobs.move(job.id, child)
         if child.context.length >= job.context.length + job.count:
-            self.jobs.close(job.id)
+            self._close(job)
         elif token in self._stop_tokens:  # nothing follows a stop token: the rest of the draft is not wanted
             self._cancel([job.id])
 
+    def _on_drafted_level(self, job: Draft, event: DraftedLevel) -> None:
+        if event.level != self._tree_drafts[job.id].level:
+            return  # repeated
+        self.tally.drafted += sum(map(len, event.children))
+        self.jobs.drafter_answered(job.model)
+        if self._tree_drafts[job.id].grow(self.tree, event.children, job.model, self._block_size):
+            self._close(job)
+
+    def _on_streamed(self, job: Draft, event: Drafted) -> None:
+        # The target's own token, if verifications have not moved the root beyond it: then the stream is not wanted.
+        root, length = self.tree.root, job.context.length if self._stream is None else self._stream[1]
+        if length != root.context.length:
+            self._cancel([job.id])
+            return
+        self.tally.forwards += 1
+        self.jobs.drafter_answered(TARGET)
+        root.target_token, root.verifier, self._last_verifier = event.token, job.id, None
+        self._stream = job.id, length + 1
+        if length + 1 >= job.context.length + job.count:
+            self._close(job)
+
     def _on_verified(self, job: Verify, event: Verified) -> None:
-        # The answer covers the last `width` positions of the job's text. The root may have passed the first of
-        # them since; the rule `block` may have cut the answer short, and then its last token is a correction.
+        # The answer covers the last `width` positions of the job's text and the nodes of its tree. The root may have
+        # passed some of them since, and others be pruned; the rule `block` may have cut the answer short, and then
+        # its last token is a correction.
         tokens, top_logprobs = event.tokens, event.top_logprobs
         if not job.fits(tokens):
-            raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.width} positions")
+            raise ValueError(f"job {job.id}: {len(tokens)} tokens in answer to {job.num_positions} positions")
         self.tally.forwards += 1
-        nodes = self._close(job)[::-1]
-        is_cut = len(tokens) < job.width
+        nodes = self._close(job)
+        is_cut = len(tokens) < job.num_positions
         if is_cut:
             self._release(job.id, nodes)
-        passed = job.width - len(nodes)
-        for node, token, logprobs in zip(nodes, tokens[passed:], top_logprobs[passed:] or ((),) * len(nodes)):
-            node.target_token, node.verifier, node.top_logprobs = token, job.id, logprobs
-            node.sampled = not node.draft_tokens or (is_cut and node is nodes[len(tokens) - job.width - 1])
+        for i, (node, token) in enumerate(zip(nodes, tokens)):
+            if node.alive:
+                node.target_token, node.verifier = token, job.id
+                node.top_logprobs = top_logprobs[i] if top_logprobs else ()
+                node.sampled = not node.draft_tokens or (is_cut and i == len(tokens) - 1)
 
     def _on_draft_failed(self, job: Draft, _: Failed) -> None:
         # The policy may draft again.
         self.tally.failed += 1
-        self.jobs.close(job.id)
+        if self._streams and job.model != TARGET:  # plain decoding would lose nothing to a drafter without a token
+            self.jobs.node(job.id).drafted_by.setdefault(job.model, NO_TOKEN)
+        self._close(job)
         self.jobs.drafter_failed(job.model)
 
     def _on_verify_failed(self, job: Verify, _: Failed) -> None:
         # The same positions are verified again: deeper ones may be covered by now, and a gap before them would
         # never close.
+        # A tree is not verified again as it was: the policy looks for the nodes that no verification covers.
         self.tally.failed += 1
         node = self.jobs.node(job.id)
-        self.jobs.close(job.id)
-        self.verify(node, job.width, job.is_alternate, job.alone)
+        nodes = self._close(job)
+        if job.tree:
+            self._release(job.id, nodes)
+        else:
+            self.verify(node, job.width, job.alone)
 
     def _on_prefill_failed(self, _: Prefill, __: Failed) -> None:
         # The next prefill comes anyway.
@@ -226,7 +264,7 @@ class Generation:
             emitted.append(token)
             self._account(tree.root, token)
             if pruned := tree.advance(token, self._block_size):
-                self._cancel(pruned)
+                self._cancel(self.jobs.obsolete(pruned))
             self._stopped = token in self._stop_tokens
         if emitted:
             self.jobs.root_moved()
@@ -261,24 +299,29 @@ class Generation:
     def _cancel(self, ids: list[int]) -> None:
         for id in ids:
             job = self.jobs.open[id]
+            nodes = self._close(job)
             if isinstance(job, Verify):
                 self.tally.abandoned += 1
-                self._release(id, self._close(job))
-            else:
-                self.jobs.close(id)
+                self._release(id, nodes)
         self._cancelled += ids
 
-    def _close(self, job: Verify) -> list[Node]:
-        """Remove a verification; return the positions it covers that the root has not passed, the last first."""
-        node = self.jobs.node(job.id)
+    def _close(self, job: Job) -> list[Node]:
+        """Remove a job; return the nodes that it covers, those that were passed or pruned, too."""
+        nodes = self.jobs.nodes(job.id)
+        if (draft := self._tree_drafts.pop(job.id, None)) is not None:
+            draft.stop(self.tree)
+        if self._stream is not None and job.id == self._stream[0]:
+            self._stream = None
         self.jobs.close(job.id)
-        return node.lineage(job.width)
+        return nodes
 
     def _release(self, id: int, nodes: list[Node]) -> None:
         """This verification will not cover these positions."""
         for node in nodes:
             if node.verifier == id:
                 node.verifier = None
+                if node.alive and node is not self.tree.root:
+                    self.tree.unverified.push(node)
 
     # What a policy may read...
 
@@ -292,6 +335,10 @@ class Generation:
             return 0
         last = self.max_new_tokens if self.needs_draft else self.max_new_tokens - 1
         return int(max(0, min(last - tip.depth, self._context_room(tip, model))))
+
+    def stops(self, node: Node) -> bool:
+        """Whether the text ends with this node's token."""
+        return node.token in self._stop_tokens
 
     def usable(self, drafters: Sequence[str]) -> Sequence[str]:
         """The drafters that neither keep failing nor have come to the end of their context; if none, the first."""
@@ -313,6 +360,11 @@ class Generation:
         """The last position up to `tip` that can be verified now: a rule may need its draft token."""
         return tip.parent if self.needs_draft and not tip.draft_tokens else tip
 
+    @property
+    def can_stream(self) -> bool:
+        """Whether a target can continue the verified text by itself, as it does more quickly than token by token."""
+        return self._streams and not self.jobs.failing(TARGET)
+
     # ...and what it may ask for.
 
     def draft(
@@ -323,18 +375,72 @@ class Generation:
         self._block_size = spec.lookahead or 1
         missing = (spec.min_draft or 0) - (node.depth - self.tree.root.depth)  # before the root is verified
         first_block = missing if missing > 0 else self._block_size
-        options = self.sampling, node.block_start, self._block_size, spec.branches, spec.min_ratio, first_block
-        self._start(Draft(next(self._ids), node.context, count, model, *options, alone), node)
+        options = self.sampling, node.block_start, self._block_size, first_block
+        self._start(Draft(next(self._ids), node.context, count, model, *options, alone), [node], [])
 
-    def verify(self, node: Node, width: int, is_alternate: bool = False, alone: bool = False) -> None:
+    def verify(self, node: Node, width: int, alone: bool = False) -> None:
         """Verify the last `width` positions up to this node."""
+        self._stop_stream()
         lead = node.depth - width + 1 - self.tree.root.depth
         nodes = node.lineage(width)
         draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
-        job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, is_alternate, alone)
-        for covered in nodes:
-            covered.verifier = job.id
-        self._start(job, node)
+        job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, alone)
+        self._start(job, [node], nodes[::-1])
+
+    def draft_tree(
+        self,
+        expand: Sequence[tuple[Node, int]],
+        model: str,
+        spec: SpecConfig,
+        then: Expansions = (),
+        alone: bool = False,
+    ) -> None:
+        """Draft so many children of each of these nodes, in one forward; `then` grows more levels on them."""
+        nodes = self.tree.with_ancestors(node for node, _ in expand)
+        index = {node: i for i, node in enumerate(nodes)}
+        expansions = then or tuple((index.get(node, END), count) for node, count in expand)
+        self._block_size = spec.lookahead or 1
+        draft = TreeDraft(self.tree.root, nodes, expansions, spec.chances)
+        context, tree = self.tree.root.context, self.tree.encode(nodes)
+        job = Draft(next(self._ids), context, 1, model, self.sampling, tree=tree, expansions=expansions, alone=alone)
+        self._tree_drafts[job.id] = draft
+        self._start(job, draft.expanded, [])
+
+    def verify_tree(self, nodes: Sequence[Node], alone: bool = False) -> None:
+        """Verify what follows these nodes, the root or any below it, in one forward."""
+        self._stop_stream()
+        root, tree = self.tree.root, self.tree.with_ancestors(nodes)
+        index = {node: i for i, node in enumerate(tree)}
+        below = [node for node in nodes if node is not root]
+        covered = [root, *below] if len(below) < len(nodes) else below
+        among = set(covered)
+        tops = [node for node in covered if node.parent not in among]
+        lead = min(node.depth for node in covered) - root.depth
+        job = Verify(
+            next(self._ids),
+            root.context,
+            len(covered) - len(below),
+            lead,
+            self.sampling,
+            alone=alone,
+            tree=self.tree.encode(tree),
+            asked=tuple(index[node] for node in below),
+        )
+        self._start(job, tops, covered)
+
+    def _stop_stream(self) -> None:
+        """What is verified needs no stream of the target's text."""
+        if self._stream is not None:
+            self._cancel([self._stream[0]])
+
+    def stream(self) -> None:
+        """Let a target continue the verified text by itself, unless one does."""
+        if self._stream is None:
+            root, count = self.tree.root, self.max_new_tokens - self.tree.root.depth
+            job = Draft(next(self._ids), root.context, count, TARGET, self.sampling, alone=True)
+            self._stream = job.id, root.context.length
+            self.jobs.add_prefill(job)
+            self._started.append(job)
 
     def prefill(self) -> None:
         """Let idle targets prefill the prompt, and every so often the text verified since."""
@@ -344,14 +450,18 @@ class Generation:
             self.jobs.add_prefill(job)
             self._started.append(job)
 
-    def _start(self, job: Draft | Verify, node: Node) -> None:
-        self.jobs.add(job, node)
+    def _start(self, job: Draft | Verify, attached: list[Node], nodes: Sequence[Node]) -> None:
+        if isinstance(job, Verify):
+            for covered in nodes:
+                covered.verifier = job.id
+        self.jobs.add(job, attached, list(nodes))
         self._started.append(job)
 
 
 # How each kind of event changes a generation, by the kind of job it answers; all others are ignored.
 EVENT_HANDLERS: dict[tuple[type, type], Callable[[Generation, Any, Any], None]] = {
     (Draft, Drafted): Generation._on_drafted,
+    (Draft, DraftedLevel): Generation._on_drafted_level,
     (Draft, Failed): Generation._on_draft_failed,
     (Verify, Verified): Generation._on_verified,
     (Verify, Failed): Generation._on_verify_failed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dsi.core.draft_tree import Node
 from dsi.core.messages import Draft, Job, Prefill, Verify
@@ -14,55 +14,63 @@ class JobTable:
     def __init__(self) -> None:
         self.open: dict[int, Job] = {}
         self.busy = 0  # drafts and verifications in flight
-        self._nodes: dict[int, Node] = {}  # that each of them has reached
+        self._attached: dict[int, list[Node]] = {}  # the nodes whose loss makes each of them obsolete
+        self._nodes: dict[int, list[Node]] = {}  # what verifications cover
         self._drafts: dict[str, int] = {}  # in flight, of each drafter
-        self._alternates: set[int] = set()  # verifications of what follows runner-ups
         self._failures: dict[str, int] = {}  # of each drafter, in a row
 
-    def add(self, job: Draft | Verify, node: Node) -> None:
-        self.open[job.id], self._nodes[job.id] = job, node
-        node.jobs.add(job.id)
+    def add(self, job: Draft | Verify, attached: list[Node], nodes: list[Node]) -> None:
+        self.open[job.id], self._attached[job.id], self._nodes[job.id] = job, attached, nodes
+        for node in attached:
+            node.jobs.add(job.id)
         self.busy += 1
         if isinstance(job, Draft):
             self._drafts[job.model] = self._drafts.get(job.model, 0) + 1
-        elif job.is_alternate:
-            self._alternates.add(job.id)
 
-    def add_prefill(self, job: Prefill) -> None:
-        """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it."""
+    def add_prefill(self, job: Prefill | Draft) -> None:
+        """A prefill keeps its id and replaces the one before it; no branch of the tree is needed for it.
+
+        Nor is one for a stream of the target's own text, which follows the root.
+        """
         self.open[job.id] = job
 
     def node(self, id: int) -> Node:
-        return self._nodes[id]
+        """The node where a job's text ends."""
+        return self._attached[id][0]
+
+    def nodes(self, id: int) -> list[Node]:
+        """The nodes that a verification covers."""
+        return self._nodes.get(id, [])
 
     def move(self, id: int, node: Node) -> None:
         """Record that the text of a draft now ends at this node."""
-        self._nodes[id].jobs.discard(id)
-        self._nodes[id] = node
+        [before] = self._attached[id]
+        before.jobs.discard(id)
+        self._attached[id] = [node]
         node.jobs.add(id)
 
+    def obsolete(self, ids: Iterable[int]) -> list[int]:
+        """Those of the jobs that have lost all their nodes."""
+        return [id for id in dict.fromkeys(ids) if not any(node.alive for node in self._attached[id])]
+
     def close(self, id: int) -> None:
-        job, node = self.open.pop(id), self._nodes.pop(id, None)
-        if node is None:  # a prefill
+        job, attached = self.open.pop(id), self._attached.pop(id, None)
+        if attached is None:  # a prefill
             return
-        node.jobs.discard(id)
+        del self._nodes[id]
+        for node in attached:
+            node.jobs.discard(id)
         self.busy -= 1
         if isinstance(job, Draft):
             self._drafts[job.model] -= 1
-        else:
-            self._alternates.discard(id)
 
     def drafting(self, model: str) -> bool:
         return self._drafts.get(model, 0) > 0
 
     @property
     def verifying(self) -> int:
-        """Verifications in flight, those of alternates not counted."""
-        return self.busy - sum(self._drafts.values()) - len(self._alternates)
-
-    def num_alternates(self, root: Node) -> int:
-        """Verifications of alternates in flight; one that now verifies the root is an alternate no longer."""
-        return len(self._alternates) - (root.verifier in self._alternates)
+        """Verifications in flight."""
+        return self.busy - sum(self._drafts.values())
 
     # A drafter that keeps failing is not used until the root moves: the target goes on without it.
 

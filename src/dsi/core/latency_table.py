@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from dsi.core.spec import SpecConfig
 
-# Spare targets, and for what share of the correct runner-ups the next token is then known in time: as
-# `benchmarks/branches.py` measures.
-RUNNER_UPS_IN_TIME = {1: 0.45, 2: 0.62, 4: 0.72}
+
+class TreeForecast(Protocol):
+    """Predicts configurations with trees, for a drafter that is so many times as slow as measured."""
+
+    def best(self, scale: float, acceptance: float, runner_up: float) -> SpecConfig | None:
+        """The fastest tree where first choices and runner-ups are right so often; None where chains are best."""
+        ...
+
+    def ms(self, spec: SpecConfig, scale: float, acceptance: float, runner_up: float) -> float:
+        """The predicted milliseconds per token with this tree."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,24 +39,37 @@ class LatencyTable:
     contention: float = 0.0
     alone_drafter_ms: float | None = None  # of forwards that take turns on every core, where that is faster
     alone_steps_ms: tuple[tuple[int, float], ...] = ()
-    spare_targets: tuple[int, ...] = tuple(RUNNER_UPS_IN_TIME)  # numbers of them that may verify runner-ups
+    plain_ms: float | None = None  # per token that a target streams, where it does so without speculation
+    trees: TreeForecast | None = field(default=None, repr=False, compare=False)  # None: there are only chains
     is_ready: Callable[[int], bool] = field(default=lambda _: True, repr=False, compare=False)  # whether a scale is
     num_rates: int = field(init=False)
-    _best: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _best: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _best_speculating: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_rates", len(self.ms[self.scale_index(1.0)][0]))
 
-    def best(self, scale: int, rate: int, spare_targets: int = 0) -> int:
-        """The index of the fastest config that leaves so many targets to runner-ups."""
-        key = scale, spare_targets
-        if key not in self._best:
-            self._best[key] = self._fastest(self.ms[scale], self.targets - spare_targets)
-        return self._best[key][rate]
+    def best(self, scale: int, rate: int) -> int:
+        """The index of the fastest config."""
+        if scale not in self._best:
+            self._best[scale] = self._fastest(self.ms[scale])
+        return self._best[scale][rate]
 
-    def _fastest(self, ms: Sequence[Sequence[float]], max_targets: int) -> tuple[int, ...]:
-        """The fastest config that needs no more targets than these, by rate index."""
-        indices = [i for i, config in enumerate(self.configs) if (config.max_targets or 1) <= max_targets] or [0]
+    @property
+    def plain(self) -> int:
+        """The index of the config without speculation."""
+        return next(i for i, config in enumerate(self.configs) if not config.speculates)
+
+    def best_speculating(self, scale: int, rate: int) -> int:
+        """The index of the fastest config that speculates."""
+        if scale not in self._best_speculating:
+            self._best_speculating[scale] = self._fastest(self.ms[scale], speculating=True)
+        return self._best_speculating[scale][rate]
+
+    def _fastest(self, ms: Sequence[Sequence[float]], speculating: bool = False) -> tuple[int, ...]:
+        """The fastest config that needs no more targets than there are, by rate index."""
+        fitting = (i for i, config in enumerate(self.configs) if (config.max_targets or 1) <= self.targets)
+        indices = [i for i in fitting if self.configs[i].speculates or not speculating] or [0]
         return tuple(min(indices, key=lambda i: ms[i][rate]) for rate in range(self.num_rates))
 
     def forward_ms(self, width: int, alone: bool = False) -> float:

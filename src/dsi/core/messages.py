@@ -8,6 +8,7 @@ from typing import Any
 
 from dsi.core.fields import option
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.tree_shape import Expansions, Tree, by_level
 
 Time = Any  # float seconds, or a Fraction where virtual time is to be exact
 
@@ -146,8 +147,7 @@ class Draft:
     """Draft up to `count` tokens after this text, streaming each one.
 
     Under the rule `block` the first of them lies in a block of `block_size` tokens that began at `block_start`.
-    With `branches` the runner-ups for each token are wanted too, if their probability is at least `min_ratio` of
-    the first choice's.
+    From the target, the tokens are its own text.
     """
 
     id: int
@@ -157,17 +157,23 @@ class Draft:
     sampling: Sampling = GREEDY
     block_start: int = 0
     block_size: int = 1
-    branches: int = 1
-    min_ratio: float = 0.0
     first_block: int = 1  # tokens after which the first are wanted; later ones are, after each block
     alone: bool = False  # nothing of its request runs beside it: it may use every core
+    tree: Tree = ()  # draft tokens after this text, whose children are wanted
+    expansions: Expansions = ()  # instead of a chain: level by level; new nodes are numbered as they are asked for
+
+    @property
+    def num_answers(self) -> int:
+        """Events that answer it: draft tokens, or levels of a tree."""
+        return sum(1 for _ in by_level(self.expansions, len(self.tree))) if self.expansions else self.count
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
     """Return the target's next token after each of the last `width` prefixes of this text.
 
-    A rule that needs them is given the draft tokens of each position; where there are none, it samples.
+    With a tree, also after each of its nodes `asked`; others verify the rest. A rule that needs them is given the
+    draft tokens of each position; where there are none, it samples.
     """
 
     id: int
@@ -176,13 +182,18 @@ class Verify:
     lead: int = 0  # how far its first position lay ahead of the verified text; 0 verifies the root
     sampling: Sampling = GREEDY
     draft_tokens: tuple[tuple[DraftToken, ...], ...] = ()
-    is_alternate: bool = False  # follows a runner-up, in case the first choice is rejected: for a spare target
     alone: bool = False  # nothing of its request runs beside it: it may use every core
+    tree: Tree = ()
+    asked: Tokens = ()  # nodes of the tree, by index
+
+    @property
+    def num_positions(self) -> int:
+        return self.width + len(self.asked)
 
     def fits(self, tokens: Tokens) -> bool:
         """Whether there is a token for each position; the rule `block` may cut the answer short."""
         is_cut = self.sampling.rule == "block" and 0 < len(tokens) < self.width
-        return len(tokens) == self.width or is_cut
+        return len(tokens) == self.num_positions or is_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +209,15 @@ class Drafted:
     token: int
     draft_probs: Any = None
     alternates: Tokens = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedLevel:
+    """The children of the nodes that one forward of a tree's draft expanded, the likeliest first."""
+
+    id: int
+    children: tuple[Tokens, ...]
+    level: int = 0  # forwards of the job before this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +240,7 @@ class Failed:
 WOKEN = Failed(-1, "woken")  # what a fleet returns that was woken and has no event; no job has this id
 
 Job = Prefill | Draft | Verify
-Event = Prefilled | Drafted | Verified | Failed
+Event = Prefilled | Drafted | DraftedLevel | Verified | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
-from dsi.core.spec import MIN_RATIO, SpecConfig, check_algorithm, default_max_lead
+from dsi.core.spec import GIVEN_UP, SpecConfig, check_algorithm, default_max_lead
+from dsi.core.tree_policies import tree_policy
 
-OLD_NAMES = {"patience": "min_draft", "horizon": "max_lead", "spare": "spare_targets", "doubt": "min_ratio"}
+OLD_NAMES = {"patience": "min_draft", "horizon": "max_lead"}
 
 
 def policy_for(spec: SpecConfig) -> Policy:
@@ -21,16 +22,20 @@ def policy_for(spec: SpecConfig) -> Policy:
         return autoregressive()
     if spec.lookahead is None:
         raise ValueError(f"algorithm {algorithm} without a lookahead: give one, or let the engine choose")
+    if spec.tree:
+        return tree_policy(spec)
     if algorithm == "si":
         return speculative(spec.lookahead, spec.drafters[0])
     return pearl(spec.lookahead) if algorithm == "pearl" else _distributed(spec)
 
 
 def autoregressive() -> Policy:
-    """non-SI: one target forward per token."""
+    """non-SI: one target forward per token, streamed by the target if it can."""
 
     def policy(g: Generation) -> None:
-        if g.root.verifier is None:
+        if g.can_stream:
+            g.stream()
+        elif g.root.verifier is None:
             g.verify(g.root, 1, alone=True)
 
     return policy
@@ -77,9 +82,6 @@ def distributed(
     drafters: Sequence[str] = (DRAFTER,),
     min_draft: int = 0,
     max_lead: float = inf,
-    branches: int = 1,
-    spare_targets: int = 1,
-    min_ratio: float = MIN_RATIO,
     **old_names: float,
 ) -> Policy:
     """DSI: keep every drafter busy, and verify the root and every full block at once (Timor et al., 2025).
@@ -87,31 +89,41 @@ def distributed(
     A new root is verified once `min_draft` draft tokens can be verified with it: 0 is the paper's Algorithm 1,
     and with one target and min_draft = lookahead DSI is SI. `max_lead` limits how far a drafter may be ahead of
     the verified text.
-
-    With `branches` a drafter also returns the runner-ups for each position whose probability is at least
-    `min_ratio` of the first choice's, and up to `spare_targets` targets verify what follows them: if the first
-    choice is rejected and a runner-up is the target's token, the next token is known already. Only the rule match
-    allows it, whose tokens do not depend on the draft.
     """
+    for name in (*GIVEN_UP, "spare", "doubt"):
+        if name in old_names:
+            raise TypeError(
+                f"distributed() no longer takes {name}: trees are faster than runner-ups; use "
+                f"policy_for(SpecConfig('dsi', {lookahead}, tree=16))"
+            )
     if unknown := old_names.keys() - OLD_NAMES.keys():
         raise TypeError(f"distributed() got an unexpected keyword argument {min(unknown)!r}")
     fields: dict[str, Any] = {OLD_NAMES[name]: value for name, value in old_names.items()}  # kept for one release
-    spec = SpecConfig("dsi", lookahead, min_draft, max_lead, None, branches, spare_targets, min_ratio, tuple(drafters))
+    spec = SpecConfig("dsi", lookahead, min_draft, max_lead, drafters=tuple(drafters))
     return _distributed(replace(spec, **fields))
 
 
 def _distributed(spec: SpecConfig) -> Policy:
-    spare_targets = spec.spare_targets if spec.branches > 1 else 0
-    shares_text = spec.max_targets is None or spec.max_targets + spare_targets > 1
+    shares_text = spec.max_targets != 1
 
     def policy(g: Generation) -> None:
         if g.needs_draft:
             _check_single_draft(g.sampling.rule, spec)
         speculate(g, spec)
-        if spare_targets and g.root.verifier is not None:
-            verify_alternates(g, spare_targets)
         if shares_text:  # any target may be the next to verify this request
             g.prefill()
+
+    return policy
+
+
+def streamed(load: Load) -> Policy:
+    """non-SI, streamed by the target while there is one for each request; with more requests, targets take turns."""
+
+    def policy(g: Generation) -> None:
+        if g.can_stream and load.requests <= load.targets:
+            g.stream()
+        elif g.root.verifier is None:
+            g.verify(g.root, 1, alone=True)
 
     return policy
 
@@ -197,18 +209,7 @@ def speculate_one_block(g: Generation, spec: SpecConfig) -> None:
         g.draft(tip, count, model, spec)
 
 
-def verify_alternates(g: Generation, spare_targets: int) -> None:
-    """Let spare targets verify what follows runner-ups, in case the first choice is rejected."""
-    while g.jobs.num_alternates(g.root) < spare_targets and (node := g.tree.next_runner_up()) is not None:
-        g.verify(node, 1, is_alternate=True)
-
-
 def _check_single_draft(rule: str, spec: SpecConfig) -> None:
-    if spec.branches > 1:
-        raise ValueError(
-            f"rule {rule} with {spec.branches} branches: it verifies the draft tokens it is given, and runner-ups "
-            "would change the text; use 1 branch, or the rule match"
-        )
     if len(spec.drafters) > 1:
         raise ValueError(
             f"rule {rule} with {len(spec.drafters)} drafters: whose draft token is verified would depend on who was "

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from dsi.core.generation import Policy, Tally
 from dsi.core.messages import GREEDY, Sampling, Time, TopLogprobs
-from dsi.core.sequence import Tokens
+from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision
 from dsi.core.stats import Overlap
 
-__all__ = ["Completion", "Request", "Sampling", "ScoreRequest"]
+__all__ = ["Completion", "Request", "Sampling", "ScoreRequest", "VerifyRequest"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Request:
     sampling: Sampling = GREEDY
     stop: frozenset[int] = frozenset()
     drafter_contexts: Mapping[str, int] = field(default_factory=dict, hash=False)  # in tokens; 0 or none: unlimited
+    streams: bool = False  # whether targets can stream this text, more quickly than token by token
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,23 @@ class ScoreRequest:
             raise ValueError("an empty text: there is no token to score")
         if self.sampling.logprobs is None:
             raise ValueError("logprobs None: a request to score a text must say how many")
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """Return the target's token after each of the last `num_positions` prefixes of a text, itself included.
+
+    Requests about one text that grows should have contexts of one origin: its KV cache is found by that.
+    """
+
+    context: TokenSequence
+    num_positions: int
+    sampling: Sampling = GREEDY
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_positions <= len(self.context):
+            length = len(self.context)
+            raise ValueError(f"num_positions {self.num_positions}: must be at least 1 and at most {length}, the prompt")
 
 
 @dataclass(frozen=True)

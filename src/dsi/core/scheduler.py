@@ -1,8 +1,7 @@
 """Which waiting job runs on which idle server. Pure bookkeeping: fleets carry it out.
 
-The verification of a root goes before any deeper one, and those of alternates after all others. Among idle
-servers, the one that has most of the request in its KV cache comes first. A target with nothing else to do
-prefills the verified text of the requests.
+The verification of a root goes before any deeper one. Among idle servers, the one that has most of the request
+in its KV cache comes first. A target with nothing else to do prefills the verified text of the requests.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ MAX_TRACKED_REQUESTS = 128  # of which it is known how much each server has in i
 MIN_PREFILL = 8  # tokens a server may be behind before a prefill is worth a forward
 
 Assignments = list[tuple[str, Job]]
+Queue = OrderedDict[int, Job]  # by id
 
 
 def role_of(job: Job) -> str:
@@ -32,12 +32,13 @@ class Scheduler:
         self.starting: dict[str, str] = {}  # roles of servers that are not up yet
         self.changed = False  # whether there may be something to assign
         self._idle: dict[str, dict[str, None]] = {}  # idle servers of each role, in order
-        self._queues: dict[str, tuple[OrderedDict[int, Job], ...]] = {}  # of each role: urgent, deeper, alternates
+        self._queues: dict[str, tuple[Queue, Queue]] = {}  # urgent, deeper
         self._prefills: dict[int, Prefill] = {}  # the latest of each request
         self._num_cached: dict[str, dict[TokenSequence, int]] = {}  # tokens of each request in a server's cache
         self._cancelling: set[str] = set()  # servers whose job was cancelled
         self._may_prefill: dict[str, None] = {}  # servers that may be idle and behind the verified text
         self._orphaned: list[Failed] = []  # jobs that lost their server, or never had one
+        self.causes: dict[str, str] = {}  # why the last server of a role was lost, where it is known
         for server, role in roles.items():
             self.add(server, role)
 
@@ -61,7 +62,7 @@ class Scheduler:
 
     def _add_role(self, role: str) -> None:
         self._idle.setdefault(role, {})
-        self._queues.setdefault(role, (OrderedDict(), OrderedDict(), OrderedDict()))
+        self._queues.setdefault(role, (OrderedDict(), OrderedDict()))
 
     def _set_idle(self, server: str) -> None:
         self._idle[self.roles[server]][server] = self._may_prefill[server] = None
@@ -94,7 +95,9 @@ class Scheduler:
             queue.clear()
 
     def _orphan(self, job: Job) -> None:
-        self._orphaned.append(Failed(job.id, f"no {role_of(job)} server is left"))
+        role = role_of(job)
+        cause = f" ({self.causes[role]})" if role in self.causes else ""
+        self._orphaned.append(Failed(job.id, f"no {role} server is left{cause}"))
 
     def orphaned(self) -> list[Failed]:
         """Return the failures of jobs that can no longer be answered, each once."""
@@ -115,15 +118,14 @@ class Scheduler:
         elif not self._has_server(role):
             self._orphan(job)
         else:
-            priority = 1 + job.is_alternate if isinstance(job, Verify) and job.lead > 0 else 0
-            self._queues[role][priority][job.id] = job
+            urgent, deeper = self._queues[role]
+            (deeper if isinstance(job, Verify) and job.lead > 0 else urgent)[job.id] = job
 
     def promote(self, id: int) -> None:
         """This job now verifies a root: if it still waits, it goes before the deeper ones."""
-        for urgent, *others in self._queues.values():
-            for queue in others:
-                if id in queue:
-                    urgent[id] = queue.pop(id)
+        for urgent, deeper in self._queues.values():
+            if id in deeper:
+                urgent[id] = deeper.pop(id)
 
     def cancel(self, id: int) -> list[str]:
         """Drop a job; return the servers that run it, which stay busy until they are released."""

@@ -8,11 +8,12 @@ from math import inf
 
 from dsi.core.fields import option
 from dsi.core.messages import DRAFTER, RULE_HELP, check_rule
+from dsi.core.tree_shape import Chances
 
 ALGORITHMS = ("nonsi", "si", "pearl", "dsi")
 TURN_TAKING = ("nonsi", "si")  # the drafter and the target never compute at the same time
+GIVEN_UP = ("branches", "spare_targets", "min_ratio")  # fields of the last release, for a sentence: trees do better
 AUTO = "auto"  # switches between configurations of the others as it learns acceptance rates and latencies
-MIN_RATIO = 0.1
 
 
 def check_algorithm(name: str, auto: bool = False) -> str:
@@ -36,12 +37,11 @@ class SpecConfig:
     lookahead: int | None = option("Draft tokens per verification.", None)
     min_draft: int | None = option("dsi: draft tokens to have before a new root is verified.", None)
     max_lead: float | None = option("dsi: how far beyond the verified text a drafter may draft, in tokens.", None)
-    max_targets: int | None = None  # dsi: verifications in flight at once, not counting those of runner-ups
-    branches: int = option("dsi, rule match: draft tokens for each position; 2 has runner-ups.", 1)
-    spare_targets: int = option("dsi: targets, of the SP degree, that verify what follows runner-ups.", 1)
-    min_ratio: float = MIN_RATIO  # dsi: least probability of a runner-up, relative to the first choice
+    max_targets: int | None = None  # dsi: verifications in flight at once
     drafters: tuple[str, ...] = (DRAFTER,)  # roles of the drafter servers
     rule: str = option(RULE_HELP, "match")
+    tree: int = option("Draft tokens that a verification carries as a tree, rule match; 0: a chain.", 0)
+    chances: Chances = ()  # tree: how often the drafter's first, second, ... choice is right; empty: a prior
 
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm, auto=True)
@@ -51,14 +51,13 @@ class SpecConfig:
             ("min draft", self.min_draft, 0),
             ("max lead", self.max_lead, 1),
             ("max targets", self.max_targets, 1),
-            ("branches", self.branches, 1),
-            ("spare targets", self.spare_targets, 0),
             ("number of drafters", len(self.drafters), 1),
+            ("tree", self.tree, 0),
         ):
             if value is not None and not value >= least:
                 raise ValueError(f"{name} {value}: must be at least {least}")
-        if not 0 <= self.min_ratio <= 1:
-            raise ValueError(f"min ratio {self.min_ratio}: must be between 0 and 1")
+        if not all(0 <= chance <= 1 for chance in self.chances) or sum(self.chances) > 1 + 1e-9:
+            raise ValueError(f"chances {self.chances}: must be between 0 and 1, and at most 1 together")
 
     @property
     def speculates(self) -> bool:
@@ -81,11 +80,11 @@ class SpecConfig:
     def __str__(self) -> str:
         if not self.speculates:
             return "no speculation"
+        tree = f", trees of {self.tree}" if self.tree else ""
         if self.takes_turns:
-            return f"SI, lookahead {self.lookahead}"
+            return f"SI, lookahead {self.lookahead}{tree}"
         targets = "" if self.max_targets is None else f"SP {self.max_targets}, "
-        alternates = f", {self.spare_targets} for runner-ups" if self.branches > 1 else ""
-        return f"{targets}lookahead {self.lookahead}, min draft {self.min_draft or 0}{alternates}"
+        return f"{targets}lookahead {self.lookahead}, min draft {self.min_draft or 0}{tree}"
 
 
 @dataclass(frozen=True)

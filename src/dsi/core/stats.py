@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsi.core.generation import ACCEPTED, CORRECTED, Tally
-from dsi.core.messages import TARGET, Drafted, Event, Time, Verified
+from dsi.core.messages import TARGET, Drafted, DraftedLevel, Event, Time, Verified
 
 SECOND = 1000  # ms
-ANSWERS = frozenset({Drafted, Verified})
+ANSWERS = frozenset({Drafted, DraftedLevel, Verified})
 
 
 @dataclass(slots=True)

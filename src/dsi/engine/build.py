@@ -1,4 +1,4 @@
-"""Builds a deployment from an EngineConfig: on processes of this machine, CUDA devices, or Ray."""
+"""Builds a deployment from an EngineConfig: on processes of this machine, CUDA devices, Ray, or over HTTP."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from dsi.models.cpu.decoder import CompiledDecoder
 from dsi.models.cpu.huge_pages import move_to_huge_pages
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.cpu.transformer import CompiledTransformer
+from dsi.models.endpoints.address import is_address
 from dsi.models.hf import Transformer, check_supported, context_length, load_config, load_model, read_tokenizer
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.names import NGRAM, model_path, weights_gb
@@ -34,6 +35,10 @@ MAX_NUM_SEQS = 4  # sequences that a server keeps in its KV cache by default
 def build(config: EngineConfig, status: Status = no_status) -> Deployment:
     """Load the models and start the servers; `status` is told what is being done."""
     silence_transformers()
+    if config.uses_endpoints:
+        from dsi.engine.build_http import build_with_endpoints
+
+        return build_with_endpoints(config, status)
     if config.fleet is not None:
         from dsi.engine.build_ray import build_on_ray
 
@@ -56,7 +61,8 @@ def check_models(config: EngineConfig) -> None:
 
 def named_models(config: EngineConfig) -> list[tuple[str, str]]:
     """The name and role of every model that has weights."""
-    return [(config.target, TARGET), *((name, DRAFTER) for name in config.drafter if name != NGRAM)]
+    named = [(config.target, TARGET), *((name, DRAFTER) for name in config.drafter if name != NGRAM)]
+    return [(name, role) for name, role in named if not is_address(name)]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from dsi.engine.build import (
     shortest_context,
     silence_transformers,
 )
-from dsi.engine.config import EngineConfig
+from dsi.engine.config import FLOAT32, EngineConfig
 from dsi.engine.deployment import Deployment
 from dsi.engine.generation_config import process_logits
 from dsi.engine.profile_cache import keep_profile, model_identity, profile_key, read_profile
@@ -59,7 +59,7 @@ MIN_SHARE = 0.95  # of the time with few threads that forwards must take on ever
 
 def build_on_processes(config: EngineConfig, status: Status = no_status) -> Deployment:
     """Load the models here, measure them, and fork a process for each server."""
-    torch.set_num_threads(1)  # before the first forward: a thread pool does not survive a fork
+    torch.set_num_threads(1)  # no pool of threads before there is a forward that needs one
     sp, max_num_seqs = config.sp or 1, config.max_num_seqs or MAX_NUM_SEQS
     weights = load_weights(config.target, TARGET, config.dtype, status)
     info = ModelInfo.of(model_path(config.target, TARGET), weights)
@@ -79,13 +79,15 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
     key = pair_key(config, sp)
     kept = kept_profile(key)
     every_core = bool(kept.every_core) if kept else uses_every_core(target, config, sp)
-    fleet = start_processes(target, models, sp, config.threads, process, every_core, config.hang_seconds)
+    shares = may_share_forwards(target, config, every_core)
+    fleet = start_processes(target, models, sp, config.threads, process, every_core, shares, config.hang_seconds)
     try:
         status("measuring the models")
         if kept is None:
             kept = measure_pair(key, fleet, info, target.context, drafters)
         limit_inline(fleet, kept.latency)
         fleet.every_core = kept.every_core
+        limit_threads(fleet, len(assign_cores(sp, names)[f"{TARGET}-1"]))
         for role in (TARGET, *names):  # a drafter's forward takes no longer than a target's
             fleet.expect_forward(role, float(kept.latency.target_ms) / 1000)
     except BaseException as error:
@@ -102,14 +104,20 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
         names,
         warnings=warnings,
         exact=isinstance(target, CompiledDecoder),
+        trees=getattr(target, "supports_trees", False) and computes_trees(drafters[0].model),
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=info.vocab_size,
         repetition_penalty=getattr(weights.generation_config, "repetition_penalty", None) or 1.0,
         profile_key=key,
         max_running=(
-            packed_sequences(target) if fleet.packs and isinstance(target, CompiledDecoder) else running_limit(config)
+            packed_sequences(target) if fleet.packs and isinstance(target, Transformer) else running_limit(config)
         ),
     )
+
+
+def computes_trees(model: Model) -> bool:
+    """Whether a drafter computes a tree in one forward, in the target's vocabulary."""
+    return isinstance(model, SamplingModel) and getattr(model.backend, "supports_trees", False)
 
 
 def uses_every_core(target: Transformer | TensorParallel, config: EngineConfig, sp: int) -> bool:
@@ -118,6 +126,19 @@ def uses_every_core(target: Transformer | TensorParallel, config: EngineConfig, 
         return False
     own = assign_cores(sp, drafter_names(len(config.drafter)))[f"{TARGET}-1"]
     return may_use_every_core(target, len(own), len(available_cores()))
+
+
+def may_share_forwards(target: Transformer | TensorParallel, config: EngineConfig, every_core: bool) -> bool:
+    """Whether requests share forwards, in this process on every core.
+
+    Logits that are not exact depend in their last bits on who shares a forward, as they do on its width: in float32
+    that is far less than what two scores differ by; in other formats the user must not mind.
+    """
+    if isinstance(target, CompiledDecoder):
+        return every_core
+    if config.threads or isinstance(target, TensorParallel):
+        return False
+    return target.supports_trees and (config.dtype == FLOAT32 or config.exact is False)
 
 
 def pair_key(config: EngineConfig, sp: int) -> str:
@@ -152,7 +173,8 @@ def measure_pair(
     named = dict(zip(drafter_names(len(drafters)), drafters))
     name = next((name for name, drafter in named.items() if not isinstance(drafter.model, NGram)), None)
     drafter_context = named[name].context if name else 0
-    profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context)
+    trees = name is not None and computes_trees(named[name].model)
+    profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context, trees)
     sp, own = len(fleet.servers()) - len(drafters), profiler.latency()
     own = replace(own, contention=expected_contention(sp, len(available_cores())))
     # SI has one drafter.
@@ -180,6 +202,18 @@ def limit_inline(fleet: ProcessFleet, latency: LatencyModel) -> None:
     fleet.limit_inline(latency.target_ms - latency.engine_ms <= MAX_INLINE_MS, max_tokens)
 
 
+def limit_threads(fleet: ProcessFleet, threads: int) -> None:
+    """Let torch use so many threads in this process, unless forwards on every core were measured to be faster.
+
+    Where others compute as well, threads that wait for one another wait for them.
+    """
+    for server in fleet.inline_servers:  # compiled forwards have threads of their own
+        if server.role == TARGET and f"{TARGET}-1" in fleet.every_core:
+            continue
+        if isinstance(model := server.model, SamplingModel) and isinstance(model.backend, Transformer):
+            model.backend.torch_threads = min(threads, model.backend.torch_threads)
+
+
 def on_every_core(wide: LatencyModel, own: LatencyModel, servers: frozenset[str]) -> MeasuredPair:
     """Forwards that take turns use every core if that is faster than their own, the drafter's if it gains, too."""
     if wide.target_ms >= MIN_SHARE * own.target_ms:
@@ -197,11 +231,13 @@ def start_processes(
     threads: int | None,
     process: ProcessLogits | None = None,
     every_core: bool = False,
+    shares_forwards: bool = False,
     hang_seconds: float | None = None,
 ) -> ProcessFleet:
     """Fork the servers: with `threads` on any core, otherwise each on its own cores with a thread per core.
 
-    With `every_core`, a forward beside which nothing computes runs on all of them, compiled ones in this process.
+    With `every_core`, a forward beside which nothing computes runs on all of them; with `shares_forwards`, in this
+    process, where requests share it.
     """
     cores = assign_cores(sp, list(drafters))
     counts = {name: threads or max(1, len(own)) for name, own in cores.items()}
@@ -213,7 +249,7 @@ def start_processes(
 
     available = available_cores()
     inline: dict[str, Server] = {}
-    if every_core and isinstance(target, CompiledDecoder):
+    if shares_forwards:
         here = for_many_requests(SamplingModel(target, process), len(available))
         others = {name: for_many_requests(model, len(available)) for name, model in drafters.items()}
         servers = make_servers([here], others, capacity=MAX_PACKED_SEQS)
@@ -229,13 +265,13 @@ def start_processes(
 
 
 def for_many_requests(model: Model, threads: int) -> Model:
-    """A compiled model with threads and KV caches of its own, for as many texts as the memory allows."""
-    if not isinstance(model, SamplingModel) or not isinstance(backend := model.backend, CompiledDecoder):
+    """A model with threads and KV caches of its own, for as many texts as the memory allows."""
+    if not isinstance(model, SamplingModel) or not isinstance(backend := model.backend, Transformer):
         return model
     return replace(model, backend=backend.with_threads(threads, packed_sequences(backend)))
 
 
-def packed_sequences(model: CompiledDecoder) -> int:
+def packed_sequences(model: Transformer) -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     sequences = int(MAX_KV_SHARE * memory / (TYPICAL_LENGTH * model.kv_bytes))
     return max(MAX_NUM_SEQS, min(MAX_PACKED_SEQS, sequences))

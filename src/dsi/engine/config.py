@@ -11,8 +11,9 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.fields import option
-from dsi.core.spec import AUTO as AUTO_ALGORITHM, SpecConfig
+from dsi.core.spec import AUTO as AUTO_ALGORITHM, GIVEN_UP, SpecConfig
 from dsi.engine.devices import Placement, parse_placement
+from dsi.models.endpoints.address import EndpointAddress, is_address, parse_address, split_addresses
 from dsi.models.names import BUILTIN, NGRAM, check_exists, full_name
 from dsi.models.vocab import AUTO, SAME, VOCAB_METHODS
 
@@ -24,7 +25,7 @@ FLOAT32, INT8 = "float32", "int8"
 DTYPES = (FLOAT32, "bfloat16", INT8)
 SPEC_FIELDS = tuple(field.name for field in fields(SpecConfig))
 DEFAULT_SPEC = SpecConfig(AUTO_ALGORITHM)
-NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "branches", "spare_targets")  # that `auto` chooses
+NUMBERS = ("lookahead", "min_draft", "max_lead", "max_targets", "tree")  # auto's own
 OLD_NAMES = {"texts": "max_num_seqs", "needs": "resources", "patience": "min_draft"}  # kept for one release
 
 
@@ -35,8 +36,20 @@ class EngineConfig:
     Arguments of `Engine.load` and options of the commands are these fields.
     """
 
-    target: str = option("A model folder, a GGUF file, a name on the hub or in the paper, or builtin.", BUILTIN)
+    target: str = option(
+        "A model folder, a GGUF file, a name on the hub or in the paper, builtin, or the URL of an engine; repeated, "
+        "each URL is a target.",
+        BUILTIN,
+        repeatable=True,
+    )
     drafter: tuple[str, ...] = option("A smaller model, likewise, or ngram; dsi can use several.", (BUILTIN,))
+    tokenizer: str | None = option(
+        "With URLs, the folder or hub name of the tokenizer; without it, that of the engine's model, or its own.",
+        None,
+    )
+    endpoint_key_file: str | None = option(
+        "With URLs, a file with the API key; without it, $DSI_ENDPOINT_API_KEY, if any.", None
+    )
     vocab: str = option(
         "How draft tokens reach the target: same tokens or, with another vocabulary, tli (the tokens both "
         "have) or slem (through text). auto: same if it can be, tli if enough is shared, else slem.",
@@ -84,6 +97,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         names = (self.drafter,) if isinstance(self.drafter, str) else tuple(self.drafter)
         object.__setattr__(self, "drafter", names)
+        object.__setattr__(self, "target", join_targets(self.target))
         if self.plan is not None:
             self._check_plan()
         check_at_least_1("SP degree", self.sp)
@@ -95,8 +109,13 @@ class EngineConfig:
                 raise ValueError(f"{limit} seconds {seconds:g}: must be above 0")
         if self.vocab not in VOCAB_METHODS:
             raise ValueError(f"vocab {self.vocab!r}: must be {', '.join(VOCAB_METHODS[:-1])} or {VOCAB_METHODS[-1]}")
-        for name in (self.target, *self.drafter):
+        for name in self.local_models:
             check_exists(full_name(name))
+        if self.uses_endpoints:
+            self._check_endpoint_options()
+        elif self.tokenizer is not None or self.endpoint_key_file is not None:
+            name = "tokenizer" if self.tokenizer is not None else "endpoint key file"
+            raise ValueError(f"{name}: is for engines behind URLs; leave it out")
         if self.fleet is None:
             self._check_no_ray_options()
         else:
@@ -108,8 +127,46 @@ class EngineConfig:
         if self.dtype == INT8:
             self._check_int8()
 
+    @property
+    def target_endpoints(self) -> tuple[EndpointAddress, ...]:
+        """The addresses of the targets; none for a local one."""
+        return tuple(parse_address(name) for name in split_addresses(self.target))
+
+    @property
+    def uses_endpoints(self) -> bool:
+        """Whether a target or drafter is an engine behind a URL."""
+        return any(map(is_address, (self.target, *self.drafter)))
+
+    @property
+    def local_models(self) -> list[str]:
+        """The names of models that are no endpoints."""
+        return [name for name in (self.target, *self.drafter) if not is_address(name)]
+
+    def _check_endpoint_options(self) -> None:
+        for name in (*split_addresses(self.target), *filter(is_address, self.drafter)):
+            parse_address(name)
+        least = len(self.target_endpoints) or 1
+        if self.sp is not None and (self.sp < least or (not self.target_endpoints and self.sp > 1)):
+            raise ValueError(
+                f"SP degree {self.sp}: there are {least} targets; a URL can serve several, a local one not"
+            )
+        given = {
+            "target devices": self.target_devices,
+            "fleet": self.fleet,
+            "plan": self.plan,
+            "target mp": self.target_mp > 1,
+            "exact": self.exact,
+        }
+        for option_name, value in given.items():
+            if value:
+                raise ValueError(f"{option_name}: cannot be used with engines behind URLs; leave it out")
+        if self.vocab not in (SAME, AUTO):
+            raise ValueError(f"vocab {self.vocab!r}: with engines behind URLs, vocabularies must be the same")
+
     def check_measurable(self) -> None:
         """Refuse a pair whose forwards cannot be measured."""
+        if self.uses_endpoints:
+            raise ValueError("engines behind URLs: are measured by dsi plan and dsi compare")
         if NGRAM in (self.target, *self.drafter):
             raise ValueError(f"{NGRAM}: is no model, so there are no forwards to measure")
 
@@ -181,6 +238,14 @@ class EngineConfig:
         _ = self.placement
 
 
+def join_targets(target: str | Iterable[str]) -> str:
+    """The name of a local target, or the addresses of endpoints separated by commas."""
+    names = [target] if isinstance(target, str) else list(target)
+    if len(names) > 1 and not all(map(is_address, names)):
+        raise ValueError(f"{len(names)} targets: must be engines behind URLs, as http://host:8000; a local one has SP")
+    return ",".join(names)
+
+
 def make_configs(
     config: EngineConfig | None, spec: SpecConfig | None, arguments: Mapping[str, Any]
 ) -> tuple[EngineConfig, SpecConfig]:
@@ -216,6 +281,8 @@ def default_algorithm(default: str, *numbers: float | None) -> str:
 def check_known(arguments: Iterable[str], known: Collection[str]) -> None:
     """Refuse a keyword argument that is no field, with the one that was probably meant."""
     for name in arguments:
+        if name in GIVEN_UP:
+            raise TypeError(f"no longer a keyword argument: {name!r}; trees are faster than runner-ups, use tree")
         if name not in known:
             close = get_close_matches(name, known, n=1)
             advice = f"did you mean {close[0]}?" if close else f"must be one of {', '.join(sorted(known))}"
@@ -230,7 +297,7 @@ def fill_spec(spec: SpecConfig, default: SpecConfig) -> SpecConfig:
 
 def check_auto(spec: SpecConfig) -> SpecConfig:
     """Refuse numbers for `auto`, which chooses its own."""
-    for name, number in (("lookahead", spec.lookahead), ("min draft", spec.min_draft)):
+    for name, number in (("lookahead", spec.lookahead), ("min draft", spec.min_draft), ("tree", spec.tree or None)):
         if spec.algorithm == AUTO_ALGORITHM and number is not None:
             raise ValueError(
                 f"{name} {number} with the algorithm {spec.algorithm}: it finds its own; leave one of them out"

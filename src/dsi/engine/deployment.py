@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsi.core.latency_table import LatencyTable
 from dsi.core.messages import DRAFTER, Sampling
@@ -21,6 +21,10 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.search import DeploymentPlan, device_specs, fastest_min_draft
 from dsi.planning.shared_forwards import shared_block
 from dsi.planning.simulation import SimulationConfig
+
+if TYPE_CHECKING:
+    from dsi.fleets.endpoint import Endpoint
+    from dsi.fleets.http import HttpFleet
 
 TYPICAL_ACCEPTANCE = 0.8  # of the built-in pair; only a first estimate for any other
 SIMULATED_TOKENS = 96  # of the simulations by which a minimum draft is chosen
@@ -38,7 +42,7 @@ class ContextLengthError(ValueError):
 class Deployment:
     """What `build` makes of an `EngineConfig`: the servers, their tokenizer and their latency model."""
 
-    fleet: ProcessFleet | CudaFleet | RayFleet
+    fleet: ProcessFleet | CudaFleet | RayFleet | HttpFleet
     tokenizer: Tokenizer
     context: int  # the target's; 0: unlimited
     sp: int
@@ -47,10 +51,13 @@ class Deployment:
     plans: Mapping[str, DeploymentPlan] = field(default_factory=dict)  # the fastest of each algorithm, on devices
     warnings: tuple[str, ...] = ()
     exact: bool = False  # whether the target's logits do not depend on how a text is cut into forwards, to the bit
+    trees: bool = False  # whether target and first drafter compute a tree of draft tokens in one forward
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
     repetition_penalty: float = 1.0  # of the target's generation configuration, for requests that give none
     max_running: int | None = None  # requests at once, beyond which KV caches would be computed again; None: no limit
+    endpoints: tuple[Endpoint, ...] = ()  # of the targets, where they are engines behind URLs
+    stream_ms: float | None = None  # per token of a text that a target streams; None: it cannot
     profile_key: str = ""  # under which what is measured of these models is kept; empty: nowhere
     _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
     _shared_blocks: dict[tuple[int, float], int] = field(default_factory=dict)  # by requests and acceptance rate
@@ -61,6 +68,8 @@ class Deployment:
 
     def resolve(self, spec: SpecConfig) -> SpecConfig:
         """Choose what a request left open: by plan, Eq. (1), or simulation with the measured latencies."""
+        if spec.tree and not self.trees:
+            raise ValueError(f"tree {spec.tree}: these models compute a chain of draft tokens; leave it out")
         lookahead, min_draft = spec.lookahead or self.lookahead(spec.algorithm), spec.min_draft
         if min_draft is None:
             min_draft = self.min_draft(lookahead) if spec.algorithm == "dsi" else 0
@@ -108,12 +117,21 @@ class Deployment:
         plan = self._plan_with(lookahead)
         return int(plan.spec.lead_limit) if plan else default_max_lead(self.sp, lookahead)
 
+    def can_stream(self, sampling: Sampling) -> bool:
+        """Whether a target streams the text that verifications would give."""
+        return self.stream_ms is not None and all(endpoint.wire.can_stream(sampling) for endpoint in self.endpoints)
+
+    @cached_property
+    def unstreamed_latency_table(self) -> LatencyTable:
+        """The same for requests whose text cannot be streamed."""
+        return latency_table(self.simulation(self.sp, SIMULATED_TOKENS), in_background=True)
+
     @cached_property
     def latency_table(self) -> LatencyTable:
         """Expected latencies of all configurations that `auto` chooses from."""
         config = self.simulation(self.sp, SIMULATED_TOKENS)
         if not self.plans:
-            return latency_table(config, in_background=True)
+            return latency_table(config, in_background=True, trees=self.trees, plain_ms=self.stream_ms)
         table = latency_table(config, specs=device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp))
         all(table.ms)  # predicted now: a process with CUDA should not be forked
         return table
@@ -122,6 +140,8 @@ class Deployment:
         """Refuse a prompt that the target cannot continue, and sampling that these models do not support."""
         if self.plans:
             self._check_on_devices(sampling)
+        for endpoint in self.endpoints:
+            endpoint.wire.check_sampling(sampling, endpoint.url)
         if not prompt:
             raise ValueError("an empty prompt: must have at least one token")
         self.check_tokens(prompt)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
 from dsi.core.messages import Sampling
-from dsi.core.policies import load_aware, policy_for
+from dsi.core.policies import load_aware, policy_for, streamed
 from dsi.core.progress import Status, no_status
-from dsi.core.request import Completion, Request, ScoreRequest
+from dsi.core.request import Completion, Request, ScoreRequest, VerifyRequest
 from dsi.core.sequence import Tokens
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig
+from dsi.core.text_table import MAX_GROWTH, TextTable
 from dsi.engine.config import DEFAULT_SPEC, EngineConfig, fill_spec, make_configs, make_spec
 from dsi.engine.profile_cache import keep_profile, read_profile
 from dsi.fleets.loop import EngineLoop, Fleet
@@ -82,6 +83,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.loop.load.targets = deployment.sp
         self.loop.load.shared_block = deployment.shared_block if deployment.shares_forwards else None
         self._shared_forwards = SharedForwards(deployment.drafters[0], self.loop.load)
+        self._verified_texts = TextTable()
         self._acceptance = acceptance  # the prior of `auto`; None: that of earlier runs, if any
         self.plans: Sequence[DeploymentPlan] = ()  # what `plan="auto"` chose from, the fastest first
         if self.algorithm == AUTO:
@@ -160,6 +162,12 @@ class Engine(AbstractContextManager["Engine"]):
         if prior is None:
             prior = read_profile(self.deployment.profile_key).get("acceptance", PRIOR_ACCEPTANCE)
         return AdaptiveController(table, self.deployment.drafters, prior, monitor)
+
+    @cached_property
+    def _unstreamed_controller(self) -> AdaptiveController:
+        """The same for requests whose text the targets cannot stream, with another latency of plain decoding."""
+        table, controller = self.deployment.unstreamed_latency_table, self._controller
+        return AdaptiveController(table, controller.drafters, PRIOR_ACCEPTANCE, controller.latency_monitor)
 
     def _keep_acceptance(self) -> None:
         """Let the next run start from the acceptance rate that `auto` has learned of the first drafter."""
@@ -250,7 +258,8 @@ class Engine(AbstractContextManager["Engine"]):
         self.deployment.check_tokens(tuple(stop_token_ids))
         limit = self.deployment.limit_new_tokens(prompt, max_new_tokens)
         ends, contexts = more if ignore_eos else eos | more, self.deployment.drafter_contexts
-        return Request(prompt, limit, self.policy(spec), sampling, ends, contexts)
+        streams = self.deployment.can_stream(sampling)
+        return Request(prompt, limit, self.policy(spec, streams), sampling, ends, contexts, streams)
 
     def score_request(self, prompt: Tokens, logprobs: int) -> ScoreRequest:
         """Prepare a request for the top log probabilities of each token of a prompt."""
@@ -258,15 +267,33 @@ class Engine(AbstractContextManager["Engine"]):
         self.deployment.check_request(prompt, sampling, new_tokens=0)
         return ScoreRequest(prompt, sampling)
 
-    def policy(self, spec: SpecConfig) -> Policy:
-        """Build the policy of a request; beside other requests it speculates less."""
+    def verify_request(
+        self, prompt: Tokens, num_positions: int, sampling: Sampling, prompt_length: int | None = None
+    ) -> VerifyRequest:
+        """Prepare a request for the target's token after each of the last `num_positions` prefixes of a prompt.
+
+        Its first `prompt_length` tokens, by default those before all positions, are what the text began with: with
+        the same of them, a text is taken for one that has grown, and only what is new is computed.
+        """
+        self.deployment.check_request(prompt, sampling, new_tokens=0)
+        length = _fixed_length(len(prompt), num_positions, prompt_length, sampling)
+        return VerifyRequest(self._verified_texts.sequence(prompt, length, sampling), num_positions, sampling)
+
+    def policy(self, spec: SpecConfig, streams: bool = True) -> Policy:
+        """Build the policy of a request; beside other requests it speculates less.
+
+        Where targets can stream texts, `streams` says whether this is one of them.
+        """
         spec = fill_spec(spec, self.spec)
         deployment, load = self.deployment, self.loop.load
         shared = SpecConfig(lookahead=deployment.shared_lookahead, drafters=deployment.drafters)
         if spec.algorithm == AUTO and deployment.shares_forwards:
             return self._shared_forwards.policy(self._controller)
         if spec.algorithm == AUTO:
-            return load_aware(self._controller, shared, load)
+            as_measured = streams or deployment.stream_ms is None
+            return load_aware(self._controller if as_measured else self._unstreamed_controller, shared, load)
+        if spec.algorithm == "nonsi" and deployment.stream_ms is not None:
+            return streamed(load)
         spec = deployment.resolve(spec)
         policy = policy_for(spec)
         if spec.algorithm in ("pearl", "dsi") and deployment.shares_forwards:
@@ -285,3 +312,15 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _fixed_length(length: int, num_positions: int, prompt_length: int | None, sampling: Sampling) -> int:
+    """How many tokens of a text to verify are taken for its prompt, which bounds how many are taken one by one."""
+    for name, number in {"num_positions": num_positions, "prompt_length": prompt_length}.items():
+        if number is not None and not 1 <= number <= length:
+            raise ValueError(f"{name} {number}: must be at least 1 and at most {length}, the prompt")
+    fixed = prompt_length or length + 1 - num_positions
+    grown = length - fixed
+    if grown >= MAX_GROWTH and sampling.has_penalties:
+        raise ValueError(f"prompt_length {fixed}: with penalties it must be followed by less than {MAX_GROWTH} tokens")
+    return fixed + grown - grown % MAX_GROWTH  # without penalties, nothing depends on where the prompt ended

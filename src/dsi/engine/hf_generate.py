@@ -95,7 +95,7 @@ def custom_generate(
     draft = SamplingModel(draft_model, process if same_size(model, drafter) else None)
     compiled = all(isinstance(backend, CompiledDecoder) for backend in (target, draft_model))
     every_core = compiled and len(available_cores()) > 1
-    fleet = start_processes(target, {DRAFTER: draft}, sp, 1, process, every_core)
+    fleet = start_processes(target, {DRAFTER: draft}, sp, 1, process, every_core, shares_forwards=every_core)
     try:
         policy = choose_policy(fleet, target, draft_model, sp)
         request = Request(prompt, num_tokens, policy, sampling, ends, {DRAFTER: draft_model.context})

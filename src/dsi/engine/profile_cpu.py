@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dsi.fleets.processes import FORK
+from dsi.fleets.processes import FORK, run_in_thread
 from dsi.models.cpu.decoder import CompiledDecoder
 from dsi.models.hf import Transformer
 from dsi.models.process_utils import die_with_parent
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 def may_use_every_core(target: Transformer, threads: int, cores: int) -> bool:
     """Whether a text is the same with a thread for each core, and with few: float32 logits are compared bit by bit.
 
-    In a process that ends: a pool of threads does not survive the fork of the servers.
+    In a process that ends, so that this one has no pool of threads that it may never need.
     """
     if cores <= threads:
         return False
@@ -69,8 +69,8 @@ def forwards_ms(model: Transformer | TensorParallel) -> dict[int, float]:
 
 
 def threads_survive_fork() -> bool:
-    """Whether a forked process can compute with several threads; not if this one has started a pool of threads."""
-    process = FORK.Process(target=_compute_with_threads, daemon=True)
+    """Whether a new thread of a forked process can compute with several threads, whatever pools this one has."""
+    process = FORK.Process(target=run_in_thread, args=(_compute_with_threads,), daemon=True)
     process.start()
     process.join(FORK_SECONDS)
     process.kill()
@@ -86,7 +86,7 @@ def _compute_with_threads() -> None:
 def run_in_process(work: Callable[[], Result]) -> Result:
     """Run a function in a forked process and return its result; a ValueError is raised here."""
     receiver, sender = FORK.Pipe()
-    process = FORK.Process(target=_send_result, args=(work, sender))
+    process = FORK.Process(target=run_in_thread, args=(lambda: _send_result(work, sender),))
     process.start()
     sender.close()
     try:

@@ -9,10 +9,11 @@ from functools import partial
 from itertools import count, cycle, islice, pairwise
 from statistics import linear_regression, median
 
-from dsi.core.messages import Draft, Failed, Verify
+from dsi.core.messages import TARGET, Draft, Failed, Verify
 from dsi.core.policies import autoregressive
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.tree_shape import END
 from dsi.engine.build import ModelInfo
 from dsi.fleets.loop import EngineLoop, Fleet
 from dsi.models.vocab.translate import SAMPLE_TEXT
@@ -23,8 +24,10 @@ WIDTHS = (1, 2, 4, 8, 16)  # new tokens of a target forward
 WIDE = (32, 64)  # likewise, of forwards that requests share; for each token of the narrower ones, a line is enough
 MAX_WIDE_MS = 20.0  # of a forward over the widest of the others, or these would take too long to measure
 DRAFT_TOKENS = 8
+TREE_NODES = 4  # of the level by which it is measured what nodes add to a drafter's forward
 MAX_WIDTH = 32  # up to which latencies are extrapolated
 MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS = 3, 9, 0.25  # of measurements
+STREAMED = 16  # tokens of a text that a target streams
 DECODED = 12  # tokens of a text by which the engine's own work is measured
 CANCEL_POINTS = 8  # of a forward: one per layer, more or less
 LOOKUP_SHARE = 0.05  # of a target forward that an n-gram lookup is taken to cost
@@ -76,8 +79,15 @@ class FleetProfiler:
     """
 
     def __init__(
-        self, fleet: Fleet, sample: Tokens, context: int = 0, drafter: str | None = None, drafter_context: int = 0
+        self,
+        fleet: Fleet,
+        sample: Tokens,
+        context: int = 0,
+        drafter: str | None = None,
+        drafter_context: int = 0,
+        trees: bool = False,
     ) -> None:
+        self._trees = trees  # whether the drafter computes them
         self._fleet, self._drafter, self._ids = fleet, drafter, count(-1000, -1)  # no request has these ids
         self._context, self._drafter_context = context or PROMPT + 64, drafter_context or PROMPT + 64
         prompt = max(1, min(PROMPT, self._context - 2, self._drafter_context - 2))
@@ -94,6 +104,8 @@ class FleetProfiler:
         if self._drafter is not None:
             timed["first"] = lambda: self.run(self._draft(1, every_core))
             timed["all"] = lambda: self.run(self._draft(tokens, every_core))
+            if tokens > 1 and self._trees:
+                timed["tree"] = lambda: self.run(self._draft_tree(every_core))
         ms = typical_ms(timed)
         by_width = {width: ms[width] for width in widths}
         if every_core:
@@ -103,7 +115,9 @@ class FleetProfiler:
         first, all = ms["first"], ms["all"]
         drafter_ms = min(first, (all - first) / (tokens - 1)) if all > first and tokens > 1 else all / tokens
         delay_ms = max(0.0, first - drafter_ms) / 2  # to the drafter and back
-        return replace(measured_latency(by_width, drafter_ms), drafter_delay_ms=delay_ms)
+        node_ms = max(0.0, ms["tree"] - first - drafter_ms) / (TREE_NODES - 1) if "tree" in ms else 0.0
+        latency = measured_latency(by_width, drafter_ms)
+        return replace(latency, drafter_delay_ms=delay_ms, drafter_per_token_ms=node_ms)
 
     def _wide_ms(self, widest_ms: float) -> dict[int, float]:
         """Forwards that many requests share, unless they take long."""
@@ -122,6 +136,34 @@ class FleetProfiler:
         forward = [self.run(self._verify(1, alone=True)) for _ in per_token]
         return max(0.0, median(per_token) - median(forward))
 
+    def contention(self, targets: int) -> float:
+        """The share by which each other busy target slows one down: all verify at once."""
+        if targets < 2:
+            return 0.0
+        ms = typical_ms({"one": lambda: self.run(self._verify(1)), "all": lambda: self._run_at_once(targets)})
+        return max(0.0, ms["all"] / ms["one"] - 1) / (targets - 1)
+
+    def _run_at_once(self, targets: int) -> float:
+        jobs, began = {job.id: job for job in (self._verify(1) for _ in range(targets))}, time.perf_counter()
+        for job in jobs.values():
+            self._fleet.start(job)
+        while jobs:
+            event = self._fleet.next_event()
+            if isinstance(event, Failed) and event.id in jobs:
+                raise ValueError(f"a server cannot work: {event.reason}")
+            jobs.pop(event.id, None)
+        return 1000 * (time.perf_counter() - began)
+
+    def stream_ms(self) -> float:
+        """The time per token of a text that a target streams."""
+        tokens = max(2, min(STREAMED, self._context - len(self._prompt) - 1))
+        first, all = (self._stream(count) for count in (1, tokens))
+        ms = typical_ms({"first": lambda: self.run(first()), "all": lambda: self.run(all())})
+        return max(0.001, ms["all"] - ms["first"]) / (tokens - 1)
+
+    def _stream(self, tokens: int) -> Callable[[], Draft]:
+        return lambda: Draft(next(self._ids), self._text(1), tokens, TARGET, alone=True)
+
     def _turn(self, width: int, every_core: bool) -> float:
         """Time a verification after a draft; that of one token, as in plain decoding, after another."""
         if width == 1 or self._drafter is None:
@@ -132,7 +174,7 @@ class FleetProfiler:
 
     def run(self, job: Verify | Draft) -> float:
         """Run a job; return after how many milliseconds it has ended."""
-        began, missing = time.perf_counter(), job.count if isinstance(job, Draft) else 1  # events
+        began, missing = time.perf_counter(), job.num_answers if isinstance(job, Draft) else 1  # events
         self._fleet.start(job)
         while missing:
             event = self._fleet.next_event()
@@ -147,6 +189,11 @@ class FleetProfiler:
     def _draft(self, tokens: int, alone: bool = False) -> Draft:
         job = Draft(next(self._ids), self._text(1), tokens, self._drafter or "", alone=alone)
         return replace(job, block_size=tokens, first_block=tokens)
+
+    def _draft_tree(self, alone: bool = False) -> Draft:
+        """A tree in two forwards: over the end of the text, and over its children."""
+        expansions = ((END, TREE_NODES), *((node, 1) for node in range(TREE_NODES)))
+        return replace(self._draft(1, alone), expansions=expansions, first_block=2)
 
     def _text(self, new: int) -> TokenSequence:
         """The prompt and so many tokens after it, which are not those of the text before."""

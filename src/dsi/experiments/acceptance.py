@@ -12,7 +12,7 @@ from typing import Any
 
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
-from dsi.engine.trial import ModelFactory, Trial, run_trial
+from dsi.engine.trial import ModelFactory, Trial, count_ranks, run_trial
 
 Z_95 = 1.96  # standard deviations of a 95% interval
 MIN_EXPECTED = 5  # acceptances and rejections in each group of a chi-square test
@@ -121,6 +121,12 @@ class Acceptance:
     after_acceptance: Share
     after_rejection: Share
     geometric: Geometric
+    rank_counts: tuple[int, ...] = ()  # positions where the target's token is the drafter's first choice, its second...
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """Return how often the target's token is the drafter's first choice, its second, and so on."""
+        return tuple(count / self.places for count in self.rank_counts)
 
     @property
     def mean_match(self) -> float:
@@ -148,6 +154,7 @@ class Acceptance:
             "estimate": self.estimate,
             "estimate_interval": self.estimate_interval,
             "corrected": self.corrected,
+            "chances": self.chances,
             "geometric": self.geometric.json(),
         }
 
@@ -187,6 +194,7 @@ def summary(trials: Sequence[Trial]) -> Acceptance:
         after_acceptance=Share.of(now for before, now in pairs if before),
         after_rejection=Share.of(now for before, now in pairs if not before),
         geometric=geometric(texts, rate.mean),
+        rank_counts=count_ranks(trial.ranks for trial in trials),
     )
 
 

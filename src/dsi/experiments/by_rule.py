@@ -23,7 +23,7 @@ from typing import Any
 from dsi.core.messages import DraftToken, Sampling
 from dsi.core.progress import Progress, no_progress
 from dsi.core.sequence import Tokens
-from dsi.engine.trial import decode
+from dsi.engine.trial import NUM_CHOICES, count_ranks, decode, rank_of
 from dsi.experiments.acceptance import Estimate
 from dsi.models.protocol import NEVER, Backend, SamplingModel
 from dsi.sampling.acceptance_rules import (
@@ -34,7 +34,7 @@ from dsi.sampling.acceptance_rules import (
     residual,
     residual_weights,
 )
-from dsi.sampling.logits import probabilities
+from dsi.sampling.logits import probabilities, top_k_tokens
 from dsi.sampling.noise import UINT64_MAX, Array, splitmix64
 from dsi.sampling.verify import draw_guesses, verify_block
 
@@ -52,6 +52,7 @@ class RuleTrial:
     ceilings: tuple[float, ...] = ()
     blocks: tuple[int, ...] = ()
     block_promises: tuple[float, ...] = ()
+    ranks: tuple[int | None, ...] = ()  # of each token among the drafter's choices, under `match`; None: not among them
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,15 @@ class Accepted:
     ceiling: float | None  # 1 - TV: no rule with one candidate accepts more
     blocks: Estimate  # accepted per block
     block_promised: float | None
+    rank_counts: tuple[int, ...] = ()  # as in Acceptance; under the other rules the target's token has no rank
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """Return how often the target's token is the drafter's first choice, its second, and so on."""
+        return tuple(count / self.places.count for count in self.rank_counts) if self.places else ()
 
     def json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"chances": self.chances}
 
 
 @dataclass(frozen=True)
@@ -153,6 +160,15 @@ def trial(text: TargetText, logits: tuple[Array, Array], sampling: Sampling, loo
         hits=tuple(token in ids(candidates) for token, candidates in zip(verified, drafts)),
         promises=tuple(promise(p, q, sampling) for p, q in pairs),
         ceilings=tuple(rejection_acceptance_rate(p, q) for p, q in pairs),
+        ranks=() if sampling.needs_draft else ranks(logits[1], verified, sampling, start),
+    )
+
+
+def ranks(logits: Array, verified: Tokens, sampling: Sampling, start: int) -> tuple[int | None, ...]:
+    """Return the rank of each of the target's tokens among the choices that a tree would have there."""
+    return tuple(
+        rank_of(token, top_k_tokens(row, sampling, position, NUM_CHOICES))
+        for position, (row, token) in enumerate(zip(logits, verified), start)
     )
 
 
@@ -244,6 +260,7 @@ def summary(temperature: float, rule: str, results: Sequence[RuleTrial]) -> Acce
         mean(result.ceilings for result in results),
         Estimate.of_mean(blocks),
         mean(result.block_promises for result in results),
+        count_ranks(result.ranks for result in results) if any(result.ranks for result in results) else (),
     )
 
 

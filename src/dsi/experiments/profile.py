@@ -89,6 +89,11 @@ class Profile:
         }
         return rates or {"match": self.number("acceptance", source)}
 
+    def chances(self) -> tuple[float, ...]:
+        """Return how often the drafter's first, second, ... greedy choice is the target's token; () if not counted."""
+        acceptance = self.parts.get("acceptance")
+        return tuple(acceptance.get("chances") or ()) if isinstance(acceptance, Mapping) else ()
+
     def latency(self, source: Path | str = "profile", **fields: Any) -> LatencyModel:
         """Return the latencies of the pair; a prefill measured as faster than a later forward takes as long."""
         ms: dict[str, Any] = {name: self.number(name, source) for name in NUMBERS if name.endswith("_ms")}

@@ -27,6 +27,7 @@ class Block:
     end_ms: float
     place: int  # generated tokens before the first position that the forward verifies or drafts
     width: int
+    num_texts: int = 1  # of requests that shared it
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,14 @@ def block(span: Span, verified: set[int], unit: int) -> Block:
         end_ms=float(span.end) * unit,
         place=len(first) - len(first.origin),
         width=span.width,
+        num_texts=span.num_texts,
     )
 
 
 def first_place(span: Span) -> TokenSequence:
     """Return the text up to the first position of the forward."""
+    if span.texts:
+        return min(span.texts, key=len)
     text = span.context
     for _ in range(span.width - 1):
         text = text if text.parent is None else text.parent
@@ -163,6 +167,7 @@ def outcome(span: Span, first: TokenSequence, verified: set[int]) -> str:
     if span.kind == "warm":
         return "prefilled"
     if span.kind == "verify":
-        return "stale" if span.stale or first.key not in verified else "verified"
+        useful = any(text.key in verified for text in span.texts or (first,))
+        return "verified" if useful and not span.stale else "stale"
     accepted = span.token is not None and span.context.then(span.token).key in verified
     return "accepted" if accepted else "rejected"

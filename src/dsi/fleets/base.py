@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
-from dsi.core.messages import TARGET, Event, Job, Time
+from dsi.core.messages import TARGET, Draft, Event, Job, Time
 from dsi.core.scheduler import Scheduler
 from dsi.core.sequence import TokenSequence
 from dsi.core.stats import ANSWERS, ServerUsage
@@ -17,6 +17,11 @@ from dsi.fleets.spans import Span, span
 DIED, HUNG, NOT_STARTED = DEATH_CAUSES = ("died", "hung", "not started")  # why a server had to be replaced
 
 Observer = Callable[[Job, Time, int], None]  # a job, the time of its forward, and how many targets were busy
+
+
+def begins_stream(job: Job, context: TokenSequence) -> bool:
+    """Whether a target has yet to stream its first token, which takes as long as a verification."""
+    return isinstance(job, Draft) and job.model == TARGET and context is job.context
 
 
 class BaseFleet(ABC):
@@ -119,7 +124,7 @@ class BaseFleet(ABC):
     def _record(self, name: str, job: Job, context: TokenSequence, start: Time, end: Time, event: Event | None) -> None:
         """Count a forward that ended in `event`, or was cancelled, and log its span."""
         self.usage[name].end(start, end, event)
-        if self.observe is not None and event.__class__ in ANSWERS:
+        if self.observe is not None and event.__class__ in ANSWERS and not begins_stream(job, context):
             self.observe(job, end - start, self._num_busy_targets())
         if self.log is not None:
             self.log.append(span(name, self._servers[name].role, job, context, start, end, event))

@@ -16,13 +16,25 @@ from functools import lru_cache
 from itertools import count
 from typing import Any
 
-from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Sampling, Verified, Verify
+from dsi.core.messages import (
+    Draft,
+    Drafted,
+    DraftedLevel,
+    Event,
+    Failed,
+    Job,
+    Prefill,
+    Prefilled,
+    Sampling,
+    Verified,
+    Verify,
+)
 from dsi.core.sequence import TokenSequence
 
 MAX_REQUESTS = 128  # that encoder and decoder remember; the same for both, so that they evict alike
 JOBS: dict[str, Callable[..., Job]] = {"prefill": Prefill, "draft": Draft, "verify": Verify}
 JOB_NAMES = {kind: name for name, kind in JOBS.items()}
-EVENTS: tuple[Callable[..., Event], ...] = (Prefilled, Drafted, Verified, Failed)
+EVENTS: tuple[Callable[..., Event], ...] = (Prefilled, Drafted, Verified, Failed, DraftedLevel)
 LENGTH_PREFIX = struct.Struct("!I")
 READ_BYTES = 1 << 16
 
@@ -89,6 +101,8 @@ def encode_event(event: Event) -> tuple[Any, ...]:
             return (2, event.tokens, event.top_logprobs) if event.top_logprobs else (2, event.tokens)
         case Failed():
             return 3, event.reason
+        case DraftedLevel():
+            return 4, event.children, event.level
     return (0,)
 
 
@@ -140,10 +154,12 @@ def _fields(job: Job) -> tuple[Any, ...]:
     prompt_length = len(job.context.origin)
     match job:
         case Draft():
-            options = job.block_start, job.block_size, job.branches, job.min_ratio, job.first_block
+            options = job.block_start, job.block_size, job.first_block
+            if job.expansions:
+                options += job.alone, job.tree, job.expansions  # type: ignore[assignment]
             return prompt_length, (job.count, job.model), _sampling_fields(job.sampling), options
         case Verify():
-            after = job.draft_tokens, job.is_alternate
+            after = job.draft_tokens, job.alone, job.tree, job.asked
             return prompt_length, (job.width, job.lead), _sampling_fields(job.sampling), after
     return prompt_length, (), (), ()
 

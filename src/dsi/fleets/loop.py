@@ -9,11 +9,12 @@ from typing import Protocol
 from dsi.core.generation import Generation
 from dsi.core.messages import Event, Failed, Job, Step, Time, Verify
 from dsi.core.policies import Load
-from dsi.core.request import Completion, Request, ScoreRequest
-from dsi.core.scoring import Scoring
+from dsi.core.request import Completion, Request, ScoreRequest, VerifyRequest
 from dsi.core.sequence import Tokens
+from dsi.core.single_forward import Scoring, SingleForward, Verification
 from dsi.core.stats import Overlap, ServerUsages, overlap
 
+AnyRequest = Request | ScoreRequest | VerifyRequest
 MAX_FAILURES = 32  # of verifications in a row, without a token between them, that a request survives
 
 
@@ -42,7 +43,7 @@ class FleetError(RuntimeError):
 class ActiveRequest:
     """A request in the loop: its state machine, and when its tokens came."""
 
-    def __init__(self, generation: Generation | Scoring, fleet: Fleet) -> None:
+    def __init__(self, generation: Generation | SingleForward, fleet: Fleet) -> None:
         self.generation = generation
         self._fleet = fleet
         self.started: Time = fleet.now()
@@ -92,9 +93,11 @@ class ActiveRequest:
         )
 
 
-def _state_machine(request: Request | ScoreRequest, ids: Iterator[int]) -> Generation | Scoring:
+def _state_machine(request: AnyRequest, ids: Iterator[int]) -> Generation | SingleForward:
     if isinstance(request, ScoreRequest):
         return Scoring(request, ids)
+    if isinstance(request, VerifyRequest):
+        return Verification(request, ids)
     return Generation(
         request.prompt,
         request.max_new_tokens,
@@ -102,6 +105,7 @@ def _state_machine(request: Request | ScoreRequest, ids: Iterator[int]) -> Gener
         stop=request.stop,
         sampling=request.sampling,
         drafter_contexts=request.drafter_contexts,
+        streams=request.streams,
         ids=ids,
     )
 
@@ -115,7 +119,7 @@ class EngineLoop:
         self._verifying: set[int] = set()  # open verifications
         self._active: dict[ActiveRequest, None] = {}  # in the order in which targets are given to them
 
-    def submit(self, request: Request | ScoreRequest) -> ActiveRequest:
+    def submit(self, request: AnyRequest) -> ActiveRequest:
         active = ActiveRequest(_state_machine(request, self._ids), self.fleet)
         self._active[active] = None
         if len(self._active) > 1:
@@ -166,7 +170,7 @@ class EngineLoop:
             if not active.done:
                 self.cancel(active)
 
-    def run(self, *requests: Request | ScoreRequest) -> list[Completion]:
+    def run(self, *requests: AnyRequest) -> list[Completion]:
         """Run all of these at once, to their ends."""
         submitted = [self.submit(request) for request in requests]
         for active in submitted:

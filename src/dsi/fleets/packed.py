@@ -70,7 +70,7 @@ class PackedServer:
         self.server, self._model, self.max_tokens = server, model, max_tokens
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
         self._origins: set[TokenSequence] = set()  # whose jobs they are
-        self.num_computed = 0  # new tokens of the last forward
+        self.num_computed = self.num_texts = 0  # new tokens of the last forward, and texts that they belong to
 
     @classmethod
     def of(cls, server: Server) -> PackedServer | None:
@@ -82,9 +82,11 @@ class PackedServer:
         """Whether a job can join now: one of each request, and only such as give nothing but tokens."""
         if not isinstance(job, SharedJob) or job.context.origin in self._origins:
             return False
+        if job.tree or (isinstance(job, Draft) and job.expansions):
+            return False
         if isinstance(job, Verify):
             return job.width <= MAX_TOKENS
-        return job.branches == 1 and not job.sampling.needs_draft
+        return not job.sampling.needs_draft
 
     def add(self, job: SharedJob) -> None:
         left = job.count if isinstance(job, Draft) else 1
@@ -101,7 +103,7 @@ class PackedServer:
     def step(self) -> list[SharedEvent]:
         """Run one forward; return what came of it."""
         taken = self._take()
-        self.num_computed = sum(num_tokens for _, num_tokens in taken)
+        self.num_computed, self.num_texts = sum(num_tokens for _, num_tokens in taken), len(taken)
         requests = [packed.request(num_tokens) for packed, num_tokens in taken]
         try:
             answers: list[Answer | Exception] = list(self._model.answer_packed(requests))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import c_bool
@@ -35,6 +36,17 @@ MAX_INLINE_TOKENS = 256  # that a job in this process may have to compute; a lon
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
 
 
+def run_in_thread(work: Callable[[], object]) -> None:
+    """Run a function in a new thread, where several threads can compute even if they did before the fork.
+
+    OpenMP's pool belongs to the thread that began it: of a forked process only the first thread has one, and its
+    threads are not there.
+    """
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
 def run_worker(
     server: Server,
     connection: Connection,
@@ -51,6 +63,17 @@ def run_worker(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     if cores:
         os.sched_setaffinity(0, cores)
+    run_in_thread(lambda: run_jobs(server, connection, cancelled_id, alone, prepare, use_cores))
+
+
+def run_jobs(
+    server: Server,
+    connection: Connection,
+    cancelled_id: Any,
+    alone: Any,
+    prepare: Prepare,
+    use_cores: UseCores | None,
+) -> None:
     prepare(server)
     decoder, was_alone = JobDecoder(), False
     while True:
@@ -131,6 +154,11 @@ class ProcessFleet(RemoteFleet):
     def _start_worker(self, name: str) -> None:
         cores = self._cores.get(name, ())
         self._add_worker(ProcessHandle(self._servers[name], cores, self._prepare, self._use_cores))
+
+    @property
+    def inline_servers(self) -> list[Server]:
+        """Those that run in this process."""
+        return list(self._inline.values())
 
     @property
     def packs(self) -> bool:
@@ -247,14 +275,22 @@ class ProcessFleet(RemoteFleet):
         default = next(name for name, server in self._servers.items() if server.role == role)
         for job, context, event in events:
             name = names.get(job.id, default)
-            self._record_shared(name, job, context, start, end, event, share)
+            self._record_shared(name, job, context, start, end, event, share, packed.num_texts)
             self._events.append(event)
             if job.id in names and job.id not in packed.jobs:
                 del self._inline_jobs[name]
                 self._scheduler.release(name, computed=False)
 
     def _record_shared(
-        self, name: str, job: Job, context: TokenSequence, start: float, end: float, event: Event, share: int
+        self,
+        name: str,
+        job: Job,
+        context: TokenSequence,
+        start: float,
+        end: float,
+        event: Event,
+        share: int,
+        num_texts: int,
     ) -> None:
         """Count a request's share of a forward; what it takes is not what it would take alone."""
         if share == 1:
@@ -262,7 +298,7 @@ class ProcessFleet(RemoteFleet):
             return
         self.usage[name].end(end - (end - start) / share, end, event)
         if self.log is not None:
-            self.log.append(span(name, self._servers[name].role, job, context, start, end, event))
+            self.log.append(span(name, self._servers[name].role, job, context, start, end, event, num_texts))
 
     def _run_job_inline(self, name: str, job: Job) -> None:
         server, context, start = self._inline[self._servers[name].role], job.context, self.now()

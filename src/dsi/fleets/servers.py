@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dsi.core.messages import TARGET
 from dsi.core.sequence import TokenSequence
+from dsi.core.tree_shape import END, Tree
 from dsi.models.protocol import Model
+
+Trie = dict[int, Any]  # draft tokens, and what follows each of them
 
 
 @dataclass
@@ -18,18 +22,42 @@ class CachedPrefix:
     context: TokenSequence
     tokens: list[int]  # of the context
     num_cached: int | None = None  # tokens in the KV cache; None: the request is new to this server
+    draft_tokens: Trie = field(default_factory=dict)  # computed after the text as a tree
 
     def switch_to(self, context: TokenSequence) -> None:
         """Keep the prefix shared with the last context; only the difference is left to compute."""
         shared = self.context.common_prefix(context)
+        if shared < len(self.tokens):
+            self.draft_tokens = {}
         del self.tokens[shared:]
-        self.tokens += context.since(shared)
         self.context = context
         self.num_cached = None if self.num_cached is None else min(self.num_cached, shared)
+        for token in context.since(shared):
+            self._append(token)
 
     def append(self, token: int) -> None:
         self.context = self.context.then(token)
+        self._append(token)
+
+    def _append(self, token: int) -> None:
+        """What was computed of the tree below this token is kept."""
+        if token in self.draft_tokens and self.num_cached == len(self.tokens):
+            self.num_cached += 1
+        self.draft_tokens = self.draft_tokens.pop(token, {})
         self.tokens.append(token)
+
+    def num_new_nodes(self, tree: Tree) -> int:
+        """How many nodes of a tree after the text were not computed yet."""
+        nodes: dict[int, Trie | None] = {END: self.draft_tokens}
+        for i, (parent, token) in enumerate(tree):
+            nodes[i] = (nodes[parent] or {}).get(token)
+        return sum(node is None for node in nodes.values())
+
+    def add_tree(self, tree: Tree) -> None:
+        """Record that a tree after the text was computed."""
+        nodes: dict[int, Trie] = {END: self.draft_tokens}
+        for i, (parent, token) in enumerate(tree):
+            nodes[i] = nodes[parent].setdefault(token, {})
 
 
 @dataclass

@@ -13,7 +13,7 @@ from itertools import count
 from math import floor
 from random import Random
 
-from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, Event, Failed, Job, Time
+from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Time
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import DIED, BaseFleet
 from dsi.fleets.servers import Server
@@ -193,7 +193,7 @@ class SimulatedFleet(BaseFleet):
 
     def _schedule_end(self, name: str, forward: SimulatedForward) -> None:
         """Push the end of a forward; at equal times drafts come first, so that a verification finds them."""
-        after_drafts = not isinstance(forward.event, Drafted)
+        after_drafts = not isinstance(forward.event, Drafted | DraftedLevel)
         forward.arrival = max(forward.end + self._delay(name), self._now)
         heappush(self._heap, (forward.arrival, after_drafts, next(self._order), name, forward))
 

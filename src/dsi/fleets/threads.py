@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from functools import cache
 from queue import SimpleQueue
 from threading import Event as Signal, Thread
+from typing import Protocol
 
-from dsi.core.messages import WOKEN, Drafted, Event, Job
+from dsi.core.messages import WOKEN, Drafted, DraftedLevel, Event, Job
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
@@ -79,9 +80,15 @@ class ThreadWorker:
         self.cancel_flag = cancel_flag
         self.jobs.put((job, cancel_flag))
 
+    def cancel(self) -> None:
+        self.cancel_flag.set()
+
     def stop(self) -> None:
         self.cancel_flag.set()
         self.jobs.put(None)
+
+    def join(self) -> None:
+        self.thread.join(JOIN_SECONDS)
 
     def run(self) -> None:
         while (item := self.jobs.get()) is not None:
@@ -99,14 +106,30 @@ class ThreadWorker:
                 fleet._record(name, job, context, start, end, None if cancelled else event)
                 if cancelled:
                     break
-                if isinstance(event, Drafted):
-                    fleet.messages.put((name, event, False))
-                    context, start = context.then(event.token), end
+                if isinstance(event, Drafted | DraftedLevel):
+                    fleet.messages.put((self, event, False))
+                    start = end
+                    if isinstance(event, Drafted):
+                        context = context.then(event.token)
                 else:
                     last = event
         except Cancelled:
             fleet._record(name, job, context, start, fleet.now(), None)
-        fleet.messages.put((name, last, True))
+        fleet.messages.put((self, last, True))
+
+
+class Worker(Protocol):
+    """What runs the jobs of one server."""
+
+    @property
+    def server(self) -> Server: ...
+    def start(self, job: Job, cancel_flag: ThreadCancelFlag) -> None: ...
+    def cancel(self) -> None: ...
+    def stop(self) -> None: ...
+    def join(self) -> None: ...
+
+
+Message = tuple[Worker | None, Event | None, bool]  # what a worker returns, and whether it is idle; None: to wake
 
 
 class ThreadFleet(RealTimeFleet):
@@ -128,15 +151,20 @@ class ThreadFleet(RealTimeFleet):
             raise ValueError(f"cancel points {cancel_points}: must be at least 0")
         timer_lateness()  # before the clock starts
         super().__init__(servers, log)
-        self.messages: SimpleQueue[tuple[str, Event | None, bool]] = SimpleQueue()  # server, event, idle
+        self.messages: SimpleQueue[Message] = SimpleQueue()
         self._cancel_points, self._thread_pool = cancel_points, thread_pool
-        self._workers = {name: ThreadWorker(server, self) for name, server in self._servers.items()}
+        self._workers: dict[str, Worker] = {}
+        for name, server in self._servers.items():
+            self._workers[name] = self._make_worker(server)
+
+    def _make_worker(self, server: Server) -> Worker:
+        return ThreadWorker(server, self)
 
     def _assign(self, name: str, job: Job) -> None:
         self._workers[name].start(job, ThreadCancelFlag(self._cancel_points))
 
     def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
-        self._workers[name].cancel_flag.set()
+        self._workers[name].cancel()
 
     def _on_worker_death(self, name: str) -> None:
         self._workers.pop(name).stop()
@@ -146,19 +174,21 @@ class ThreadFleet(RealTimeFleet):
         workers = list(self._workers.values())
         super().close()
         for worker in workers:
-            worker.thread.join(JOIN_SECONDS)
+            worker.join()
 
     def wake(self) -> None:
-        self.messages.put(("", WOKEN, False))
+        self.messages.put((None, WOKEN, False))
 
     def _wait_for_events(self) -> None:
-        name, event, idle = self.messages.get()
-        if event is WOKEN:
+        self._handle(*self.messages.get())
+
+    def _handle(self, worker: Worker | None, event: Event | None, idle: bool) -> None:
+        if worker is None:
             self._events.append(WOKEN)
-        elif name in self._workers:  # else it is the last message of a dead server
+        elif self._workers.get(worker.server.name) is worker:  # else it is the last message of a dead server
             if event is not None:
                 self._events.append(event)
             if idle:
-                self._scheduler.release(name)
+                self._scheduler.release(worker.server.name)
             if self._thread_pool or event is None:
                 self._start_jobs()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TypeGuard
 
 from dsi.core.messages import (
     GREEDY,
     Draft,
     Drafted,
+    DraftedLevel,
     Event,
     Failed,
     Job,
@@ -18,6 +20,8 @@ from dsi.core.messages import (
     Verified,
     Verify,
 )
+from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import END, Tree, by_level
 from dsi.fleets.servers import CachedPrefix, Server
 from dsi.models.protocol import (
     NEVER,
@@ -28,7 +32,8 @@ from dsi.models.protocol import (
     Pollable,
     draw_or_answer,
     logprobs_or_answer,
-    top_k_or_answer,
+    tree_answer,
+    tree_children,
 )
 
 
@@ -47,7 +52,9 @@ def poll_work(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterat
         return
     prefix = server.prefixes.lookup(job.context)
     try:
-        if isinstance(job, Draft):
+        if isinstance(job, Draft) and job.expansions:
+            yield from _draft_tree(job, server.model, prefix, cancelled)
+        elif isinstance(job, Draft):
             yield from _draft(job, server.model, prefix, cancelled)
         else:
             yield from _one_forward(job, server, prefix, cancelled)
@@ -69,10 +76,14 @@ def _one_forward(
     prompt_length = len(job.context.origin)
     request = ForwardRequest(prefix.tokens, start, prefix.num_cached, sampling, cancelled, guesses, prompt_length)
     model = server.model
+    if isinstance(job, Verify) and job.tree:
+        request = replace(request, tree=job.tree, asked=job.asked, num_new_nodes=prefix.num_new_nodes(job.tree))
     if server.prefixes.shared_kv:
         prefix.num_cached = len(prefix.tokens)
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    if _is_polled(model):
+    if request.tree:
+        tokens, top_logprobs = tree_answer(model, request)
+    elif _is_polled(model):
         tokens = yield from model.poll_answer(request)
     elif sampling.logprobs is None:
         tokens = model.answer(request)
@@ -80,8 +91,10 @@ def _one_forward(
         tokens, top_logprobs = logprobs_or_answer(model, request)
     if not (job.fits(tokens) if isinstance(job, Verify) else not tokens):
         raise ValueError(f"{len(tokens)} tokens in answer to {width} positions")
-    yield Verified(job.id, tokens, top_logprobs) if width else Prefilled(job.id)
+    yield Verified(job.id, tokens, top_logprobs) if isinstance(job, Verify) else Prefilled(job.id)
     prefix.num_cached = len(prefix.tokens)
+    if isinstance(job, Verify):
+        prefix.add_tree(job.tree)
 
 
 def _draft(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event | None]:
@@ -99,21 +112,74 @@ def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Can
         for token in model.poll_draft(request, job.count):
             yield None if token is None else Drafted(job.id, token)
         return
-    plain, prompt_length = job.branches == 1 and not job.sampling.needs_draft, len(job.context.origin)
+    prompt_length = len(job.context.origin)
     for _ in range(job.count):
         at, num_cached = len(prefix.tokens), prefix.num_cached
         request = ForwardRequest(prefix.tokens, at, num_cached, job.sampling, cancelled, prompt_length=prompt_length)
-        yield Drafted(job.id, model.answer(request)[0]) if plain else _draft_token(job, model, request)
+        yield _draft_token(job, model, request)
+
+
+def _draft_tree(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event]:
+    """Draft level by level, a forward for each."""
+    tree: list[tuple[int, int]] = list(job.tree)
+    indices: list[int | None] = list(range(len(tree)))  # in `tree`, by number in the job; None: no such choice
+    for forward, level in enumerate(by_level(job.expansions, len(tree))):
+        parents = [END if number == END else indices[number] for number, _ in level]
+        wanted = [(parent, count) for parent, (_, count) in zip(parents, level) if parent is not None]
+        answers = iter(_children(job, model, prefix, cancelled, tree, wanted) if wanted else ())
+        children = [() if parent is None else next(answers) for parent in parents]
+        yield DraftedLevel(job.id, tuple(children), forward)
+        for parent, tokens, (_, count) in zip(parents, children, level):
+            indices += [*range(len(tree), len(tree) + len(tokens)), *[None] * (count - len(tokens))]
+            tree += [(END if parent is None else parent, token) for token in tokens]
+
+
+def _children(
+    job: Draft,
+    model: Model,
+    prefix: CachedPrefix,
+    cancelled: CancelFlag,
+    tree: Sequence[tuple[int, int]],
+    wanted: Sequence[tuple[int, int]],
+) -> list[Tokens]:
+    """The likeliest tokens after these nodes, so many after each, in one forward."""
+    needed, asked = with_ancestors(tree, [node for node, _ in wanted if node != END])
+    start = len(prefix.tokens) + (wanted[0][0] != END)
+    request = ForwardRequest(
+        prefix.tokens,
+        start,
+        prefix.num_cached,
+        job.sampling,
+        cancelled,
+        prompt_length=len(job.context.origin),
+        tree=needed,
+        asked=asked,
+        num_new_nodes=prefix.num_new_nodes(needed),
+    )
+    answers = tree_children(model, request, [count for _, count in wanted])
+    prefix.add_tree(needed)
+    prefix.num_cached = len(prefix.tokens)
+    return [tokens[:count] for tokens, (_, count) in zip(answers, wanted)]
+
+
+def with_ancestors(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Tree, list[int]]:
+    """The part of a tree that ends in these nodes, and their indices in it."""
+    needed: set[int] = set()
+    for node in nodes:
+        while node != END and node not in needed:
+            needed.add(node)
+            node = tree[node][0]
+    index = {node: i for i, node in enumerate(sorted(needed))} | {END: END}
+    return tuple((index[tree[node][0]], tree[node][1]) for node in sorted(needed)), [index[node] for node in nodes]
 
 
 def _draft_token(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
-    """Draft one token with its runners-up, or with the probabilities that the acceptance rule needs."""
-    if job.sampling.needs_draft:
-        start = job.block_start + (request.start - job.block_start) // job.block_size * job.block_size
-        (token, *others), draft_probs = draw_or_answer(model, request, start)
-        return Drafted(job.id, token, draft_probs, tuple(others))
-    token, *others = top_k_or_answer(model, request, job.branches, job.min_ratio)
-    return Drafted(job.id, token, alternates=tuple(others))
+    """Draft one token, with the probabilities and alternates that the acceptance rule needs."""
+    if not job.sampling.needs_draft:
+        return Drafted(job.id, model.answer(request)[0])
+    start = job.block_start + (request.start - job.block_start) // job.block_size * job.block_size
+    (token, *others), draft_probs = draw_or_answer(model, request, start)
+    return Drafted(job.id, token, draft_probs, tuple(others))
 
 
 def _is_polled(model: Model) -> TypeGuard[Pollable]:

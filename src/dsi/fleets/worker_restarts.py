@@ -9,6 +9,11 @@ FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0  # seconds; each pause is twice the one befo
 MAX_DOUBLINGS = 16
 
 
+def pause_after(deaths: int) -> float:
+    """The pause after a death that so many others came before, without an answer between them."""
+    return min(MAX_PAUSE, FIRST_PAUSE * 2 ** min(deaths - 1, MAX_DOUBLINGS)) if deaths else 0.0
+
+
 class WorkerRestarts:
     """Decides when dead servers are replaced. There is no last try. Times are seconds of one clock."""
 
@@ -19,7 +24,7 @@ class WorkerRestarts:
 
     def on_death(self, name: str, now: float) -> None:
         if self.enabled:
-            self._due[name] = now + self._pause(self._deaths_in_a_row[name])
+            self._due[name] = now + pause_after(self._deaths_in_a_row[name])
         self._deaths_in_a_row[name] += 1
 
     def on_answer(self, name: str) -> None:
@@ -35,7 +40,3 @@ class WorkerRestarts:
     @property
     def next_due(self) -> float:
         return min(self._due.values(), default=inf)
-
-    def _pause(self, deaths_before: int) -> float:
-        doublings = min(deaths_before - 1, MAX_DOUBLINGS)
-        return min(MAX_PAUSE, FIRST_PAUSE * 2**doublings) if deaths_before else 0.0

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,8 +30,20 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer
 
 from dsi.core.progress import Status, no_status
+from dsi.core.tree_shape import END, Tree
 from dsi.models.names import check_exists, gguf_file, pretrained
+from dsi.models.packed_attention import PackedLayer, attending_apart
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
+from dsi.models.tree_cache import (
+    CachedNodes,
+    MaskedRows,
+    TreeRows,
+    cached_path,
+    masked_rows,
+    nodes_below,
+    packed_rows,
+    tree_depth,
+)
 
 MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
 MAX_KNOWN_TEXTS = 1024  # of which it is known which sequence they had; others are found by their tokens
@@ -39,6 +51,9 @@ GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely gr
 NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
 # Types of layers in transformers' configurations that keep a state besides keys and values, or instead of them.
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+MIN_PACKED_SEQUENCES = 32  # with fewer KV caches, texts that share forwards would take them from each other
+FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers whose masks are known
+PROBE: Tree = ((END, 2), (END, 3), (0, 4), (1, 4))  # after tokens 0 and 1: whether siblings see each other
 
 
 class KVLayer(DynamicLayer):  # type: ignore[misc]
@@ -50,8 +65,11 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.length = 0
+        self.slots: tuple[Tensor, int] | None = None  # of a forward's keys and values, and how many it sees; or behind
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.slots is not None:
+            return self._update_slots(*self.slots, key_states, value_states)
         end = self.length + key_states.shape[-2]
         if not self.is_initialized or end > self.keys.shape[-2]:
             self._grow(key_states, value_states, end + GROWTH)
@@ -59,6 +77,19 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
         self.values[..., self.length : end, :] = value_states
         self.length = end
         return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def _update_slots(self, slots: Tensor, end: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        if end > self.keys.shape[-2]:
+            self._grow(key_states, value_states, end + GROWTH)
+        self.keys[..., slots, :] = key_states
+        self.values[..., slots, :] = value_states
+        return self.keys[..., :end, :], self.values[..., :end, :]
+
+    def move(self, sources: list[int], first: int) -> None:
+        """Move what is in these slots, none of which is before its destination, to `first` and behind."""
+        with torch.inference_mode():
+            for states in (self.keys, self.values):
+                states[..., first : first + len(sources), :] = states[..., sources, :]
 
     def _grow(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
         previous = (self.keys, self.values) if self.is_initialized else None
@@ -68,8 +99,9 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
             for states in (key_states, value_states)
         )
         if previous is not None:
-            self.keys[..., : self.length, :] = previous[0][..., : self.length, :]
-            self.values[..., : self.length, :] = previous[1][..., : self.length, :]
+            length = previous[0].shape[-2]  # all of it: a tree may be cached behind the text
+            self.keys[..., :length, :] = previous[0]
+            self.values[..., :length, :] = previous[1]
 
     def reserve(self, length: int, shape: tuple[int, ...]) -> None:
         """Have room for so many tokens in float32; `shape` is that of no tokens' keys."""
@@ -88,10 +120,11 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
 
 @dataclass(eq=False)
 class KVSequence:
-    """The KV cache of one text, and its tokens."""
+    """The KV cache of one text and of a tree of draft tokens after it, and their tokens."""
 
     cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=KVLayer))
     tokens: list[int] = field(default_factory=list)
+    nodes: CachedNodes = field(default_factory=dict)
     addresses: Any = None  # of the keys and values, where compiled kernels use them
 
     def fork(self, length: int) -> KVSequence:
@@ -102,8 +135,35 @@ class KVSequence:
 
     def truncate(self, length: int) -> None:
         del self.tokens[length:]
+        self.nodes = {}
         for layer in self.cache.layers:
             layer.length = min(layer.length, length)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Make cached nodes that this text goes on with text; keep those below its end, and no others."""
+        length = len(self.tokens)
+        path = cached_path(self.nodes, tokens[length:])
+        is_cached = length + len(path) == len(tokens)
+        below, self.nodes = nodes_below(self.nodes, path[-1] if path else END) if is_cached else ([], {})
+        self._move([length + slot for slot in (*path, *below)], length)
+        self.tokens += tokens[length : length + len(path)]
+        for layer in self.cache.layers:
+            layer.length = len(self.tokens)
+
+    def _move(self, sources: list[int], first: int) -> None:
+        if sources == list(range(first, first + len(sources))):
+            return
+        for states in self.cache.layers if self.addresses is None else [self.addresses]:
+            states.move(sources, first)
+
+
+class NewTokens(NamedTuple):
+    """The tokens of a text that are not cached, and for how many of the last ones logits are wanted."""
+
+    sequence: KVSequence
+    length: int  # tokens before them
+    tokens: list[int]
+    num_positions: int
 
 
 class Transformer:
@@ -117,6 +177,7 @@ class Transformer:
         self.clear_cache()
         self._max_sequences = max_sequences
         self.max_overwrite = MAX_OVERWRITE
+        self.torch_threads = 0  # of each forward; 0: those that torch has
         self._cancelled: CancelFlag = NEVER
         self._hooks = [layer.register_forward_pre_hook(self._check_cancelled) for layer in decoder_layers(model)]
 
@@ -126,12 +187,34 @@ class Transformer:
             hook.remove()
         self.clear_cache()
 
+    def with_threads(self, threads: int, max_sequences: int) -> Transformer:
+        """The same model with a number of threads and KV caches of its own; its hooks are this one's."""
+        other = copy.copy(self)
+        other._max_sequences, other.torch_threads, other._hooks = max_sequences, threads, []
+        other.clear_cache()
+        return other
+
+    @property
+    def kv_bytes(self) -> int:
+        """The KV cache of one token, by the configuration."""
+        config = self.model.config
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return int(2 * self.model.dtype.itemsize * config.num_hidden_layers * kv_heads * head_dim)
+
+    def _use_threads(self) -> None:
+        """Which torch counts for each thread of Python: the engine's may not be the one that loaded the model."""
+        if self.torch_threads and torch.get_num_threads() != self.torch_threads:
+            torch.set_num_threads(self.torch_threads)
+
     def clear_cache(self) -> None:
         self._sequences = []
         self._sequence_of = WeakValueDictionary[int, KVSequence]()  # by the identity of a text's list of tokens
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
         self.check_text(tokens, start)
+        self._use_threads()
         self._cancelled = cancelled
         sequence, num_cached = self._sequence(tokens, start)
         sequence.truncate(num_cached)
@@ -142,11 +225,81 @@ class Transformer:
         sequence.tokens += new_tokens
         return logits
 
-    def check_text(self, tokens: Sequence[int], start: int) -> None:
+    def forward_tree(
+        self, tokens: Sequence[int], start: int, tree: Tree, asked: Sequence[int], cancelled: CancelFlag = NEVER
+    ) -> Any:
+        """As `forward`, with rows after these nodes of a tree behind them: what is cached of it is not recomputed."""
+        if not asked:
+            return self.forward(tokens, start, cancelled)
+        self.check_text(tokens, start, tree_depth(tree))
+        self._use_threads()
+        self._cancelled = cancelled
+        sequence, num_cached = self._sequence(tokens, start)
+        rows = TreeRows.of(sequence.nodes if len(sequence.tokens) == len(tokens) else {}, tree, asked)
+        sequence.truncate(num_cached)
+        new_tokens = list(tokens[num_cached:])
+        logits = self._compute_tree(sequence, new_tokens, max(0, len(tokens) + 1 - start), rows)
+        sequence.tokens += new_tokens
+        sequence.nodes = rows.nodes
+        return logits
+
+    @property
+    def can_pack(self) -> bool:
+        """Whether texts can share a forward, and there are KV caches for so many that prompts are not read again."""
+        return self._max_sequences >= MIN_PACKED_SEQUENCES and self.supports_trees
+
+    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Any]:
+        """As `forward` for each text and start: those of which something is cached share one forward."""
+        self._use_threads()
+        self._cancelled = NEVER
+        parts = self._new_tokens(texts)
+        shared = [part for part in parts if part.tokens and part.sequence.cache.layers]
+        logits = dict(zip(map(id, shared), self._compute_packed(shared)))
+        for part in parts:
+            if part.tokens and id(part) not in logits:  # the first forward of a text makes its layers
+                logits[id(part)] = self._compute(part.sequence, part.tokens, part.num_positions)
+        for part in parts:
+            part.sequence.tokens += part.tokens
+        return [logits.get(id(part), torch.empty((0, 0))) for part in parts]
+
+    def _new_tokens(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[NewTokens]:
+        """What is to be computed of each text, each with a sequence of its own."""
+        parts: list[NewTokens] = []
+        for tokens, start in texts:
+            self.check_text(tokens, start)
+            sequence, num_cached = self._sequence(tokens, start)
+            if any(part.sequence is sequence for part in parts):  # which has begun with the same tokens
+                sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
+                self._keep_sequence(sequence, tokens)
+            num_cached = min(num_cached, len(sequence.tokens))
+            sequence.truncate(num_cached)
+            parts.append(NewTokens(sequence, num_cached, list(tokens[num_cached:]), max(0, len(tokens) + 1 - start)))
+        return parts
+
+    def _compute_packed(self, parts: list[NewTokens]) -> Sequence[Any]:
+        """Run one forward over the new tokens of all, each of which sees those of its own text."""
+        if not parts:
+            return ()
+        apart = self.attends_apart
+        layers = zip(*(part.sequence.cache.layers for part in parts))
+        widths = [len(part.tokens) for part in parts]
+        rows = packed_rows([(part.length, part.tokens, part.num_positions) for part in parts])
+        cache = Cache(layers=[PackedLayer(own, widths, apart) for own in layers])
+        try:
+            with torch.inference_mode(), attending_apart(self.model.config) if apart else nullcontext():
+                logits = self._run_masked(cache, rows).float()
+        except BaseException:
+            for part in parts:
+                part.sequence.truncate(part.length)
+            raise
+        return torch.split(logits, [part.num_positions for part in parts])
+
+    def check_text(self, tokens: Sequence[int], start: int, depth: int = 0) -> None:
+        """Refuse a text, and a tree of this depth after it, that the model cannot compute."""
         if start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
-        if self.context and len(tokens) > self.context:
-            raise ValueError(f"a text of {len(tokens)} tokens: the model's context is {self.context}")
+        if self.context and len(tokens) + depth > self.context:
+            raise ValueError(f"a text of {len(tokens) + depth} tokens: the model's context is {self.context}")
 
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
         """Run one forward over the new tokens; if it is cancelled, undo what some layers have cached."""
@@ -165,14 +318,101 @@ class Transformer:
             raise ValueError(f"a {kind} model keeps a state that cannot be cut back to an earlier token")
         return logits[logits.shape[0] - num_positions :].float()
 
+    @cached_property
+    def supports_trees(self) -> bool:
+        """Whether a tree forward gives the logits of plain ones, as a small one shows: not all models take masks."""
+        if not takes_masks(self.model):
+            return False
+        self._cancelled = NEVER
+        try:
+            rows = TreeRows.of({}, PROBE, (2, 3))
+            logits = self._compute_tree(KVSequence(), [0, 1], 0, rows)
+            plain = torch.cat([self._compute(KVSequence(), [0, 1, sibling, 4], 1) for sibling in (2, 3)])
+        except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+        return self._are_close(logits, plain)
+
+    @cached_property
+    def attends_apart(self) -> bool:
+        """Whether each text of a packed forward can attend to its own keys where they are, as a small one shows."""
+        if getattr(self.model.config, "_attn_implementation", None) != "sdpa":
+            return False
+        self.attends_apart = True  # or the forward would ask
+        texts = [(KVSequence(), [0, 1, 2, 3]), (KVSequence(), [1, 2, 3])]
+        try:
+            plain = torch.cat([self._compute(KVSequence(), tokens, 1) for _, tokens in texts])
+            for sequence, tokens in texts:
+                self._compute(sequence, tokens[:2], 0)
+            packed = torch.cat([*self._compute_packed([NewTokens(own, 2, tokens[2:], 1) for own, tokens in texts])])
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            return False
+        return self._are_close(packed, plain)
+
+    def _are_close(self, logits: Tensor, plain: Tensor) -> bool:
+        tolerance = float(plain.abs().max()) * (1e-4 if self.model.dtype == torch.float32 else 2e-2)
+        return bool((logits - plain).abs().max() <= tolerance)
+
+    def _compute_tree(self, sequence: KVSequence, new_tokens: list[int], num_positions: int, rows: TreeRows) -> Any:
+        """Run one forward over the new tokens and nodes; if it is cancelled, undo what some layers have cached."""
+        length = len(sequence.tokens)
+        if new_tokens and not sequence.cache.layers:  # which the first forward makes
+            text = self._compute(sequence, new_tokens, num_positions)
+            nodes = self._compute_masked(sequence, masked_rows(len(new_tokens), [], 0, rows), 0)
+            return torch.cat((text.reshape(-1, nodes.shape[-1]), nodes))
+        return self._compute_masked(sequence, masked_rows(length, new_tokens, num_positions, rows), len(new_tokens))
+
+    def _compute_masked(self, sequence: KVSequence, rows: MaskedRows, num_new: int) -> Any:
+        """Run one forward over rows, the first of which are new tokens of the text."""
+        length, layers = len(sequence.tokens), sequence.cache.layers
+        slots = torch.tensor(rows.slots, device=self.model.device), len(rows.key_positions)
+        try:
+            for layer in layers:
+                layer.slots = slots
+            with torch.inference_mode():
+                logits = self._run_masked(sequence.cache, rows)
+        except BaseException:
+            sequence.truncate(length)
+            raise
+        finally:
+            for layer in layers:
+                layer.slots = None
+        for layer in layers:
+            layer.length += num_new
+        return logits.float()
+
+    def _run_masked(self, cache: Cache, rows: MaskedRows) -> Any:
+        device, masks = self.model.device, self._masks(rows)
+        return self.model(
+            input_ids=torch.tensor([rows.tokens], device=device),
+            position_ids=rows.positions[None].to(device),
+            attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=torch.tensor(rows.wanted, dtype=torch.int64, device=device),
+        ).logits[0]
+
+    def _masks(self, rows: MaskedRows) -> dict[str, Tensor]:
+        """An additive mask for each type of layer."""
+        dtype, device, masks = self.model.dtype, self.model.device, {}
+        for kind, window in attention_windows(self.model.config).items():
+            hidden = ~rows.visible_in(window)[None, None].to(device)
+            masks[kind] = torch.zeros(hidden.shape, dtype=dtype, device=device)
+            masks[kind].masked_fill_(hidden, torch.finfo(dtype).min)
+        return masks
+
     def _sequence(self, tokens: Sequence[int], start: int) -> tuple[KVSequence, int]:
         """Return the KV sequence to use, and how many of its tokens: those before `start` - 1 at most.
 
         A text that would overwrite much of what is cached of another one forks off its own sequence.
         """
         shared, sequence = self._last_used(tokens) or self._longest_prefix(tokens)
+        if sequence.nodes and shared == len(sequence.tokens):
+            sequence.accept(tokens)
+            shared = len(sequence.tokens)
         if len(sequence.tokens) - shared > self.max_overwrite:
             sequence = sequence.fork(shared)
+        if shared < len(sequence.tokens):
+            sequence.nodes = {}  # which are after another text
         self._keep_sequence(sequence, tokens)
         return sequence, min(shared, start - 1)
 
@@ -207,6 +447,23 @@ class Transformer:
     def _check_cancelled(self, *_: Any) -> None:
         if self._cancelled.is_set():
             raise Cancelled
+
+
+def takes_masks(model: Any) -> bool:
+    """Whether the attention of a model takes any mask and any positions."""
+    options = signature(type(model).forward).parameters
+    own_mask = not getattr(model, "_supports_attention_backend", False) or not attention_windows(model.config)
+    attention = getattr(model.config, "_attn_implementation", None)
+    return not own_mask and attention in ("eager", "sdpa") and {"position_ids", "logits_to_keep"} <= options.keys()
+
+
+def attention_windows(config: Any) -> dict[str, int]:
+    """The sliding window of each type of layer, 0 where it sees all tokens; none at all if there are other types."""
+    types = set(getattr(config, "layer_types", None) or ())
+    window = (getattr(config, "sliding_window", None) or 0) if getattr(config, "use_sliding_window", True) else 0
+    if not types:
+        return {SLIDING if window else FULL: window}
+    return {kind: window if kind == SLIDING else 0 for kind in types} if types <= {FULL, SLIDING} else {}
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
+from transformers.cache_utils import Cache
 
 from dsi.models.hf import KVLayer, KVSequence, Transformer
+from dsi.models.tree_cache import MaskedRows
 
 STANDARD = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "model_type": "llama"}
 
@@ -33,6 +35,9 @@ class LlamaLayer:
 
 class LlamaCpu(Transformer):
     """`LlamaCpu.supports` says which models can run this way; the others run in transformers."""
+
+    supports_trees = True
+    attends_apart = False  # it has no other attention than one over all keys
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -67,8 +72,23 @@ class LlamaCpu(Transformer):
 
     def _forward(self, ids: Tensor, length: int, kv_layers: list[KVLayer], num_positions: int) -> Tensor:
         end = length + len(ids)
-        cos, sin = self._cos[length:end, None], self._sin[length:end, None]
         mask = None if len(ids) == 1 else torch.ones(len(ids), end, dtype=torch.bool).tril(length)
+        return self._run(ids, slice(length, end), mask, kv_layers, slice(len(ids) - num_positions, len(ids)))
+
+    def _run_masked(self, cache: Cache, rows: MaskedRows) -> Tensor:
+        ids, wanted = torch.tensor(rows.tokens), torch.tensor(rows.wanted, dtype=torch.int64)
+        return self._run(ids, rows.positions, rows.visible, cache.layers, wanted)
+
+    def _run(
+        self,
+        ids: Tensor,
+        positions: Tensor | slice,
+        mask: Tensor | None,
+        kv_layers: list[KVLayer],
+        wanted: Tensor | slice,
+    ) -> Tensor:
+        """The logits of the rows wanted."""
+        cos, sin = self._cos[positions, None], self._sin[positions, None]
         x = functional.embedding(ids, self._embedding)
         for layer, kv_layer in zip(self._layers, kv_layers):
             self._check_cancelled()
@@ -77,7 +97,7 @@ class LlamaCpu(Transformer):
             normed = self._rms_norm(x, layer.post_attention_norm)
             gate, up = functional.linear(normed, layer.gate_up).chunk(2, -1)
             x = x + self._all_reduce(functional.linear(functional.silu(gate) * up, layer.down))
-        last = self._rms_norm(x[len(ids) - num_positions :], self._norm)
+        last = self._rms_norm(x[wanted], self._norm)
         return self._all_gather(functional.linear(last, self._lm_head)).float()
 
     def _all_reduce(self, partial: Tensor) -> Tensor:

@@ -6,13 +6,14 @@ A request carries the whole text, and a model answers as if it were stateless; K
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from typing import Protocol, runtime_checkable
 
 from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
-from dsi.sampling.logits import greedy_tokens, top_k_tokens, top_logprobs
+from dsi.core.tree_shape import END, Tree
+from dsi.sampling.logits import greedy_tokens, greedy_top_k, top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
 from dsi.sampling.penalties import apply_penalties
 from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
@@ -48,7 +49,8 @@ NEVER = Never()
 class ForwardRequest:
     """A request for the token after tokens[:i], for each i from `start` to len(tokens).
 
-    A `start` beyond the end only prefills the KV cache.
+    A `start` beyond the end only prefills the KV cache. With a tree of draft tokens after the text, it also asks
+    for the token after each of the nodes `asked`, by number.
     """
 
     tokens: Sequence[int]
@@ -58,10 +60,31 @@ class ForwardRequest:
     cancelled: CancelFlag = NEVER
     guesses: tuple[tuple[DraftToken, ...], ...] = ()  # draft tokens for each position, where the rule needs them
     prompt_length: int = 0  # tokens before the generated text
+    tree: Tree = ()
+    asked: Sequence[int] = ()
+    num_new_nodes: int = 0  # of the tree that are not in the KV cache
 
     @property
     def num_positions(self) -> int:
-        return len(self.tokens) + 1 - self.start
+        return len(self.tokens) + 1 - self.start + len(self.asked)
+
+    def texts(self) -> Iterator[ForwardRequest]:
+        """What is asked as requests without a tree, one for each node after the first: the same answers, slower."""
+        if self.start <= len(self.tokens):
+            yield replace(self, tree=(), asked=(), num_new_nodes=0)
+        for node in self.asked:
+            text = [*self.tokens, *tree_path(self.tree, node)]
+            cached = None if self.num_cached is None else min(self.num_cached, len(text) - 1)
+            yield replace(self, tokens=text, start=len(text), num_cached=cached, tree=(), asked=(), num_new_nodes=0)
+
+
+def tree_path(tree: Tree, node: int) -> Tokens:
+    """The tokens from the end of the text to a node."""
+    path: list[int] = []
+    while node != END:
+        node, token = tree[node]
+        path.append(token)
+    return tuple(reversed(path))
 
 
 class Model(Protocol):
@@ -88,14 +111,14 @@ def draw_or_answer(model: Model, request: ForwardRequest, start: int) -> tuple[S
 class SupportsTopK(Model, Protocol):
     """A model that can return runners-up."""
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
         """Return the answer for the position after this text, then up to `count - 1` runners-up."""
         ...
 
 
-def top_k_or_answer(model: Model, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+def top_k_or_answer(model: Model, request: ForwardRequest, count: int) -> Tokens:
     """Without `top_k`, return the answer alone."""
-    return model.top_k(request, count, min_ratio) if isinstance(model, SupportsTopK) else model.answer(request)
+    return model.top_k(request, count) if isinstance(model, SupportsTopK) else model.answer(request)
 
 
 @runtime_checkable
@@ -128,6 +151,38 @@ class SupportsPacking(Model, Protocol):
 
 
 @runtime_checkable
+class SupportsTrees(Model, Protocol):
+    """A model that answers about a tree of draft tokens in one forward."""
+
+    def answer_tree(self, request: ForwardRequest) -> Answer:
+        """The answer for the positions of the text, then for the nodes asked about."""
+        ...
+
+    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
+        """The likeliest tokens after the text, if its last position is asked for, and after each node asked."""
+        ...
+
+
+def tree_answer(model: Model, request: ForwardRequest) -> Answer:
+    """Without `answer_tree`, answer text by text."""
+    if isinstance(model, SupportsTrees):
+        return model.answer_tree(request)
+    if request.sampling.logprobs is None:
+        return tuple(token for text in request.texts() for token in model.answer(text)), ()
+    answers = [logprobs_or_answer(model, text) for text in request.texts()]
+    return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
+
+
+def tree_children(model: Model, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
+    """Without `expand_tree`, ask text by text."""
+    if isinstance(model, SupportsTrees):
+        return model.expand_tree(request, counts)
+    if not isinstance(model, SupportsTopK):
+        return [model.answer(text) for text in request.texts()]
+    return [model.top_k(text, count) for text, count in zip(request.texts(), counts)]
+
+
+@runtime_checkable
 class Pollable(Model, Protocol):
     """A model that computes asynchronously, for example on a GPU, and is polled."""
 
@@ -152,6 +207,14 @@ class PackingBackend(Backend, Protocol):
         ...
 
 
+class TreeBackend(Backend, Protocol):
+    def forward_tree(
+        self, tokens: Sequence[int], start: int, tree: Tree, asked: Sequence[int], cancelled: CancelFlag
+    ) -> Array:
+        """As `forward`, with rows after these nodes of a tree behind them, all in one forward."""
+        ...
+
+
 class ProcessLogits(Protocol):
     def __call__(self, logits: Array, tokens: Sequence[int], start: int) -> Array:
         """Return the logits to sample from, given those after tokens[:i] for each i from `start` to len(tokens)."""
@@ -173,7 +236,7 @@ class SamplingModel:
 
     @property
     def can_pack(self) -> bool:
-        return hasattr(self.backend, "forward_packed")
+        return bool(getattr(self.backend, "can_pack", hasattr(self.backend, "forward_packed")))
 
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
         backend: PackingBackend = self.backend  # type: ignore[assignment]
@@ -204,9 +267,43 @@ class SamplingModel:
         required = [(token, *(guess for guess, _ in position)) for token, position in zip(tokens, guesses)]
         return tokens, top_logprobs(logits, request.sampling.logprobs or 0, required)
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
         [row] = self._logits(request)
-        return top_k_tokens(row, request.sampling, request.start, count, min_ratio)
+        return top_k_tokens(row, request.sampling, request.start, count)
+
+    def answer_tree(self, request: ForwardRequest) -> Answer:
+        if self._is_plain(request.sampling) and self._computes_trees:
+            return tuple(greedy_tokens([self._tree_logits(request)])), ()
+        rows = self._tree_rows(request)
+        if request.sampling.logprobs is None:
+            return tuple(token for text, row in rows for token in self._verify(text, self._processed(text, row))), ()
+        answers = [self._with_logprobs(text, row) for text, row in rows]
+        return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
+
+    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
+        if self._is_plain(request.sampling) and self._computes_trees:
+            return greedy_top_k([self._tree_logits(request)], counts)
+        children = []
+        for (text, logits), count in zip(self._tree_rows(request), counts):
+            [row] = self._processed(text, logits)
+            children.append(top_k_tokens(row, text.sampling, text.start, count))
+        return children
+
+    def _tree_rows(self, request: ForwardRequest) -> list[tuple[ForwardRequest, Array]]:
+        """The texts that are asked about, and their logits: computed in one forward where the backend can."""
+        texts = list(request.texts())
+        if not self._computes_trees:
+            return [(text, self._forward(text)) for text in texts]
+        logits, ends = self._tree_logits(request), accumulate(text.num_positions for text in texts)
+        return [(text, logits[end - text.num_positions : end]) for text, end in zip(texts, ends)]
+
+    @property
+    def _computes_trees(self) -> bool:
+        return getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_tree"))
+
+    def _tree_logits(self, request: ForwardRequest) -> Array:
+        backend: TreeBackend = self.backend  # type: ignore[assignment]
+        return backend.forward_tree(request.tokens, request.start, request.tree, request.asked, request.cancelled)
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         [row] = self._logits(request)

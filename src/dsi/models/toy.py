@@ -20,7 +20,7 @@ from dsi.sampling.noise import UINT64_MAX, Array, splitmix64
 
 VOCAB_SIZE = 64
 HALF = VOCAB_SIZE // 2
-TARGET_TOKEN, ERROR, RUNNER_UP, NO_RUNNER_UP = range(4)  # what a hash decides
+TARGET_TOKEN, ERROR, RUNNER_UP = range(3)  # what a hash decides
 
 
 def position_hash(purpose: int, seed: int, tokens: Sequence[int], i: int) -> int:
@@ -65,12 +65,11 @@ class ToyDrafter:
     acceptance: float
     seed: int = 1
     runner_up_acceptance: float = 0.0  # where the first guess is wrong: how often the runner-up is right
-    no_runner_up_rate: float = 0.0  # where the first guess is right: how often there is no runner-up
     acceptance_from: tuple[int, float] | None = None  # from this position of a text on, another acceptance
     wrong_positions: frozenset[int] = frozenset()  # positions at which it errs whatever its acceptance
 
     def __post_init__(self) -> None:
-        for name in ("acceptance", "runner_up_acceptance", "no_runner_up_rate"):
+        for name in ("acceptance", "runner_up_acceptance"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: must be between 0 and 1")
 
@@ -79,16 +78,24 @@ class ToyDrafter:
         errors = (self.errs(request.tokens, i) for i in range(request.start, len(request.tokens) + 1))
         return tuple(token + error for token, error in zip(target_tokens, errors))
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:  # noqa: ARG002
-        """Return the guess and a runner-up; further ones would never be right, and are left out."""
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
+        """Return the guess and runners-up, each of which is right as often where all before it are wrong."""
         [target_token], [guess] = self.target.answer(request), self.answer(request)
         correct = guess == target_token
-        if count < 2 or (correct and self._uniform(NO_RUNNER_UP, request) < self.no_runner_up_rate):
+        if count < 2:
             return (guess,)
-        if correct:
-            return guess, target_token + 1
-        recovers = self._uniform(RUNNER_UP, request) < self.runner_up_acceptance
-        return guess, target_token if recovers else (target_token + 3) % VOCAB_SIZE
+        rank = 0 if correct else self._rank(request, count)
+        wrong = (target_token + 1 + 2 * i for i in range(count))  # odd tokens, which the target never outputs
+        return tuple(target_token if i == rank else (next(wrong) % VOCAB_SIZE) for i in range(count))
+
+    def _rank(self, request: ForwardRequest, count: int) -> int:
+        """Which choice is right, given that the first is not; `count` if none of those before is."""
+        chance = self._uniform(RUNNER_UP, request)
+        for rank in range(1, count):
+            if chance < self.runner_up_acceptance:
+                return rank
+            chance = (chance - self.runner_up_acceptance) / (1 - self.runner_up_acceptance)  # uniform again
+        return count
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
         logits = self.target.forward(tokens, start, cancelled)

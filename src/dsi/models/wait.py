@@ -8,7 +8,16 @@ from random import Random
 
 from dsi.core.messages import Time
 from dsi.core.sequence import Tokens
-from dsi.models.protocol import Cancelled, ForwardRequest, Model, draw_or_answer, top_k_or_answer
+from dsi.models.protocol import (
+    Answer,
+    Cancelled,
+    ForwardRequest,
+    Model,
+    draw_or_answer,
+    top_k_or_answer,
+    tree_answer,
+    tree_children,
+)
 from dsi.sampling.verify import DraftProbs
 
 
@@ -43,7 +52,8 @@ class Latency:
         answer = self.tpot if positions else 0
         if request.num_cached is None:  # prefill
             return answer + (0 if self.ttft is None else self.ttft - self.tpot)
-        new = max(len(request.tokens) - request.num_cached, positions)
+        on_text = positions - len(request.asked)
+        new = max(len(request.tokens) - request.num_cached, on_text) + request.num_new_nodes
         if self.by_width:
             return next((time for width, time in self.by_width if new <= width), self.by_width[-1][1]) if new else 0
         return answer + self.per_token * (new - bool(positions))
@@ -65,13 +75,21 @@ class Wait:
         self._wait(request)
         return self.model.answer(request) if request.num_positions else ()
 
-    def top_k(self, request: ForwardRequest, count: int, min_ratio: float) -> Tokens:
+    def top_k(self, request: ForwardRequest, count: int) -> Tokens:
         self._wait(request)
-        return top_k_or_answer(self.model, request, count, min_ratio)
+        return top_k_or_answer(self.model, request, count)
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         self._wait(request)
         return draw_or_answer(self.model, request, start)
+
+    def answer_tree(self, request: ForwardRequest) -> Answer:
+        self._wait(request)
+        return tree_answer(self.model, request)
+
+    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
+        self._wait(request)
+        return tree_children(self.model, request, counts)
 
     def _wait(self, request: ForwardRequest) -> None:
         seconds = self.latency.forward(request)

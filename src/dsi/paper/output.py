@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsi.core.progress import Progress, no_progress
-from dsi.paper import claims, figures
+from dsi.paper import claims, figures, trees
 from dsi.paper.grid import DRAFTERS, Grid, grid
 from dsi.paper.table1 import CASES, Cell, table1
 from dsi.paper.table2 import PAIRS, Line, table2
@@ -88,6 +88,14 @@ def figure2_files(grid: Grid) -> Files:
 
 def figure3_files(grid: Grid) -> Files:
     return _heatmaps("figure3", figures.figure3(grid), figures.headings(grid)[1], grid, static=True)
+
+
+def trees_files(cells: trees.TreeGrid) -> Files:
+    panels = trees.panels(cells)
+    picture = style.rendered(heatmap.figure(list(panels.values()), trees.HEADING), "png")
+    return {"trees.png": picture} | {
+        f"trees_{name}.csv": to_csv(figures.rows(panel, trees.columns(cells, name))) for name, panel in panels.items()
+    }
 
 
 def _heatmaps(name: str, panels: Mapping[str, heatmap.Panel], heading: str, grid: Grid, static: bool) -> Files:

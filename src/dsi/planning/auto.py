@@ -23,6 +23,7 @@ from dsi.planning.forecast import LAST_RUN, Array, renewal_model
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
 from dsi.planning.simulation import PolicyFactory, SimulationConfig
+from dsi.planning.trees import TreePredictions
 
 RATES = np.arange(51) / 50  # acceptance rates
 DRAFTER_SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
@@ -35,8 +36,14 @@ Predictions = tuple[tuple[float, ...], ...]  # ms per token by config and accept
 class ScaledPredictions(Sequence[Predictions]):
     """The predictions for each speed of the drafter; most drafters are as fast as measured, so the others can wait."""
 
-    def __init__(self, config: SimulationConfig, specs: Sequence[SpecConfig], scales: Sequence[float]) -> None:
-        self._config, self._specs, self._scales = config, specs, scales
+    def __init__(
+        self,
+        config: SimulationConfig,
+        specs: Sequence[SpecConfig],
+        scales: Sequence[float],
+        plain_ms: float | None = None,
+    ) -> None:
+        self._config, self._specs, self._scales, self._plain_ms = config, specs, scales, plain_ms
         self._predicted: dict[int, Predictions] = {}
         self._pending: dict[int, tuple[Any, Any]] = {}  # processes, and where their results come from
 
@@ -50,7 +57,12 @@ class ScaledPredictions(Sequence[Predictions]):
 
     def _predict(self, index: int) -> Predictions:
         slower = replace(self._config, latency=self._config.latency.scaled(drafter=self._scales[index]))
-        return tuple(tuple(_cautious_ms(slower, spec, RATES).tolist()) for spec in self._specs)
+        return tuple(self._ms(slower, spec) for spec in self._specs)
+
+    def _ms(self, config: SimulationConfig, spec: SpecConfig) -> tuple[float, ...]:
+        if self._plain_ms is not None and not spec.speculates:
+            return (self._plain_ms,) * len(RATES)
+        return tuple(_cautious_ms(config, spec, RATES).tolist())
 
     def _send(self, index: int, sender: Any) -> None:
         die_with_parent()
@@ -77,13 +89,15 @@ def latency_table(
     drafter_scales: Sequence[float] = DRAFTER_SCALES,
     specs: Sequence[SpecConfig] | None = None,
     in_background: bool = False,
+    trees: bool = False,
+    plain_ms: float | None = None,
 ) -> LatencyTable:
-    """Predict each candidate at each acceptance rate and each speed of the drafter.
+    """Predict each candidate at each acceptance rate and each speed of the drafter; `plain_ms` is known of non-SI.
 
     In virtual time the table must not depend on when its predictions come; in real time they should not be waited for.
     """
     specs, latency = specs or spec_candidates(config), config.latency
-    predictions = ScaledPredictions(config, specs, drafter_scales)
+    predictions = ScaledPredictions(config, specs, drafter_scales, plain_ms)
     alone = latency.alone
     return LatencyTable(
         tuple(specs),
@@ -95,6 +109,8 @@ def latency_table(
         latency.contention,
         alone_drafter_ms=None if alone is None else float(alone.drafter_ms),
         alone_steps_ms=() if alone is None else _steps_ms(alone),
+        trees=TreePredictions(latency) if trees and config.drafters == 1 and config.spec.rule == "match" else None,
+        plain_ms=plain_ms,
         is_ready=predictions.is_ready if in_background else (lambda _: True),
     )
 
@@ -117,7 +133,7 @@ def cached_latency_table(config: SimulationConfig) -> LatencyTable:
         config,
         acceptance=0.5,
         tokens=LAST_RUN,
-        spec=SpecConfig(rule=config.spec.rule),
+        spec=SpecConfig(rule=config.spec.rule, tree=config.spec.tree),
         acceptance_change=None,
         requests=1,
         failures_per_hour=0,
@@ -127,7 +143,7 @@ def cached_latency_table(config: SimulationConfig) -> LatencyTable:
 
 @lru_cache
 def _cached_latency_table(config: SimulationConfig) -> LatencyTable:
-    return latency_table(config)
+    return latency_table(config, trees=config.spec.tree > 0)
 
 
 def best_config(table: LatencyTable, acceptance: float, speculating: bool = False) -> tuple[SpecConfig, float]:

@@ -29,6 +29,7 @@ class LatencyModel:
     target_ttft_ms: Number | None = option("The target's first forward, over the prompt.", None)
     drafter_ttft_ms: Number | None = option("The drafter's first forward, over the prompt.", None)
     per_token_ms: Number = option("What each further new token adds to a target forward.", 0)
+    drafter_per_token_ms: Number = option("What each further node of a tree adds to a drafter forward.", 0)
     by_width: Curve = ()  # instead: target forwards of up to so many new tokens, padded to that width
     jitter: float = option("Each forward takes evenly up to this share more or less: 0 to 0.99, by seed.", 0)
     contention: float = option("Share by which each other busy target slows one (virtual time only).", 0)
@@ -57,6 +58,7 @@ class LatencyModel:
             ("target time to first token in ms", self.target_ttft_ms, self.target_ms, MOST_MS),
             ("drafter time to first token in ms", self.drafter_ttft_ms, self.drafter_ms, MOST_MS),
             ("extra ms per token", self.per_token_ms, 0, MOST_MS),
+            ("extra ms per token of the drafter", self.drafter_per_token_ms, 0, MOST_MS),
             ("network delay in ms", self.network_ms, 0, MOST_MS),
             ("drafter delay in ms", self.drafter_delay_ms, 0, MOST_MS),
             ("network jitter", self.network_jitter, 0, 0.99),
@@ -116,6 +118,7 @@ class LatencyModel:
             target_ttft_ms=None if ttft is None else ttft * target,
             drafter_ttft_ms=None if drafter_ttft is None else drafter_ttft * drafter,
             per_token_ms=self.per_token_ms * target,
+            drafter_per_token_ms=self.drafter_per_token_ms * drafter,
             by_width=tuple((width, ms * target) for width, ms in self.by_width),
             by_busy_targets=tuple((busy, ms * target) for busy, ms in self.by_busy_targets),
             drafter_by_busy_targets=tuple((busy, ms * drafter) for busy, ms in self.drafter_by_busy_targets),
@@ -143,7 +146,8 @@ class LatencyModel:
         """A drafter's forwards in units of so many milliseconds."""
         from dsi.models.wait import Latency
 
-        return Latency(in_unit(self.drafter_ms, unit), in_unit(self.drafter_ttft_ms, unit), 0, self.jitter)
+        per_token = in_unit(self.drafter_per_token_ms, unit)
+        return Latency(in_unit(self.drafter_ms, unit), in_unit(self.drafter_ttft_ms, unit), per_token, self.jitter)
 
     def json(self) -> dict[str, Any]:
         """Curves as objects with the width or the number of busy targets as key."""

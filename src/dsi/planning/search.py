@@ -15,10 +15,12 @@ from typing import Any
 
 from dsi.core.progress import Progress, no_progress
 from dsi.core.spec import SpecConfig, default_max_lead
+from dsi.core.tree_shape import num_accepted
 from dsi.planning.equation_1 import amdahl, best_si_lookahead, minimal_lookahead, servers_needed
 from dsi.planning.forecast import predicted_ms
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import TITLES, SimulationConfig
+from dsi.planning.trees import best_si_tree
 
 SHOWN = 5  # plans
 FINALISTS = 10  # plans for processors that are simulated
@@ -27,7 +29,8 @@ TOKENS = 200
 SI_SHARES = (0.6, 1, 1.4)  # of the block that is SI's best in theory
 MOST_PROCESSORS = 1000
 PROCESSOR_SP = (1, 2, 3, 4, 6, 8)  # SP degrees that are tried, besides the largest possible
-SPARE_TARGETS = (1, 2)
+DSI_TREES = ((1, 0, 16), (2, 0, 32), (4, 4, 32))  # lookahead, min_draft and size of the trees that are tried
+TREE_SEEDS, TREE_TOKENS = range(2000, 2004), 100  # of simulations with trees, which take longer
 
 DEVICE_FINALISTS = 6  # plans of each algorithm for devices that are simulated
 DEVICE_SEEDS = range(1004, 1016)
@@ -158,7 +161,7 @@ class DeploymentPlan:
     def layout(self) -> tuple[str | int, ...]:
         """Of plans with the same layout only the fastest is shown."""
         drafter = "" if self.algorithm == "nonsi" else self.drafter
-        return self.algorithm, self.sp, self.mp, self.spec.rule, self.spec.branches, drafter
+        return self.algorithm, self.sp, self.mp, self.spec.rule, bool(self.spec.tree), drafter
 
     def simulation(self, profile: PairProfile, tokens: int = TOKENS) -> SimulationConfig:
         """The plan as it would run; SI's drafter never computes beside a target."""
@@ -166,13 +169,12 @@ class DeploymentPlan:
         config = profile.simulation(self.mp, self.sp, self.spec.rule, tokens)
         if self.algorithm == "si":
             config = config.with_latency(drafter_ms=profile.by_mp[self.mp].drafter_ms)
-        runner_ups = profile.runner_up_acceptance if self.spec.branches > 1 else 0.0
+        runner_ups = profile.runner_up_acceptance if self.spec.tree else 0.0
         return replace(config, spec=self.spec, runner_up_acceptance=runner_ups)
 
     def json(self) -> dict[str, Any]:
         """With the keys of the release before beside the new ones."""
         spec = self.spec
-        spare = spec.spare_targets if spec.branches > 1 else 0
         return {
             "algorithm": spec.algorithm,
             "mp": self.mp,
@@ -183,9 +185,7 @@ class DeploymentPlan:
             "min_draft": spec.min_draft or 0,
             "patience": spec.min_draft or 0,
             "rule": spec.rule,
-            "branches": spec.branches,
-            "spare_targets": spare,
-            "spare": spare,
+            "tree": spec.tree,
             "drafter": self.drafter,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -231,14 +231,14 @@ def spec_candidates(config: SimulationConfig, degrees: Iterable[int] = AUTO_SP) 
 def search_processors(
     profile: PairProfile, processors: int, advance: Progress = no_progress, seeds: Iterable[int] = SEEDS
 ) -> list[DeploymentPlan]:
-    """The best plans for so many processors after simulation; runner-ups are tried with the best of DSI."""
+    """The best plans for so many processors after simulation; trees are tried with the best of SI and of DSI."""
     plans = predicted_plans(profile, processors, advance)
     finalists = plans[:FINALISTS]
     nonsi = next(plan for plan in plans if plan.algorithm == "nonsi")
     if nonsi not in finalists:
         finalists.append(nonsi)
-    finalists += plans_with_runner_ups(profile, finalists)
     simulated = [replace(plan, ms=simulated_ms(plan.simulation(profile), seeds)) for plan in finalists]
+    simulated += plans_with_trees(profile, plans)
     return sorted(simulated, key=lambda plan: plan.ms)
 
 
@@ -259,9 +259,10 @@ def predicted_plans(profile: PairProfile, processors: int, advance: Progress = n
 
 
 def plan_ms(plan: DeploymentPlan, profile: PairProfile) -> float:
-    """By the forecast, which does not know runner-ups: with them by simulation."""
-    config = plan.simulation(profile)
-    return simulated_ms(config) if plan.spec.branches > 1 else predicted_ms(config)
+    """By the forecast, which does not know trees: with them by simulation."""
+    if plan.spec.tree:
+        return simulated_ms(plan.simulation(profile, TREE_TOKENS), TREE_SEEDS)
+    return predicted_ms(plan.simulation(profile))
 
 
 def count_candidates(profile: PairProfile, processors: int) -> int:
@@ -302,13 +303,25 @@ def _with_one_target(pair: PairProfile, mp: int, rule: str, left: int) -> Iterat
         yield DeploymentPlan(SpecConfig("pearl", lookahead, rule=rule), processors=mp + pair.drafter_processors)
 
 
-def plans_with_runner_ups(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> list[DeploymentPlan]:
-    """The best plan of DSI with some of its targets verifying what follows runner-ups."""
-    first = next((plan for plan in plans if plan.algorithm == "dsi" and plan.spec.rule == "match"), None)
-    if not profile.runner_up_acceptance or first is None:
+def plans_with_trees(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> list[DeploymentPlan]:
+    """The best plans of SI, which is predicted exactly, and of DSI, which is simulated, with a tree for a chain."""
+    runner_up = profile.runner_up_acceptance
+    matching = [plan for plan in plans if plan.spec.rule == "match" and profile.of(plan.drafter).drafters == 1]
+    if not runner_up:
         return []
-    spec = replace(first.spec, branches=2, max_targets=None, max_lead=first.spec.lead_limit)
-    return [replace(first, spec=replace(spec, spare_targets=spare)) for spare in SPARE_TARGETS if spare < first.sp]
+    with_trees = []
+    for plan in [plan for plan in matching if plan.algorithm == "si"][:1]:
+        pair = profile.of(plan.drafter)
+        if best := best_si_tree(pair.by_mp[plan.mp], pair.acceptance["match"], runner_up):
+            with_trees.append(replace(plan, spec=best[0], ms=best[1]))
+    for plan in [plan for plan in matching if plan.algorithm == "dsi"][:1]:
+        tried = [
+            replace(plan, spec=replace(plan.spec, lookahead=lookahead, min_draft=min_draft, tree=tree))
+            for lookahead, min_draft, tree in DSI_TREES
+        ]
+        times = [simulated_ms(plan.simulation(profile, TREE_TOKENS), TREE_SEEDS) for plan in tried]
+        with_trees.append(min((replace(plan, ms=ms) for plan, ms in zip(tried, times)), key=lambda plan: plan.ms))
+    return with_trees
 
 
 def search_devices(
@@ -390,10 +403,12 @@ def sensitivities(
         "the drafter twice as fast": profile.changed(drafter_slowdown=0.5),
         "the drafter twice as slow": profile.changed(drafter_slowdown=2),
     }
-    return [
-        Sensitivity(change, plan_ms(plan, other), predicted_plans(other, processors, advance)[0])
-        for change, other in changes.items()
-    ]
+    sensitivities = []
+    for change, other in changes.items():
+        same = replace(plan, ms=plan_ms(plan, other))
+        best = min(predicted_plans(other, processors, advance)[0], same, key=lambda plan: plan.ms)
+        sensitivities.append(Sensitivity(change, same.ms, best))
+    return sensitivities
 
 
 def ms_by_processors(
@@ -413,6 +428,12 @@ def explanation(plan: DeploymentPlan, profile: PairProfile) -> str:
     latency, rate, lookahead = pair.by_mp[plan.mp], pair.acceptance[spec.rule], spec.lookahead or 0
     if plan.algorithm == "nonsi":
         return f"a forward of {latency.target_ms:.2f} ms for each token"
+    if plan.algorithm == "si" and spec.tree:
+        tokens = 1 + num_accepted(spec.chances, spec.tree, lookahead)
+        return (
+            f"a tree of {spec.tree} guesses in {lookahead} levels of {latency.drafter_ms:.2f} ms, then a forward: "
+            f"{tokens:.1f} tokens a turn"
+        )
     if plan.algorithm == "si":
         tokens = sum(rate**i for i in range(lookahead + 1))
         return (
@@ -423,5 +444,5 @@ def explanation(plan: DeploymentPlan, profile: PairProfile) -> str:
     if plan.algorithm == "pearl":
         return f"{overlap}, in lock step"
     wait = f", the root waits for {spec.min_draft}" if spec.min_draft else ""
-    runner_ups = f", {spec.spare_targets} verify runner-ups" if spec.branches > 1 else ""
-    return f"{overlap}; {plan.sp} in flight, blocks of {lookahead}{wait}{runner_ups}"
+    blocks = f"trees of {spec.tree}" if spec.tree else f"blocks of {lookahead}"
+    return f"{overlap}; {plan.sp} in flight, {blocks}{wait}"

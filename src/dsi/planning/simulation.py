@@ -18,6 +18,7 @@ from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import AUTO, SpecConfig, check_algorithm
+from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.equation_1 import Number, suitable_lookahead
 from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
@@ -54,7 +55,6 @@ class SimulationConfig:
     drafters: int = option("Drafter servers, each with errors of its own.", 1)
     drafter_copies: int = option("Servers of each drafter, which draft the same tokens; for many requests.", 1)
     runner_up_acceptance: float = option("How often a runner-up is right where the first choice is wrong: 0 to 1.", 0.0)
-    no_runner_up_rate: float = option("How often there is no runner-up where the first choice is right: 0 to 1.", 0.0)
     nodes: int | None = option(
         "Machines over which the servers are spread evenly, at most one for each server; the drafter is on the "
         "first, where the text is put together. Without it, every message takes network-ms.",
@@ -85,8 +85,6 @@ class SimulationConfig:
             ("drafters", self.drafters, 1, MOST_SERVERS),
             ("drafter copies", self.drafter_copies, 1, MOST_SERVERS),
             ("runner-up acceptance", self.runner_up_acceptance, 0, 1),
-            ("no-runner-up rate", self.no_runner_up_rate, 0, 1),
-            ("spare targets", self.spare_targets, 0, self.sp - 1),
             ("nodes (machines, each with a server)", self.nodes, 1, self.count),
             ("requests", self.requests, 1, MOST_REQUESTS),
             ("failures per hour", self.failures_per_hour, 0, MOST_FAILURES),
@@ -112,11 +110,6 @@ class SimulationConfig:
         return self.sp + self.drafters * self.drafter_copies
 
     @property
-    def spare_targets(self) -> int:
-        """Targets, of the SP degree, that only verify what follows runner-ups."""
-        return self.spec.spare_targets if self.spec.branches > 1 else 0
-
-    @property
     def drafter_names(self) -> tuple[str, ...]:
         return (DRAFTER, *(f"{DRAFTER}-{i}" for i in range(2, self.drafters + 1)))
 
@@ -131,7 +124,7 @@ class SimulationConfig:
     def _suitable(self, algorithm: str) -> int:
         latency = self.latency.under(algorithm)
         target_ms, drafter_ms = latency.target_ms, latency.drafter_ms
-        return suitable_lookahead(algorithm, target_ms, drafter_ms, self.acceptance, self.sp - self.spare_targets)
+        return suitable_lookahead(algorithm, target_ms, drafter_ms, self.acceptance, self.sp)
 
     @property
     def _shared_lookahead(self) -> int:
@@ -148,6 +141,8 @@ class SimulationConfig:
         """The policy of each request; `load` is that of all requests together, as is `shared`."""
         lookahead = self.spec.lookahead or self._suitable(check_algorithm(algorithm))
         spec = replace(self.spec, algorithm=algorithm, lookahead=lookahead, drafters=self.drafter_names)
+        if spec.tree and not spec.chances:
+            spec = replace(spec, chances=rank_chances(self.acceptance, self.runner_up_acceptance, TREE_BRANCHES))
         alone = policy_for(spec)
         if load is not None and self.share_forwards and algorithm in ("pearl", "dsi"):
             block = shared_block(self.latency, 1, self.acceptance)  # there is no overlap for a request alone, either
@@ -178,8 +173,7 @@ class SimulationConfig:
 
         change = self.acceptance_change and (len(PROMPT) + self.acceptance_change[0], self.acceptance_change[1])
         rejected = frozenset(len(PROMPT) + position for position in self.rejected_positions)
-        runner_ups = self.runner_up_acceptance, self.no_runner_up_rate
-        return ToyDrafter(target, self.acceptance, seed, *runner_ups, change, rejected)
+        return ToyDrafter(target, self.acceptance, seed, self.runner_up_acceptance, change, rejected)
 
     def _drafter_servers(self, name: str, drafter: ToyDrafter, seed: int, unit: int) -> list[Server]:
         from dsi.fleets.servers import Server

@@ -53,7 +53,13 @@ def _span(pid: int, tid: int, block: Block) -> dict[str, Any]:
         "ts": block.start_ms * 1000,  # microseconds, as the format wants them
         "dur": (block.end_ms - block.start_ms) * 1000,
         "cname": COLOURS[block.outcome],
-        "args": {"outcome": block.outcome, "place": block.place, "width": block.width, "role": block.role},
+        "args": {
+            "outcome": block.outcome,
+            "place": block.place,
+            "width": block.width,
+            "role": block.role,
+            "texts": block.num_texts,
+        },
     }
 
 
@@ -94,4 +100,5 @@ def _block(server: str, event: dict[str, Any]) -> Block:
     if outcome not in COLOURS:
         raise KeyError(outcome)
     end = start + float(event["dur"]) / 1000
-    return Block(server, details["role"], event["cat"], outcome, start, end, details["place"], details["width"])
+    sizes = details["place"], details["width"], details.get("texts", 1)  # which earlier releases do not say
+    return Block(server, details["role"], event["cat"], outcome, start, end, *sizes)

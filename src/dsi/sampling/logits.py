@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,19 +39,38 @@ def greedy_tokens(logits: Sequence[Array]) -> list[int]:
     """The likeliest token of each row, of several texts' rows at once."""
     if not logits:
         return []
-    tokens: list[int] = array_namespace(logits[0]).concatenate(tuple(logits)).argmax(-1).tolist()
+    tokens: list[int] = concatenated(logits).argmax(-1).tolist()
     return tokens
 
 
-def top_k_tokens(logits: Array, sampling: Sampling, position: int, count: int, min_ratio: float) -> tuple[int, ...]:
-    """Return the token that `sample` gives, then up to `count - 1` runners-up of at least `min_ratio` its weight."""
+def concatenated(logits: Sequence[Array]) -> Array:
+    """The rows of all; those of one are not copied."""
+    return logits[0] if len(logits) == 1 else array_namespace(logits[0]).concatenate(tuple(logits))
+
+
+def greedy_top_k(logits: Sequence[Array], counts: Sequence[int]) -> list[tuple[int, ...]]:
+    """As `top_k_tokens` without noise, of several rows at once, each with its count."""
+    rows = concatenated(logits)
+    most = min(max(counts), rows.shape[-1])
+    if isinstance(rows, np.ndarray):
+        best = (-rows).argsort(-1)[:, :most]
+        values = np.take_along_axis(rows, best, -1)
+    else:
+        values, best = rows.topk(most)
+    return [
+        tuple(token for token, logit in zip(tokens[:count], own) if logit > -math.inf)
+        for tokens, own, count in zip(best.tolist(), values.tolist(), counts)
+    ]
+
+
+def top_k_tokens(logits: Array, sampling: Sampling, position: int, count: int) -> tuple[int, ...]:
+    """Return the token that `sample` gives, then up to `count - 1` runners-up."""
     weights = _race_weights(logits, sampling, position)
     tokens = [int(weights.argmax())]
-    threshold = min_ratio * float(weights[tokens[0]])
     for _ in range(count - 1):
         weights[tokens[-1]] = 0.0
         token = int(weights.argmax())
-        if not threshold <= float(weights[token]) > 0:
+        if not float(weights[token]) > 0:
             break
         tokens.append(token)
     return tuple(tokens)

@@ -19,6 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dsi import __version__
+from dsi.core.sequence import Tokens
 from dsi.engine.engine import Engine
 from dsi.server import responses
 from dsi.server.body_route import body_route
@@ -34,8 +35,11 @@ from dsi.server.schema import (
     DetokenizeResponse,
     TokenizeBody,
     TokenizeResponse,
+    VerifyBody,
+    VerifyResponse,
 )
 from dsi.server.service import ApiRequest, Service
+from dsi.server.verify import verify
 
 log = logging.getLogger("dsi.server")
 
@@ -129,7 +133,7 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.router.route_class = body_route(service.workers)
+    app.router.route_class = body_route(service.workers, inline=[VerifyBody])
     app.add_exception_handler(ApiError, _handle_api_error)
     app.add_exception_handler(RequestValidationError, _handle_validation_error)
     app.add_exception_handler(HTTPException, _handle_http_error)
@@ -170,6 +174,11 @@ def _add_api(app: FastAPI, service: Service, security: Sequence[Any]) -> None:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Continue a conversation."""
         return await respond(service, body, request)
+
+    @app.post("/v1/verify", dependencies=security, responses={200: {"model": VerifyResponse}, **ERRORS})
+    async def verify_tokens(body: VerifyBody, request: Request) -> Response:
+        """The target's token after each of the last prefixes of a text: what a target of DSI is asked for."""
+        return await verify_response(service, body, request)
 
     @app.post("/tokenize", dependencies=security, responses={200: {"model": TokenizeResponse}, **ERRORS})
     async def tokenize(body: TokenizeBody, request: Request) -> Response:  # noqa: ARG001
@@ -267,6 +276,18 @@ async def respond(service: Service, body: CompletionBody | ChatBody, http: Reque
     if not await run_until_disconnect(_run(service, request), http.receive):
         return Response(status_code=499)  # which nobody reads
     return await service.workers.run(_full_response, service, request)
+
+
+async def verify_response(service: Service, body: VerifyBody, http: Request) -> Response:
+    tokens: Tokens = ()
+
+    async def run() -> None:
+        nonlocal tokens
+        tokens = await verify(service, body, http.state.client)
+
+    if not await run_until_disconnect(run(), http.receive):
+        return Response(status_code=499)  # which nobody reads
+    return JSONResponse({"tokens": tokens, "model": service.model})
 
 
 def _full_response(service: Service, request: ApiRequest) -> Response:

@@ -85,6 +85,11 @@ class ChoiceOutput:
         self.text += text
         return text, tokens
 
+    @staticmethod
+    def token_ids(tokens: Sequence[TokenText]) -> list[int]:
+        """Without those of an echoed prompt, which have no origin."""
+        return [token.token for token in tokens if token.origin]
+
     def decode(self, token: int) -> str:
         """The spelling of a token by itself, even of a special one."""
         return str(self.tokenizer.tokenizer.decode([token], clean_up_tokenization_spaces=False))

@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event, Lock, Thread
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from dsi.core.messages import TARGET, Sampling, TopLogprobs
-from dsi.core.request import Completion, Request, ScoreRequest
+from dsi.core.request import Completion
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
 from dsi.engine.engine import Engine
-from dsi.fleets.loop import ActiveRequest
+from dsi.fleets.loop import ActiveRequest, AnyRequest
 from dsi.fleets.spans import Span
 from dsi.server.errors import ApiError, no_target, queue_full, shutting_down
 from dsi.server.fair_queue import FairQueue
@@ -50,6 +50,23 @@ class GenerationJob:
     client: int = 0  # whose it is: the number of an API key
     stop_token_ids: Tokens = ()
     ignore_eos: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class VerificationJob:
+    """A text to verify, as plain data; its one output has a token for each of the last `num_positions` prefixes."""
+
+    prompt: Tokens
+    num_positions: int
+    prompt_length: int | None  # what the text began with; None: all before the positions
+    sampling: Sampling
+    deliver: Callable[[EngineOutput], object]
+    client: int = 0
+    trace: ClassVar = False
+    max_new_tokens: ClassVar = 1
+
+
+Job = GenerationJob | VerificationJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,7 @@ class EngineOutput:
     servers: Sequence[ServerStatus] = ()  # of a traced job, if one of them has died or was replaced
     finish_reason: str | None = None  # stop, length or cancelled, in the last output
     error: str | None = None
+    refusal: ApiError | None = None  # why the job was not queued, in its only output
     stats: JobStats | None = None  # in the last output of a job that was admitted
 
 
@@ -120,8 +138,8 @@ class EngineOutput:
 class JobState:
     """A job as the engine thread sees it."""
 
-    job: GenerationJob
-    requests: deque[Request | ScoreRequest]  # in order: perhaps one that scores the prompt, then one that continues it
+    job: Job
+    requests: deque[AnyRequest]  # in order: perhaps one that scores the prompt, then one that continues it
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0  # by the fleet's clock
     queued: float = 0.0  # seconds
@@ -166,7 +184,7 @@ class EngineThread:
         self._commands: deque[Callable[[], object]] = deque()
         self._signal = Event()
         self._accepts, self._stopped = True, False
-        self._states: dict[GenerationJob, JobState] = {}  # waiting and running
+        self._states: dict[Job, JobState] = {}  # waiting and running
         self._num_open: Counter[int] = Counter()  # the same, by client
         self._waiting: FairQueue[JobState] = FairQueue()
         self._running: dict[ActiveRequest, JobState] = {}
@@ -181,9 +199,14 @@ class EngineThread:
 
     # For any thread.
 
-    async def submit(self, jobs: Sequence[GenerationJob]) -> EngineStatus:
+    async def submit(self, jobs: Sequence[Job]) -> EngineStatus:
         """Queue all of the jobs, or raise an `ApiError` and queue none."""
         return await self._call(partial(self._enqueue, jobs))
+
+    def post(self, job: Job) -> None:
+        """Queue a job without waiting for it; if it is refused, its only output says why."""
+        if not self._post(partial(self._enqueue_or_refuse, job)):
+            raise shutting_down()
 
     async def check_room(self, client: int, num_tokens: Sequence[int]) -> None:
         """Raise an `ApiError` if texts of these lengths would find the queue full, before any work is done for them."""
@@ -193,7 +216,7 @@ class EngineThread:
     async def status(self) -> EngineStatus:
         return await self._call(self._status)
 
-    def cancel(self, jobs: Iterable[GenerationJob]) -> None:
+    def cancel(self, jobs: Iterable[Job]) -> None:
         """End jobs whose outputs are no longer wanted; finished ones are ignored."""
         for job in jobs:
             self._post(partial(self._cancel, job))
@@ -276,7 +299,7 @@ class EngineThread:
         ]
         return tuple(sorted(servers, key=lambda server: server.role == TARGET))
 
-    def _enqueue(self, jobs: Sequence[GenerationJob]) -> EngineStatus:
+    def _enqueue(self, jobs: Sequence[Job]) -> EngineStatus:
         try:
             states = [JobState(job, self._requests(job)) for job in jobs]
         except ValueError as error:
@@ -294,6 +317,12 @@ class EngineThread:
             self._waiting.append(state.job.client, state)
         return status
 
+    def _enqueue_or_refuse(self, job: Job) -> None:
+        try:
+            self._enqueue([job])
+        except ApiError as error:
+            job.deliver(EngineOutput(finish_reason="cancelled", refusal=error))
+
     def _check_room(self, client: int, num_tokens: Sequence[int]) -> None:
         """Each client has its own places in the queue, so that none can fill it for the others."""
         limit, num_open = self._limits.open_texts, self._num_open[client]
@@ -309,8 +338,11 @@ class EngineThread:
         self._next_place = min(max(self._next_place, now) + seconds, now + MAX_RETRY_SECONDS)
         return math.ceil(self._next_place - now)
 
-    def _requests(self, job: GenerationJob) -> deque[Request | ScoreRequest]:
-        requests: deque[Request | ScoreRequest] = deque()
+    def _requests(self, job: Job) -> deque[AnyRequest]:
+        if isinstance(job, VerificationJob):
+            positions = job.num_positions, job.sampling, job.prompt_length
+            return deque([self._engine.verify_request(job.prompt, *positions)])
+        requests: deque[AnyRequest] = deque()
         if job.prompt_logprobs is not None:
             requests.append(self._engine.score_request(job.prompt, job.prompt_logprobs))
         if job.max_new_tokens:
@@ -412,7 +444,7 @@ class EngineThread:
         """Deaths and replacements of servers so far."""
         return sum(self._fleet.deaths.values()) + self._fleet.restarts.total()
 
-    def _cancel(self, job: GenerationJob) -> None:
+    def _cancel(self, job: Job) -> None:
         state = self._states.get(job)
         if state is None:
             return
@@ -447,7 +479,7 @@ class EngineThread:
         self._deliver(state, replace(output, stats=stats))
 
     def _stats(self, state: JobState) -> JobStats | None:
-        if state.run is None:
+        if state.run is None or isinstance(state.job, VerificationJob):
             return None
         names = [server.name for server in self._servers()]
         return JobStats(state.completion(state.run), state.spans, state.queued, state.shared, names)

@@ -76,5 +76,9 @@ def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down", headers={"retry-after": "5"})
 
 
+def engine_failed() -> ApiError:
+    return ApiError(503, "no server could finish this text", code="engine_failed")
+
+
 def internal_error() -> ApiError:
     return ApiError(500, "the server failed; its log says why", code="internal_error")

@@ -64,6 +64,8 @@ class Metrics:
             collector(registry=self.registry)
         self._http = self._counter("http_requests", "HTTP requests by their answer.", "method", "route", "status")
         self._requests = self._counter("requests", "Requests that have ended.", "endpoint", "outcome")
+        self._positions = self._counter("verified_positions", "Tokens answered by /v1/verify.")
+        self._verify_time = self._histogram("verification_latency_seconds", "From a verification to its end.")
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self._new_tokens = self._counter("generation_tokens", "Tokens written.")
         self._ttft = self._histogram("time_to_first_token_seconds", "From a request to its first token.")
@@ -124,6 +126,13 @@ class Metrics:
         self._e2e.observe(request.elapsed)
         if request.ttft is not None and request.new_tokens > 1:
             self._tpot.observe((request.last_token - request.began - request.ttft) / (request.new_tokens - 1))
+
+    def count_verification(self, num_positions: int, seconds: float, outcome: str) -> None:
+        """Count a request to `/v1/verify` that has ended."""
+        self._requests.labels("verify", outcome).inc()
+        self._verify_time.observe(seconds)
+        if outcome == "ok":
+            self._positions.inc(num_positions)
 
     def count_speculation(self, algorithm: str, stats: Sequence[JobStats]) -> None:
         """Count the final statistics of a request's jobs."""

@@ -29,7 +29,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "structured_outputs": ({},),

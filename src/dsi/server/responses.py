@@ -43,6 +43,8 @@ def full_choice(request: ApiRequest, choice: ChoiceOutput) -> dict[str, Any]:
         content: dict[str, Any] = {"message": message, "logprobs": choice.chat_logprobs(choice.tokens)}
     else:
         content = {"text": choice.text, "logprobs": choice.completion_logprobs(choice.tokens)}
+    if request.token_ids:
+        content |= {"token_ids": choice.token_ids(choice.tokens), "prompt_token_ids": choice.prompt}
     return {"index": choice.index, **content, "finish_reason": choice.finish_reason}
 
 
@@ -88,6 +90,8 @@ class Chunks:
             logprobs = choice.chat_logprobs(tokens)
         else:
             content, logprobs = {"text": text}, choice.completion_logprobs(tokens)
+        if self._request.token_ids:
+            content["token_ids"] = choice.token_ids(tokens)
         return {"index": choice.index, **content, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
     def _trace(self, delta: Delta) -> dict[str, Any]:
@@ -119,6 +123,7 @@ def span_json(span: Span) -> dict[str, Any]:
         "from": len(first_place(span)) - prompt,
         "to": len(span.context) - prompt,
         "stale": span.stale,
+        "texts": span.num_texts,
     }
 
 

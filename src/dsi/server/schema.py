@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationInf
 from dsi.core.sequence import Tokens
 
 MAX_INT = 1 << 31  # of any number; a server's own limits are lower
+MAX_POSITIONS = 512  # of a verification, as of a lookahead
 MAX_BIAS = 100  # of a logit, either way
 TOKEN_ID = re.compile(r"^[0-9]{1,9}$")
 
@@ -78,6 +79,13 @@ def parse_token_ids(value: Any) -> Tokens | None:
     return None if value is None else tuple(value)
 
 
+def parse_tokens(value: Any) -> Tokens:
+    """As `parse_token_ids` of a list that is not empty, without a look at each: it comes with every forward."""
+    if not isinstance(value, list) or set(map(type, value)) != {int} or min(value) < 0 or max(value) >= MAX_INT:
+        raise ValueError("must be a list of token ids, at least one")
+    return tuple(value)
+
+
 def parse_logit_bias(value: Any) -> dict[int, float]:
     """Biases by token id: the keys of a JSON object are strings."""
     value = {} if value is None else value
@@ -132,10 +140,11 @@ class Body(BaseModel):
     bad_words: Words = []
     allowed_token_ids: TokenIds = None
     include_stop_str_in_output: bool | None = False
+    return_token_ids: bool | None = Field(False, description="Of each choice, and of prompts in a whole response.")
     add_special_tokens: bool | None = Field(None, description="By default true for a prompt, false for a chat.")
     # Extensions.
     algorithm: Literal["nonsi", "si", "pearl", "dsi", "auto"] | None = None
-    lookahead: int | None = Field(None, ge=1, le=512)
+    lookahead: int | None = Field(None, ge=1, le=MAX_POSITIONS)
     rule: Literal["match", "reject", "block", "specinfer"] | None = None
     timeout: float | None = Field(None, gt=0, description="Seconds until the answer must be complete.")
     trace: bool | None = Field(False, description="Report the origin of each token and what the servers computed.")
@@ -164,6 +173,30 @@ class ChatBody(Body):
     top_logprobs: int | None = Field(None, ge=0, le=20)
 
 
+class VerifyBody(BaseModel):
+    """A text of which the target's tokens are wanted. Other fields are kept, for `check_unknown` to refuse."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, json_schema_extra={"additionalProperties": False})
+
+    prompt: Annotated[Tokens, PlainValidator(parse_tokens), WithJsonSchema(TOKENS)]
+    num_positions: int = Field(ge=1, le=MAX_POSITIONS, description="After so many of the last prefixes of the prompt.")
+    prompt_length: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_INT,
+        description="Tokens that the text began with: by them it is known again as it grows.",
+    )
+    model: str | None = None
+    temperature: float = Field(0.0, ge=0, le=100)
+    top_k: int = Field(0, ge=-1, le=MAX_INT, description="0 or -1: all tokens")
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 63)
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_INT)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+
+
 class TokenizeBody(BaseModel):
     """A text or a conversation to tokenize, as in vLLM."""
 
@@ -189,6 +222,11 @@ class DetokenizeBody(BaseModel):
 # Responses, for `/openapi.json`.
 
 
+class VerifyResponse(BaseModel):
+    tokens: list[int] = Field(description="The last one follows the whole prompt.")
+    model: str
+
+
 class TokenizeResponse(BaseModel):
     count: int
     max_model_len: int
@@ -208,6 +246,8 @@ class Usage(BaseModel):
 
 class AnswerChoice(BaseModel):
     index: int
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     logprobs: dict[str, Any] | None
     finish_reason: Literal["stop", "length"]
 

@@ -22,7 +22,7 @@ from dsi.models.tokenizer import TextOutput
 from dsi.planning.latency import LatencyModel
 from dsi.server.choice import ChoiceOutput, TokenText
 from dsi.server.engine_thread import EngineOutput, EngineThread, GenerationJob, JobStats, ServerStatus
-from dsi.server.errors import ApiError, context_length_exceeded, deadline_exceeded, shutting_down
+from dsi.server.errors import ApiError, context_length_exceeded, deadline_exceeded, engine_failed, shutting_down
 from dsi.server.inbox import Inbox
 from dsi.server.limits import MAX_STOP_LENGTH, Limits
 from dsi.server.metrics import Metrics
@@ -54,7 +54,7 @@ class EngineInfo:
     latency: LatencyModel
     vocab_size: int
     repetition_penalty: float  # of requests that leave it open
-    on_devices: bool  # where there are neither log-probabilities nor penalties
+    on_devices: bool  # or behind URLs: where there are neither log-probabilities nor penalties
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
@@ -70,7 +70,7 @@ class EngineInfo:
             deployment.latency,
             engine.tokenizer.size if deployment.vocab_size is None else deployment.vocab_size,
             deployment.repetition_penalty,
-            on_devices=bool(deployment.plans),
+            on_devices=bool(deployment.plans or deployment.endpoints),
         )
 
     def lookahead(self, algorithm: str) -> int | None:
@@ -95,6 +95,7 @@ class ApiRequest:
     usage: bool
     trace: bool
     echo: bool
+    token_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
     began: float = field(default_factory=time.perf_counter)
     ttft: float | None = None  # seconds
@@ -151,7 +152,7 @@ class Service:
         self.tokenizer.encode("a")
         self.workers = Workers(TOKENIZER_THREADS if self.tokenizer.tokenizer.is_fast else 1)
 
-    def _inbox(self) -> Inbox:
+    def inbox(self) -> Inbox:
         """That of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._inboxes:
@@ -188,10 +189,11 @@ class Service:
             usage=bool(body.stream_options and body.stream_options.include_usage),
             trace=bool(body.trace),
             echo=isinstance(body, CompletionBody) and bool(body.echo),
+            token_ids=bool(body.return_token_ids),
             began=began,
         )
         try:
-            await self.workers.run(self._add_choices, request, body, prompts, self._inbox())
+            await self.workers.run(self._add_choices, request, body, prompts, self.inbox())
         except ValueError as error:  # a sentence that begins with the field's name
             name = re.split(r"\W", str(error), maxsplit=1)[0]
             raise ApiError(400, str(error), param=name if name in type(body).model_fields else None) from error
@@ -438,7 +440,7 @@ class Service:
     async def _delta(self, request: ApiRequest, choice: ChoiceOutput, output: EngineOutput) -> Delta:
         if output.error:
             log.error("engine failed", extra={"answer": request.id, "why": output.error})
-            raise ApiError(503, "no server could finish this text", code="engine_failed")
+            raise engine_failed()
         if output.finish_reason == "cancelled":
             raise shutting_down()
         if request.echo and choice.num_logprobs is not None and not choice.tokens:

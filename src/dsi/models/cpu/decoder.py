@@ -10,7 +10,7 @@ number of threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate
@@ -24,6 +24,7 @@ from dsi.models.cpu.compiler import declare, kernel, why_unavailable
 from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
 from dsi.models.hf import GROWTH, KVLayer, KVSequence, Transformer
 from dsi.models.protocol import NEVER, Cancelled
+from dsi.models.tree_cache import TreeRows
 
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", *GEMMAS)
@@ -69,7 +70,12 @@ class ModelStruct(Structure):
 class SequenceStruct(Structure):
     """`struct sequence` of the kernels."""
 
-    _fields_ = (*((name, c_int64) for name in ("rows", "length", "capacity", "num_positions")), ("kv", c_void_p))
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "length", "capacity", "num_positions")),
+        ("kv", c_void_p),
+        *((name, c_int64) for name in ("num_nodes", "num_slots", "num_asked")),
+        *((name, c_void_p) for name in ("nodes", "parents", "asked")),
+    )
 
 
 SEQUENCES = POINTER(ModelStruct), POINTER(SequenceStruct), c_int64
@@ -85,6 +91,7 @@ declare(
     c_int32,
     IsCancelled,
 )
+declare("move_slots", None, c_void_p, *[c_int64] * 4, c_void_p, *[c_int64] * 2)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -106,6 +113,34 @@ class KVAddresses:
         """Whether they are still those of these layers, with room for so many tokens."""
         return length <= self.capacity and self.first is layers[0].keys and self.last is layers[-1].keys
 
+    def move(self, sources: list[int], first: int) -> None:
+        _, heads, _, head_dim = self.first.shape
+        slots, sizes = (c_int64 * len(sources))(*sources), (len(self.pointers), heads, self.capacity, head_dim)
+        kernel("move_slots")(addressof(self.pointers), *sizes, addressof(slots), len(sources), first)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TreePart:
+    """Nodes of a tree in a forward, as the kernels take them."""
+
+    tokens: list[int]
+    depth: int  # tokens of the longest path
+    num_slots: int
+    num_asked: int
+    numbers: Any  # slots to compute, the parents of all slots, and what is asked about
+
+    @classmethod
+    def of(cls, rows: TreeRows) -> TreePart:
+        numbers = [*rows.computed, *rows.parents, *rows.asked]
+        array = (c_int64 * len(numbers))(*numbers)
+        return cls(rows.tokens, max(rows.depths) + 1, len(rows.nodes), len(rows.asked), array)
+
+    def fill(self, struct: SequenceStruct) -> None:
+        struct.num_nodes, struct.num_slots, struct.num_asked = len(self.tokens), self.num_slots, self.num_asked
+        struct.nodes = addressof(self.numbers)
+        struct.parents = struct.nodes + sizeof(c_int64) * len(self.tokens)
+        struct.asked = struct.parents + sizeof(c_int64) * self.num_slots
+
 
 @dataclass(eq=False, slots=True)
 class TextPart:
@@ -115,10 +150,38 @@ class TextPart:
     length: int  # tokens before them
     new_tokens: list[int]
     num_positions: int
+    tree: TreePart | None = None  # behind them
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.new_tokens if self.tree is None else self.new_tokens + self.tree.tokens
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_positions if self.tree is None else self.num_positions + self.tree.num_asked
+
+    @property
+    def end(self) -> int:
+        """Tokens of the text up to here."""
+        return self.length + len(self.new_tokens)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the KV cache that it fills or sees."""
+        return self.end if self.tree is None else self.end + self.tree.num_slots
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text, with a path of the tree."""
+        return self.end if self.tree is None else self.end + self.tree.depth
 
     def split(self) -> Iterator[TextPart]:
         """In parts that one forward can compute."""
         rows = len(self.new_tokens)
+        if self.tree is not None and rows + len(self.tree.tokens) > MAX_ROWS:
+            yield from TextPart(self.sequence, self.length, self.new_tokens, self.num_positions).split()
+            yield TextPart(self.sequence, self.end, [], 0, self.tree)
+            return
         if rows <= MAX_ROWS:
             yield self
             return
@@ -130,6 +193,8 @@ class TextPart:
 
 class CompiledDecoder(Transformer):
     """`CompiledDecoder.supports` says which models can run this way. Without `threads`, it has as many as torch."""
+
+    supports_trees = can_pack = True
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -182,12 +247,10 @@ class CompiledDecoder(Transformer):
         return type(self), (self.model, self._max_sequences, self._threads)
 
     def with_threads(self, threads: int, max_sequences: int | None = None) -> CompiledDecoder:
-        """The same model with a number of threads and KV caches of its own."""
         return CompiledDecoder(self.model, max_sequences or self._max_sequences, threads)
 
     @property
     def kv_bytes(self) -> int:
-        """The KV cache of one token."""
         _, kv_heads, _, head_dim = self._kv_shape
         return int(2 * torch.float32.itemsize * len(self._layers) * kv_heads * head_dim)
 
@@ -223,16 +286,7 @@ class CompiledDecoder(Transformer):
     def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
         """As `forward` for each text and start, in one forward over the new tokens of all, if they are not too many."""
         self._cancelled = NEVER
-        parts: list[TextPart] = []
-        for tokens, start in texts:
-            self.check_text(tokens, start)
-            sequence, num_cached = self._sequence(tokens, start)
-            if any(part.sequence is sequence for part in parts):  # which has begun with the same tokens
-                sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
-                self._keep_sequence(sequence, tokens)
-            num_cached = min(num_cached, len(sequence.tokens))
-            sequence.truncate(num_cached)
-            parts.append(TextPart(sequence, num_cached, list(tokens[num_cached:]), len(tokens) + 1 - start))
+        parts = [TextPart(*part) for part in self._new_tokens(texts)]
         logits = self._compute_parts(parts)
         for part in parts:
             part.sequence.tokens += part.new_tokens
@@ -241,17 +295,21 @@ class CompiledDecoder(Transformer):
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
         return self._compute_parts([TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)])[0]
 
+    def _compute_tree(self, sequence: KVSequence, new_tokens: list[int], num_positions: int, rows: TreeRows) -> Any:
+        part = TextPart(sequence, len(sequence.tokens), new_tokens, num_positions, TreePart.of(rows))
+        return self._compute_parts([part])[0]
+
     def _compute_parts(self, parts: list[TextPart]) -> list[Tensor]:
         """Lengths change once all layers have run: a cancelled forward leaves nothing."""
         logits: dict[int, list[Tensor]] = {}
         for part in parts:  # for all of its tokens, or what the first forward caches would not be copied
-            self._reserve(part.sequence, part.length + len(part.new_tokens))
+            self._reserve(part.sequence, part.num_slots)
         for forward in self._forwards(parts):
             for part, rows in zip(forward, self._run(forward)):
                 logits.setdefault(id(part.sequence), []).append(rows)
         for part in parts:
             for kv_layer in part.sequence.cache.layers:
-                kv_layer.length = part.length + len(part.new_tokens)
+                kv_layer.length = part.end
         rows_of = [logits.get(id(part.sequence), [floats(0, self._struct.head.out_features)]) for part in parts]
         return [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in rows_of]
 
@@ -261,27 +319,28 @@ class CompiledDecoder(Transformer):
         rows = 0
         for whole in parts:
             for part in whole.split():
-                if forward and rows + len(part.new_tokens) > MAX_ROWS:
+                width = len(part.tokens)
+                if forward and rows + width > MAX_ROWS:
                     yield forward
                     forward, rows = [], 0
-                if part.new_tokens:
+                if width:
                     forward.append(part)
-                    rows += len(part.new_tokens)
+                    rows += width
         if forward:
             yield forward
 
     def _run(self, parts: list[TextPart]) -> Sequence[Tensor]:
         """Run one forward; return the logits of each part."""
-        threads, tokens = self._threads or torch.get_num_threads(), parts[0].new_tokens
+        threads, tokens = self._threads or torch.get_num_threads(), parts[0].tokens
         if len(parts) > 1:
-            tokens = [token for part in parts for token in part.new_tokens]
+            tokens = [token for part in parts for token in part.tokens]
         if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: must be below {self._vocab_size}")
-        self._reserve_rotary(max(part.length + len(part.new_tokens) for part in parts))
+        self._reserve_rotary(max(part.longest for part in parts))
         structs = (SequenceStruct * len(parts))(*map(self._sequence_struct, parts))
         self._reserve_scratch(structs, threads)
         ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        counts = [part.num_positions for part in parts]
+        counts = [part.num_logits for part in parts]
         logits = floats(sum(counts), self._struct.head.out_features)
         model, callback = byref(self._struct), NEVER_CALLED if self._cancelled is NEVER else self._callback
         sizes = len(parts), len(self._layers)
@@ -292,9 +351,12 @@ class CompiledDecoder(Transformer):
         return [logits[end - count : end] for count, end in zip(counts, accumulate(counts))]
 
     def _sequence_struct(self, part: TextPart) -> SequenceStruct:
-        addresses = self._reserve(part.sequence, part.length + len(part.new_tokens))
+        addresses = self._reserve(part.sequence, part.num_slots)
         kv = addressof(addresses.pointers)
-        return SequenceStruct(len(part.new_tokens), part.length, addresses.capacity, part.num_positions, kv)
+        struct = SequenceStruct(len(part.new_tokens), part.length, addresses.capacity, part.num_positions, kv)
+        if part.tree is not None:
+            part.tree.fill(struct)
+        return struct
 
     def _reserve(self, sequence: KVSequence, length: int) -> KVAddresses:
         """Make room for so many tokens in the KV cache of a sequence."""

@@ -87,11 +87,16 @@ struct model {
     float *scratch; /* of `scratch_size` floats at least */
 };
 
-/* The new tokens of one text in a forward. */
+/* The new tokens of one text in a forward, and behind them nodes of a tree of draft tokens after the text. The keys and
+ * values of node i are in slot i behind the text's, those of parents before those of their children. */
 struct sequence {
     int64_t rows, length, capacity; /* new tokens, cached tokens, and for how many there is room */
     int64_t num_positions;          /* the last new tokens whose logits are wanted */
     float *const *kv;               /* keys and values of each layer: [kv_heads][capacity][head_dim] */
+    int64_t num_nodes, num_slots;   /* nodes to compute, and slots up to the last of them */
+    int64_t num_asked;              /* nodes whose logits are wanted, behind those of the text */
+    const int64_t *nodes, *parents; /* nodes to compute; the parent of each slot's, -1: the end of the text */
+    const int64_t *asked;           /* indices into `nodes` */
 };
 
 /* ---- Vectors ---- */
@@ -596,18 +601,21 @@ static void weigh_part(int rows, const struct attention *a, int64_t d, int64_t f
     }
 }
 
-/* Attention of up to ROWS tokens, the first of which is at `position`. */
-static void attend_tile(const struct attention *a, int64_t row, int rows, int64_t position) {
-    int64_t end = position + rows, begin = a->window && position >= a->window ? position - a->window + 1 : 0;
+/* The first position that a token sees, `last` being the one behind it. */
+INLINE int64_t first_seen(const struct attention *a, int64_t last) {
+    return a->window && last > a->window ? last - a->window : 0;
+}
+
+/* The products of up to ROWS queries with keys begin..end. */
+static void score_tile(const struct attention *a, int64_t row, int rows, int64_t begin, int64_t end) {
     struct matrix keys = {.weight = a->keys, .out_features = end, .in_features = a->head_dim, .stride = a->head_dim};
-    float sums[ROWS];
     linear_block(&keys, (const char *)(a->queries + a->query_stride * row), 4 * a->query_stride, rows, a->scores,
                  a->scores_stride, 0, begin, end);
-    for (int r = 0; r < rows; r++) {
-        int64_t last = position + r + 1, first = a->window && last > a->window ? last - a->window : 0;
-        float *scores = a->scores + a->scores_stride * r;
-        sums[r] = softmax(scores, first, last, end, a->scale, a->softcap);
-    }
+}
+
+/* The weighted values begin..end of up to ROWS tokens, divided by the sums of the weights. */
+static void weigh_tile(
+    const struct attention *a, int64_t row, int rows, int64_t begin, int64_t end, const float *sums) {
     for (int64_t d = 0; d < a->head_dim;) {
         int64_t left = a->head_dim - d, count = left >= 4 * LANES ? 4 : left >= LANES ? 1 : 0;
         vec acc[ROWS][4];
@@ -621,6 +629,59 @@ static void attend_tile(const struct attention *a, int64_t row, int rows, int64_
         }
         d += count ? LANES * count : left;
     }
+}
+
+/* Attention of up to ROWS tokens, the first of which is at `position`. */
+static void attend_tile(const struct attention *a, int64_t row, int rows, int64_t position) {
+    int64_t end = position + rows, begin = first_seen(a, position + 1);
+    float sums[ROWS];
+    score_tile(a, row, rows, begin, end);
+    for (int r = 0; r < rows; r++) {
+        int64_t last = position + r + 1;
+        sums[r] = softmax(a->scores + a->scores_stride * r, first_seen(a, last), last, end, a->scale, a->softcap);
+    }
+    weigh_tile(a, row, rows, begin, end, sums);
+}
+
+/* ---- Trees ---- */
+
+INLINE int64_t node_depth(const struct sequence *s, int64_t node) {
+    int64_t depth = 0;
+    for (; node >= 0; node = s->parents[node]) depth++;
+    return depth;
+}
+
+/* Turn the scores of the text and of a node's ancestors into weights, zero for all other nodes; return their sum.
+ *
+ * The softmax sums by position, as it would if the path was text: scores are moved there, and weights back. */
+static float softmax_path(
+    const struct attention *a, const struct sequence *s, int64_t node, float *scores) {
+    int64_t depth = node_depth(s, node), text = s->length + s->rows, last = text + depth;
+    int64_t path[depth];
+    float values[depth];
+    for (int64_t i = depth; node >= 0; node = s->parents[node]) path[--i] = node;
+    for (int64_t i = 0; i < depth; i++) values[i] = scores[text + path[i]];
+    memcpy(scores + text, values, depth * sizeof(float));
+    float sum = softmax(scores, first_seen(a, last), last, last, a->scale, a->softcap);
+    memcpy(values, scores + text, depth * sizeof(float));
+    memset(scores + text, 0, s->num_slots * sizeof(float));
+    for (int64_t i = 0; i < depth; i++) scores[text + path[i]] = values[i];
+    return sum;
+}
+
+/* Attention of up to ROWS nodes of a tree, from the one numbered `first` of those to compute. A path's slots are in its
+ * order, and those between have no weight: the values are summed as if the path was text. */
+static void attend_nodes(const struct attention *a, const struct sequence *s, int64_t first, int rows) {
+    int64_t text = s->length + s->rows, end = text + s->num_slots, begin = text;
+    float sums[ROWS];
+    for (int r = 0; r < rows; r++) {
+        int64_t seen = first_seen(a, text + node_depth(s, s->nodes[first + r]));
+        begin = seen < begin ? seen : begin;
+    }
+    score_tile(a, s->rows + first, rows, begin, end);
+    for (int r = 0; r < rows; r++)
+        sums[r] = softmax_path(a, s, s->nodes[first + r], a->scores + a->scores_stride * r);
+    weigh_tile(a, s->rows + first, rows, begin, end, sums);
 }
 
 /* ---- Layers ---- */
@@ -652,11 +713,11 @@ static int64_t lay_out(struct forward *f, int threads) {
     f->rows = f->num_positions = f->longest = 0;
     for (int64_t i = 0; i < f->num_sequences; i++) {
         const struct sequence *s = &f->sequences[i];
-        f->rows += s->rows, f->num_positions += s->num_positions;
-        f->longest = max_of(f->longest, s->length + s->rows);
+        f->rows += s->rows + s->num_nodes, f->num_positions += s->num_positions + s->num_asked;
+        f->longest = max_of(f->longest, s->length + s->rows + s->num_slots);
     }
     f->scores_stride = rounded(f->longest);
-    f->own_size = rounded(f->rows * widest) * 2 + ROWS * f->scores_stride;
+    f->own_size = rounded(max_of(f->rows, f->num_positions) * widest) * 2 + ROWS * f->scores_stride;
     struct {
         float **buffer;
         int64_t size;
@@ -719,8 +780,12 @@ static void attend(
     float *keys = s->kv[2 * number] + s->capacity * dim * kv_head;
     float *values = s->kv[2 * number + 1] + s->capacity * dim * kv_head;
     float *qkv = f->qkv + stride * begin, *attended = f->attended + m->heads * dim * begin;
-    for (int64_t r = 0; r < s->rows; r++) {
-        int64_t position = s->length + r;
+    for (int64_t r = 0; r < s->rows + s->num_nodes; r++) {
+        int64_t slot = s->length + r, position = slot;
+        if (r >= s->rows) {
+            int64_t text = s->length + s->rows, node = s->nodes[r - s->rows];
+            slot = text + node, position = text + node_depth(s, node) - 1;
+        }
         float *row = qkv + stride * r, *key = row + dim * (m->heads + kv_head);
         const float *cos = layer->cos + m->rotary_dim * position, *sin = layer->sin + m->rotary_dim * position;
         for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
@@ -729,8 +794,8 @@ static void attend(
         }
         if (layer->k_norm) rms_norm(key, layer->k_norm, dim, m->epsilon, key);
         rotate(key, cos, sin, m->rotary_dim);
-        memcpy(keys + dim * position, key, dim * sizeof(float));
-        memcpy(values + dim * position, row + dim * (m->heads + m->kv_heads + kv_head), dim * sizeof(float));
+        memcpy(keys + dim * slot, key, dim * sizeof(float));
+        memcpy(values + dim * slot, row + dim * (m->heads + m->kv_heads + kv_head), dim * sizeof(float));
     }
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
         struct attention a = {
@@ -740,6 +805,10 @@ static void attend(
             some = tile_rows(s->rows - r);
             attend_tile(&a, r, (int)some, s->length + r);
         }
+        for (int64_t r = 0, some; r < s->num_nodes; r += some) {
+            some = tile_rows(s->num_nodes - r);
+            attend_nodes(&a, s, r, (int)some);
+        }
     }
 }
 
@@ -747,7 +816,7 @@ static void attend(
 static void attend_all(const struct forward *f, int64_t number, float *scores, const struct member *member) {
     int64_t heads = f->model->kv_heads, first, last, begin = 0;
     share(f->num_sequences * heads, 1, member, &first, &last);
-    for (int64_t i = 0; i < f->num_sequences; begin += f->sequences[i++].rows)
+    for (int64_t i = 0; i < f->num_sequences; begin += f->sequences[i].rows + f->sequences[i].num_nodes, i++)
         for (int64_t head = max_of(0, first - i * heads); head < heads && i * heads + head < last; head++)
             attend(f, number, &f->sequences[i], begin, head, scores);
 }
@@ -838,6 +907,9 @@ static void run_layers(void *argument, struct member *member) {
         x += hidden * s->rows;
         norm_rows(x - hidden * s->num_positions, m->norm, s->num_positions, hidden, m->epsilon, to);
         to += hidden * s->num_positions;
+        for (int64_t j = 0; j < s->num_asked; j++, to += hidden)
+            rms_norm(x + hidden * s->asked[j], m->norm, hidden, m->epsilon, to);
+        x += hidden * s->num_nodes;
     }
     project(&m->head, as_input(normed, rows * hidden, m->head.type, converted), rows, f->logits, vocabulary, 0, member);
     if (!m->logit_softcap) return;
@@ -857,8 +929,8 @@ int64_t scratch_size(struct model *model, const struct sequence *sequences, int6
     return lay_out(&f, threads);
 }
 
-/* Run one forward over the new tokens of all sequences, one after the other in `tokens`, and compute the logits of the
- * last positions of each. Returns whether it was cancelled. */
+/* Run one forward over the new tokens and nodes of all sequences, one after the other in `tokens`, and compute the logits
+ * of the last positions and of the nodes asked of each. Returns whether it was cancelled. */
 int run_decoder(
     struct model *model, const int64_t *tokens, const struct sequence *sequences, int64_t num_sequences,
     int64_t num_layers, float *logits, int threads, int (*is_cancelled)(void)) {
@@ -868,6 +940,19 @@ int run_decoder(
     lay_out(&f, threads);
     run_on_threads(run_layers, &f, threads);
     return atomic_load(&f.stopped);
+}
+
+/* Move keys and values of one text from slots `from` to the slots `to` and behind; `from` ascends, and none is before its
+ * destination. */
+void move_slots(
+    float *const *kv, int64_t num_tensors, int64_t heads, int64_t capacity, int64_t head_dim, const int64_t *from,
+    int64_t count, int64_t to) {
+    for (int64_t i = 0; i < num_tensors * heads; i++) {
+        float *slots = kv[i / heads] + capacity * head_dim * (i % heads);
+        for (int64_t j = 0; j < count; j++)
+            if (from[j] != to + j)
+                memcpy(slots + head_dim * (to + j), slots + head_dim * from[j], head_dim * sizeof(float));
+    }
 }
 
 struct product {

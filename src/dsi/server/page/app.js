@@ -428,7 +428,9 @@ function tabulate() {
   fill();
 }
 
-const what = (span) => ({ draft: "drafting", verify: "verifying", warm: "prefill" }[span.kind] ?? span.kind) + (span.stale ? ", stale" : "");
+const what = (span) => ({ draft: "drafting", verify: "verifying", warm: "prefill" }[span.kind] ?? span.kind) + (span.stale ? ", stale" : "") + sharing(span);
+/** Other requests whose tokens the same forward computed. */
+const sharing = ({ texts = 1 }) => (texts > 1 ? `, in one forward with ${many(texts - 1, "other text")}` : "");
 const places = (span) => (span.from === span.to ? `${span.from + 1}` : `${span.from + 1} to ${span.to + 1}`);
 
 // ---------------------------------------------------------------- pointing at things
@@ -452,7 +454,7 @@ function point(line, where, tokens) {
     const noun = span.from === span.to ? "token" : "tokens";
     tip.show(line, at,
       element("p", { class: `tip-head ${span.kind === "draft" ? "accepted" : "plain"}` }, element("b", {}, span.server), ` ${verb} ${noun} ${places(span)}`),
-      element("p", { class: "tip-note" }, `${duration(span.start)} to ${duration(span.end)}, ${duration(span.end - span.start)}${span.stale ? ", stale" : ""}`));
+      element("p", { class: "tip-note" }, `${duration(span.start)} to ${duration(span.end)}, ${duration(span.end - span.start)}${span.stale ? ", stale" : ""}${sharing(span)}`));
     return;
   }
   const lines = line.groups.filter(({ run }) => run.tokens.length).map(({ title, run }) => {

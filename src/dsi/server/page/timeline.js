@@ -420,6 +420,7 @@ export class Timeline {
     } else {
       this.box(x, row.y, w, row.height, colour.target, 3, 1);
     }
+    if (span.texts > 1 && row.height > 6) this.box(x, row.y + row.height - 3, w, 3, colour.ink, 1, 0.45); // others share it
     if (over) {
       pen.strokeStyle = colour.ink;
       pen.lineWidth = 1.5;

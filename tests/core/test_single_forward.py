@@ -1,12 +1,13 @@
-"""What a target thinks of a text that is given."""
+"""Requests that one forward of the target answers."""
 
 from itertools import count
 
 import pytest
 
 from dsi.core.messages import Failed, Sampling, Verified, Verify
-from dsi.core.request import ScoreRequest
-from dsi.core.scoring import Scoring
+from dsi.core.request import ScoreRequest, VerifyRequest
+from dsi.core.sequence import TokenSequence
+from dsi.core.single_forward import Scoring, Verification
 
 NOTES = (((2, -0.1),), ((3, -0.2),), ((9, -0.3),))
 
@@ -53,3 +54,36 @@ def test_scoring_stop_cancels_its_forward() -> None:
 def test_score_request_refuses_an_empty_prompt() -> None:
     with pytest.raises(ValueError, match="an empty text"):
         scoring(())
+
+
+def verification(num_positions: int = 2) -> Verification:
+    context = TokenSequence.of((1, 2)).then(3).then(4)
+    return Verification(VerifyRequest(context, num_positions, Sampling(seed=7)), count(5))
+
+
+def test_verification_is_one_job_that_may_share_forwards() -> None:
+    [job] = verification().start().start
+    assert isinstance(job, Verify)
+    assert (tuple(job.context), tuple(job.context.origin), job.width, job.lead) == ((1, 2, 3, 4), (1, 2), 2, 0)
+    assert (job.sampling.seed, job.alone) == (7, True)
+
+
+def test_verification_emits_a_token_for_each_position() -> None:
+    at = verification()
+    at.start()
+    step = at.handle(Verified(5, (4, 9)))
+    assert (step.emit, at.done, at.origins) == ((4, 9), True, ["plain", "plain"])
+
+
+def test_verification_repeats_a_failed_forward_and_can_be_stopped() -> None:
+    at = verification()
+    at.start()
+    [again] = at.handle(Failed(5)).start
+    assert at.stop().cancel == (again.id,)
+    assert (at.finish_reason, at.handle(Verified(again.id, (4, 9))).emit) == ("cancelled", ())
+
+
+@pytest.mark.parametrize("num_positions", [0, 5])
+def test_verify_request_refuses_positions_that_the_text_does_not_have(num_positions: int) -> None:
+    with pytest.raises(ValueError, match=f"num_positions {num_positions}: must be at least 1 and at most 4"):
+        verification(num_positions)

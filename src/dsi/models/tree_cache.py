@@ -1,0 +1,150 @@
+"""Trees of draft tokens in a KV cache: which nodes are cached, which a forward computes, and what each one sees.
+
+The keys and values of a node are in a slot behind the text's. A parent's slot is before its children's: along a path,
+slots ascend. Keys are rotated by position, which stays what it is when a path becomes text: its slots are only moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsi.core.tree_shape import END, Tree
+
+MAX_NODES = 512  # cached behind one text: where branches that were given up would make more, all are dropped
+
+CachedNodes = dict[tuple[int, int], int]  # by parent and token, the slot of each behind the text: 0, 1, 2...
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRows:
+    """The nodes that one forward computes, and those that are asked about."""
+
+    nodes: CachedNodes  # that are cached when it has run
+    computed: list[int]  # their slots behind the text, ascending
+    asked: list[int]  # as indices into `computed`
+
+    @classmethod
+    def of(cls, cached: CachedNodes, tree: Tree, asked: Sequence[int]) -> TreeRows:
+        """Compute what is asked about, and ancestors that are not cached."""
+        nodes = dict(cached) if len(cached) + len(tree) <= MAX_NODES else {}
+        num_cached, slots = len(nodes), dict[int, int]()
+        for node in with_ancestors(tree, asked):
+            parent, token = tree[node]
+            slots[node] = nodes.setdefault((slots.get(parent, END), token), len(nodes))
+        computed = sorted({slots[node] for node in asked} | set(range(num_cached, len(nodes))))
+        rows = {slot: row for row, slot in enumerate(computed)}
+        return cls(nodes, computed, [rows[slots[node]] for node in asked])
+
+    @property
+    def parents(self) -> list[int]:
+        """The slot of each node's parent."""
+        return [parent for parent, _ in self.nodes]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those to compute."""
+        tokens = [token for _, token in self.nodes]
+        return [tokens[slot] for slot in self.computed]
+
+    @property
+    def depths(self) -> list[int]:
+        """How far behind the end of the text each node is, 0 being the token after it."""
+        depths: list[int] = []
+        for parent, _ in self.nodes:
+            depths.append(0 if parent == END else depths[parent] + 1)
+        return depths
+
+    def ancestors(self) -> Tensor:
+        """For each node that is computed, whether each node is an ancestor of it or itself."""
+        seen = torch.eye(len(self.nodes), dtype=torch.bool)
+        for slot, parent in enumerate(self.parents):
+            if parent != END:
+                seen[slot] |= seen[parent]
+        return seen[self.computed]
+
+
+def with_ancestors(tree: Tree, asked: Sequence[int]) -> list[int]:
+    """These nodes and their ancestors, parents first."""
+    needed = set(asked)
+    for node in range(len(tree) - 1, -1, -1):
+        if node in needed and tree[node][0] != END:
+            needed.add(tree[node][0])
+    return sorted(needed)
+
+
+def tree_depth(tree: Tree) -> int:
+    """How many tokens the longest path has."""
+    depths: list[int] = []
+    for parent, _ in tree:
+        depths.append(1 if parent == END else depths[parent] + 1)
+    return max(depths, default=0)
+
+
+def cached_path(nodes: CachedNodes, tokens: Sequence[int]) -> list[int]:
+    """The slots of the nodes that a text goes on with, as far as they are cached."""
+    path: list[int] = []
+    for token in tokens:
+        slot = nodes.get((path[-1] if path else END, token))
+        if slot is None:
+            break
+        path.append(slot)
+    return path
+
+
+def nodes_below(nodes: CachedNodes, root: int) -> tuple[list[int], CachedNodes]:
+    """The slots of the nodes below one, and these nodes in slots without gaps, that one being the end of the text."""
+    slots: list[int] = []
+    renumbered = {root: END}
+    below: CachedNodes = {}
+    for (parent, token), slot in nodes.items():
+        if parent in renumbered and slot != root:
+            below[renumbered[parent], token] = renumbered[slot] = len(slots)
+            slots.append(slot)
+    return slots, below
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """The tokens of a forward, not all of which see those before them, and the slots of the KV cache that each sees."""
+
+    tokens: list[int]
+    slots: list[int]  # of their keys and values; none: each text's are behind its others
+    positions: Tensor
+    key_positions: Tensor  # of all slots
+    visible: Tensor  # [tokens, slots]
+    wanted: list[int]  # the rows whose logits are wanted
+
+    def visible_in(self, window: int) -> Tensor:
+        """With a sliding window, which counts positions; 0 is none."""
+        return self.visible & (self.positions[:, None] - self.key_positions < window) if window else self.visible
+
+
+def packed_rows(texts: Sequence[tuple[int, list[int], int]]) -> MaskedRows:
+    """New tokens of several texts, each behind `length` others of its own; slots are one text's after another's."""
+    blocks, positions, key_positions, wanted = [], list[int](), list[int](), list[int]()
+    for length, tokens, num_positions in texts:
+        end = length + len(tokens)
+        blocks.append(torch.ones((len(tokens), end), dtype=torch.bool).tril(length))
+        positions += range(length, end)
+        key_positions += range(end)
+        wanted += range(len(positions) - num_positions, len(positions))
+    visible: Tensor = torch.block_diag(*blocks).bool()  # type: ignore[no-untyped-call]
+    tokens = [token for _, tokens, _ in texts for token in tokens]
+    return MaskedRows(tokens, [], torch.tensor(positions), torch.tensor(key_positions), visible, wanted)
+
+
+def masked_rows(length: int, new_tokens: list[int], num_positions: int, tree: TreeRows) -> MaskedRows:
+    """New tokens of a text behind `length` others, of the last of which logits are wanted, and nodes of a tree."""
+    count, end, depths = len(new_tokens), length + len(new_tokens), tree.depths
+    visible = torch.zeros((count + len(tree.computed), end + len(tree.nodes)), dtype=torch.bool)
+    visible[:count, :end] = torch.ones((count, end), dtype=torch.bool).tril(length)
+    visible[count:, :end] = True
+    visible[count:, end:] = tree.ancestors()
+    key_positions = torch.tensor([*range(end), *(end + depth for depth in depths)])
+    slots = [*range(length, end), *(end + slot for slot in tree.computed)]
+    wanted = [*range(count - num_positions, count), *(count + row for row in tree.asked)]
+    return MaskedRows(new_tokens + tree.tokens, slots, key_positions[slots], key_positions, visible, wanted)
