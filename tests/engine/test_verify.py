@@ -15,7 +15,8 @@ from dsi.engine.engine import Engine
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.threads import ThreadFleet
-from dsi.models.hf import KVSequence, Transformer, load_model
+from dsi.models.hf import Transformer, load_model
+from dsi.models.kv_sequence import KVSequence
 from dsi.models.names import BUILTIN, model_path
 from dsi.models.protocol import SamplingModel
 

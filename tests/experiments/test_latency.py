@@ -11,7 +11,7 @@ import pytest
 from dsi.core.sequence import Tokens
 from dsi.experiments import latency
 from dsi.experiments.latency import PairLatencies, Spread, Timing, curve, latencies, timing
-from dsi.models.hf import common_prefix_length
+from dsi.models.kv_sequence import common_prefix_length
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
 

@@ -18,7 +18,8 @@ from dsi.core.request import Request
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
-from dsi.models.hf import Transformer, check_supported, common_prefix_length, context_length, load_model
+from dsi.models.hf import Transformer, check_supported, context_length, load_model
+from dsi.models.kv_sequence import common_prefix_length
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib import import_module
 from inspect import signature
@@ -27,134 +26,29 @@ from transformers import (
     AutoTokenizer,
     modeling_gguf_pytorch_utils,
 )
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from dsi.core.progress import Status, no_status
 from dsi.core.tree_shape import END, Tree
+from dsi.models.kv_sequence import KVSequence, common_prefix_length
 from dsi.models.names import check_exists, gguf_file, pretrained
 from dsi.models.packed_attention import PackedLayer, attending_apart
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled
 from dsi.models.tree_cache import (
-    CachedNodes,
     MaskedRows,
     TreeRows,
-    cached_path,
     masked_rows,
-    nodes_below,
     packed_rows,
     tree_depth,
 )
 
 MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
 MAX_KNOWN_TEXTS = 1024  # of which it is known which sequence they had; others are found by their tokens
-GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely grow
-NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
 # Types of layers in transformers' configurations that keep a state besides keys and values, or instead of them.
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 MIN_PACKED_SEQUENCES = 32  # with fewer KV caches, texts that share forwards would take them from each other
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers whose masks are known
 PROBE: Tree = ((END, 2), (END, 3), (0, 4), (1, 4))  # after tokens 0 and 1: whether siblings see each other
-
-
-class KVLayer(DynamicLayer):  # type: ignore[misc]
-    """One layer's keys and values in an over-allocated buffer: truncation only changes the length."""
-
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length = 0
-        self.slots: tuple[Tensor, int] | None = None  # of a forward's keys and values, and how many it sees; or behind
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.slots is not None:
-            return self._update_slots(*self.slots, key_states, value_states)
-        end = self.length + key_states.shape[-2]
-        if not self.is_initialized or end > self.keys.shape[-2]:
-            self._grow(key_states, value_states, end + GROWTH)
-        self.keys[..., self.length : end, :] = key_states
-        self.values[..., self.length : end, :] = value_states
-        self.length = end
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def _update_slots(self, slots: Tensor, end: int, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        if end > self.keys.shape[-2]:
-            self._grow(key_states, value_states, end + GROWTH)
-        self.keys[..., slots, :] = key_states
-        self.values[..., slots, :] = value_states
-        return self.keys[..., :end, :], self.values[..., :end, :]
-
-    def move(self, sources: list[int], first: int) -> None:
-        """Move what is in these slots, none of which is before its destination, to `first` and behind."""
-        with torch.inference_mode():
-            for states in (self.keys, self.values):
-                states[..., first : first + len(sources), :] = states[..., sources, :]
-
-    def _grow(self, key_states: Tensor, value_states: Tensor, capacity: int) -> None:
-        previous = (self.keys, self.values) if self.is_initialized else None
-        self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = (
-            states.new_empty((*states.shape[:-2], max(capacity, 2 * self.length), states.shape[-1]))
-            for states in (key_states, value_states)
-        )
-        if previous is not None:
-            length = previous[0].shape[-2]  # all of it: a tree may be cached behind the text
-            self.keys[..., :length, :] = previous[0]
-            self.values[..., :length, :] = previous[1]
-
-    def reserve(self, length: int, shape: tuple[int, ...]) -> None:
-        """Have room for so many tokens in float32; `shape` is that of no tokens' keys."""
-        if not self.is_initialized or length > self.keys.shape[-2]:
-            none = torch.empty(shape, dtype=torch.float32, device="cpu")
-            self._grow(none, none, length + GROWTH)
-
-    def copy(self, length: int) -> KVLayer:
-        other = KVLayer()
-        other.update(self.keys[..., :length, :], self.values[..., :length, :])
-        return other
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-
-@dataclass(eq=False)
-class KVSequence:
-    """The KV cache of one text and of a tree of draft tokens after it, and their tokens."""
-
-    cache: Cache = field(default_factory=lambda: Cache(layer_class_to_replicate=KVLayer))
-    tokens: list[int] = field(default_factory=list)
-    nodes: CachedNodes = field(default_factory=dict)
-    addresses: Any = None  # of the keys and values, where compiled kernels use them
-
-    def fork(self, length: int) -> KVSequence:
-        """Copy the first `length` tokens' keys and values into a new sequence."""
-        forked = KVSequence(tokens=self.tokens[:length])
-        forked.cache.layers[:] = [layer.copy(length) for layer in self.cache.layers] if length else []
-        return forked
-
-    def truncate(self, length: int) -> None:
-        del self.tokens[length:]
-        self.nodes = {}
-        for layer in self.cache.layers:
-            layer.length = min(layer.length, length)
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Make cached nodes that this text goes on with text; keep those below its end, and no others."""
-        length = len(self.tokens)
-        path = cached_path(self.nodes, tokens[length:])
-        is_cached = length + len(path) == len(tokens)
-        below, self.nodes = nodes_below(self.nodes, path[-1] if path else END) if is_cached else ([], {})
-        self._move([length + slot for slot in (*path, *below)], length)
-        self.tokens += tokens[length : length + len(path)]
-        for layer in self.cache.layers:
-            layer.length = len(self.tokens)
-
-    def _move(self, sources: list[int], first: int) -> None:
-        if sources == list(range(first, first + len(sources))):
-            return
-        for states in self.cache.layers if self.addresses is None else [self.addresses]:
-            states.move(sources, first)
 
 
 class NewTokens(NamedTuple):
@@ -464,30 +358,6 @@ def attention_windows(config: Any) -> dict[str, int]:
     if not types:
         return {SLIDING if window else FULL: window}
     return {kind: window if kind == SLIDING else 0 for kind in types} if types <= {FULL, SLIDING} else {}
-
-
-def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix; two texts of one request diverge near the end, if at all."""
-    length = min(len(a), len(b))
-    near = max(0, length - NEAR_END)
-    if list(a[:near]) != list(b[:near]):
-        return _bisect_prefix(a, b, near)
-    for i in range(near, length):
-        if a[i] != b[i]:
-            return i
-    return length
-
-
-def _bisect_prefix(a: Sequence[int], b: Sequence[int], high: int) -> int:
-    """The same for texts that diverge before `high`, by bisection: comparing slices is fast."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        if list(a[low:middle]) == list(b[low:middle]):
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

@@ -15,7 +15,8 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import Cache
 
-from dsi.models.hf import KVLayer, KVSequence, Transformer
+from dsi.models.hf import Transformer
+from dsi.models.kv_sequence import KVLayer, KVSequence
 from dsi.models.tree_cache import MaskedRows
 
 STANDARD = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "model_type": "llama"}

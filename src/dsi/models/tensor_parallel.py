@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, NoReturn
 import torch
 from torch import Tensor, distributed, nn
 
-from dsi.models.hf import Transformer, common_prefix_length
+from dsi.models.hf import Transformer
+from dsi.models.kv_sequence import common_prefix_length
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.process_utils import close_other_fds, die_with_parent
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled

@@ -22,7 +22,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dsi.models.cpu.compiler import declare, kernel, why_unavailable
 from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
-from dsi.models.hf import GROWTH, KVLayer, KVSequence, Transformer
+from dsi.models.hf import Transformer
+from dsi.models.kv_sequence import GROWTH, KVLayer, KVSequence
 from dsi.models.protocol import NEVER, Cancelled
 from dsi.models.tree_cache import TreeRows
 

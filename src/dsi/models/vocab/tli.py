@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dsi.models.hf import common_prefix_length
+from dsi.models.kv_sequence import common_prefix_length
 from dsi.models.protocol import Backend, CancelFlag
 from dsi.models.vocab.token_map import map_logits, shared_tokens
 from dsi.models.vocab.vocabulary import Vocabulary, fit_context, incomplete_bytes

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from dsi.core.sequence import Tokens
-from dsi.models.hf import common_prefix_length
+from dsi.models.kv_sequence import common_prefix_length
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.token_map import TokenFormat, build_token_map, format_from_decoder, format_from_tokens
 
