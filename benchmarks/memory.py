@@ -55,7 +55,7 @@ def lines(results: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, "--warm-up 500 --requests 500", warm_up=10000, requests=5000, tokens=4)
+    parser = harness.arguments(__doc__, "--warm-up 500 --requests 500", warm_up=5000, requests=5000, tokens=4)
     parser.add_argument("--check", action="store_true", help="exit with status 1 if memory grows")
     options = parser.parse_args()
     results = measure(options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -13,8 +15,21 @@ from transformers.cache_utils import Cache, DynamicLayer
 from dsi.core.tree_shape import END
 from dsi.models.tree_cache import CachedNodes, cached_path, nodes_below
 
+MIN_MAPPED = 1 << 16  # bytes of a buffer that is mapped by itself
 GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely grow
 NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
+
+
+def empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Memory for keys or values that goes back to the system once it is freed.
+
+    The C library would keep it in pieces, and a server's memory grow with the requests that it has seen.
+    """
+    size = prod(shape) * like.element_size()
+    if like.device.type != "cpu" or size < MIN_MAPPED:
+        return like.new_empty(shape)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 
 class KVLayer(DynamicLayer):  # type: ignore[misc]
@@ -56,7 +71,7 @@ class KVLayer(DynamicLayer):  # type: ignore[misc]
         previous = (self.keys, self.values) if self.is_initialized else None
         self.lazy_initialization(key_states, value_states)
         self.keys, self.values = (
-            states.new_empty((*states.shape[:-2], max(capacity, 2 * self.length), states.shape[-1]))
+            empty(states, (*states.shape[:-2], max(capacity, 2 * self.length), states.shape[-1]))
             for states in (key_states, value_states)
         )
         if previous is not None:
