@@ -12,6 +12,7 @@ from dsi.planning.shared_forwards import forward_ms
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # draft tokens that a verification may carry
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20)
+ACCEPTANCE_STEPS, RUNNER_UP_STEPS = 25, 5
 CAUTION = 0.1  # added to predictions for `auto`: a tree's forwards and the engine's work for it take a bit more
 MAX_FORWARD = 3.0  # times as long as the narrowest, which a verification may take
 
@@ -53,12 +54,23 @@ class TreePredictions:
     latency: LatencyModel
 
     def best(self, scale: float, acceptance: float, runner_up: float) -> SpecConfig | None:
-        best = best_si_tree(self._scaled(scale), round(acceptance, 2), round(runner_up, 1))
+        best = best_si_tree(self._scaled(scale), *coarse(acceptance, runner_up))
         return best and best[0]
 
     def ms(self, spec: SpecConfig, scale: float, acceptance: float, runner_up: float) -> float:
-        chances = rank_chances(acceptance, runner_up, len(spec.chances))
-        return (1 + CAUTION) * si_tree_ms(self._scaled(scale), chances, spec.tree, spec.lookahead or 1)
+        acceptance, runner_up = coarse(acceptance, runner_up)
+        return (1 + CAUTION) * _predicted_ms(self._scaled(scale), spec, acceptance, runner_up)
 
     def _scaled(self, scale: float) -> LatencyModel:
         return self.latency if scale == 1 else self.latency.scaled(drafter=scale)
+
+
+def coarse(acceptance: float, runner_up: float) -> tuple[float, float]:
+    """Rates in steps for which predictions are kept: `auto` asks after every verification."""
+    return round(ACCEPTANCE_STEPS * acceptance) / ACCEPTANCE_STEPS, round(RUNNER_UP_STEPS * runner_up) / RUNNER_UP_STEPS
+
+
+@lru_cache(4096)
+def _predicted_ms(latency: LatencyModel, spec: SpecConfig, acceptance: float, runner_up: float) -> float:
+    chances = rank_chances(acceptance, runner_up, len(spec.chances))
+    return si_tree_ms(latency, chances, spec.tree, spec.lookahead or 1)
