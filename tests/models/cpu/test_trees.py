@@ -172,7 +172,7 @@ def test_cancelled_tree_forward_leaves_nothing(checks: int) -> None:
 
 
 def test_tree_cache_grows_with_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dsi.models.hf.GROWTH", 0)
+    monkeypatch.setattr("dsi.models.kv_sequence.GROWTH", 0)
     decoder = CountingDecoder(random_model("gemma2"))
     expected = plain_rows(CompiledDecoder(decoder.model), TOKENS, 60, CHAIN, list(range(8)))[1:]
     for node in range(8):
