@@ -35,6 +35,7 @@ AUTO, DSI, PLAIN, ASSISTED = "auto", "dsi", "transformers plain", "transformers 
 OWN_CORES = {name: SpecConfig(name) for name in (AUTO, DSI, "pearl", "nonsi")} | {
     f"si {lookahead}": SpecConfig("si", lookahead) for lookahead in (3, 5, 8)
 }
+TREES = {f"si tree {size}": SpecConfig("si", depth, tree=size) for size, depth in ((4, 3), (8, 4))}
 ALL_CORES = {f"{name} all cores": OWN_CORES[name] for name in ("nonsi", "si 3", "si 5")}
 LLAMA_CPP = {  # threads for each core of the pair's, and draft tokens
     "llama.cpp 1 thread": (False, 0),
@@ -42,7 +43,7 @@ LLAMA_CPP = {  # threads for each core of the pair's, and draft tokens
     "llama.cpp draft 5": (True, 5),
     "llama.cpp draft 10": (True, 10),
 }
-OURS = (*OWN_CORES, *ALL_CORES)
+OURS = (*OWN_CORES, *TREES, *ALL_CORES)
 ROWS = (*OURS, *LLAMA_CPP, ASSISTED, PLAIN)
 TOLERANCE = 0.03  # by which `auto` may be slower than the fastest row
 LOOKUP_TOKENS = 10  # draft tokens of transformers' prompt lookup, as its documentation has it
@@ -118,6 +119,7 @@ class Transformers:
             mask, began = torch.ones_like(ids), perf_counter()
             output = self.target.generate(ids, attention_mask=mask, streamer=streamer, **options)
             seconds = perf_counter() - began
+            torch.set_num_threads(1)  # as our engine has it: its threads would wait for cores beside ours
             return Text(tuple(output[0, ids.shape[1] :].tolist()), seconds, streamer.times[1] - began)
 
         return write
@@ -146,7 +148,7 @@ def make_rows(options: argparse.Namespace, tokenizer: Any, engines: ExitStack) -
     """Load what the chosen rows need: processes are forked before transformers starts threads here."""
     pair = {"target": options.target, "drafter": options.drafter, "dtype": options.dtype}
     rows: dict[str, Write] = {}
-    for specs, threads in ((OWN_CORES, None), (ALL_CORES, options.cores)):
+    for specs, threads in ((OWN_CORES | TREES, None), (ALL_CORES, options.cores)):
         if chosen := [name for name in specs if name in options.rows]:
             engine = engines.enter_context(Engine.load(**pair, threads=threads))
             rows |= {name: ours(engine, specs[name], options.tokens) for name in chosen}
@@ -259,6 +261,8 @@ def parse() -> argparse.Namespace:
         parser.error(f"--check with --rows {','.join(options.rows)}: needs {AUTO} and another row")
     if options.cores > (available := len(os.sched_getaffinity(0))):
         parser.error(f"--cores {options.cores}: this machine has {available}")
+    if options.drafter == NGRAM:  # which has one choice
+        options.rows = [row for row in options.rows if row not in TREES]
     if options.quick:
         options.repeats, options.tokens = 1, 32
     return options
