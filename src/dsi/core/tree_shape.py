@@ -86,3 +86,12 @@ def by_level(grown: Sequence[tuple[int, int]], num_nodes: int) -> Iterator[tuple
         num_nodes += count
     if level:
         yield tuple(level)
+
+
+def with_ancestors(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> list[int]:
+    """These nodes and their ancestors, parents first."""
+    needed = set(nodes)
+    for node in range(len(tree) - 1, -1, -1):
+        if node in needed and tree[node][0] != END:
+            needed.add(tree[node][0])
+    return sorted(needed)

@@ -21,7 +21,7 @@ from dsi.core.messages import (
     Verify,
 )
 from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import END, Tree, by_level
+from dsi.core.tree_shape import END, Tree, by_level, with_ancestors
 from dsi.fleets.servers import CachedPrefix, Server
 from dsi.models.protocol import (
     NEVER,
@@ -143,7 +143,7 @@ def _children(
     wanted: Sequence[tuple[int, int]],
 ) -> list[Tokens]:
     """The likeliest tokens after these nodes, so many after each, in one forward."""
-    needed, asked = with_ancestors(tree, [node for node, _ in wanted if node != END])
+    needed, asked = subtree(tree, [node for node, _ in wanted if node != END])
     start = len(prefix.tokens) + (wanted[0][0] != END)
     request = ForwardRequest(
         prefix.tokens,
@@ -162,15 +162,11 @@ def _children(
     return [tokens[:count] for tokens, (_, count) in zip(answers, wanted)]
 
 
-def with_ancestors(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Tree, list[int]]:
+def subtree(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Tree, list[int]]:
     """The part of a tree that ends in these nodes, and their indices in it."""
-    needed: set[int] = set()
-    for node in nodes:
-        while node != END and node not in needed:
-            needed.add(node)
-            node = tree[node][0]
-    index = {node: i for i, node in enumerate(sorted(needed))} | {END: END}
-    return tuple((index[tree[node][0]], tree[node][1]) for node in sorted(needed)), [index[node] for node in nodes]
+    needed = with_ancestors(tree, nodes)
+    index = {node: i for i, node in enumerate(needed)} | {END: END}
+    return tuple((index[tree[node][0]], tree[node][1]) for node in needed), [index[node] for node in nodes]
 
 
 def _draft_token(job: Draft, model: Model, request: ForwardRequest) -> Drafted:

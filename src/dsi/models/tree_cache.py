@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsi.core.tree_shape import END, Tree
+from dsi.core.tree_shape import END, Tree, with_ancestors
 
 MAX_NODES = 512  # cached behind one text: where branches that were given up would make more, all are dropped
 
@@ -65,15 +65,6 @@ class TreeRows:
             if parent != END:
                 seen[slot] |= seen[parent]
         return seen[self.computed]
-
-
-def with_ancestors(tree: Tree, asked: Sequence[int]) -> list[int]:
-    """These nodes and their ancestors, parents first."""
-    needed = set(asked)
-    for node in range(len(tree) - 1, -1, -1):
-        if node in needed and tree[node][0] != END:
-            needed.add(tree[node][0])
-    return sorted(needed)
 
 
 def tree_depth(tree: Tree) -> int:
