@@ -118,7 +118,7 @@ def test_packed_forward_of_many_tokens_takes_several(monkeypatch: pytest.MonkeyP
     decoder = CompiledDecoder(random_model("gemma2"))
     whole, other = decoder.forward(TOKENS, 1), decoder.forward(TOKENS[::-1], 1)
     monkeypatch.setattr("dsi.models.cpu.decoder.MAX_ROWS", 17)
-    monkeypatch.setattr("dsi.models.hf.GROWTH", 1)  # room for what is needed alone
+    monkeypatch.setattr("dsi.models.kv_sequence.GROWTH", 1)  # room for what is needed alone
     for start in (1, 20, 64, 80, 81):
         decoder.clear_cache()
         first, second = decoder.forward_packed([(TOKENS, start), (TOKENS[::-1], 1)])
