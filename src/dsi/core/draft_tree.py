@@ -32,7 +32,6 @@ class Node:
     target_token: int | None = None  # the next token according to the target, once verified
     top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
     log_chance: float = 0.0  # that it becomes text, by its path's ranks: only differences between nodes count
-    drafting: bool = False  # whether its children are being drafted
     sampled: bool = False  # whether the target sampled the next token instead of accepting a draft token
 
     @property
@@ -108,8 +107,6 @@ class TreeDraft:
         self._levels = deque(by_level(expansions, len(nodes)))
         self.level = 0  # that is drafted next
         self.expanded = [self._node(index) for index, _ in self._levels[0]]  # by the first forward
-        for node in self.expanded:
-            node.drafting = True
 
     def _node(self, index: int) -> Any:
         return self._root if index == END else self._nodes[index]
@@ -139,7 +136,6 @@ class TreeDraft:
     def stop(self, tree: DraftTree) -> None:
         """No more levels come; nodes that were not expanded can be again."""
         for node in self.expanded:
-            node.drafting = False
             if node.alive and not node.children and node is not tree.root:
                 tree.leaves.push(node)
 

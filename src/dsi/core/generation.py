@@ -225,7 +225,7 @@ class Generation:
         nodes = self._close(job)
         is_cut = len(tokens) < job.num_positions
         if is_cut:
-            self._release(job.id, nodes)
+            self._release(job, nodes)
         for i, (node, token) in enumerate(zip(nodes, tokens)):
             if node.alive:
                 node.target_token, node.verifier = token, job.id
@@ -248,7 +248,7 @@ class Generation:
         node = self.jobs.node(job.id)
         nodes = self._close(job)
         if job.tree:
-            self._release(job.id, nodes)
+            self._release(job, nodes)
         else:
             self.verify(node, job.width, job.alone)
 
@@ -302,7 +302,7 @@ class Generation:
             nodes = self._close(job)
             if isinstance(job, Verify):
                 self.tally.abandoned += 1
-                self._release(id, nodes)
+                self._release(job, nodes)
         self._cancelled += ids
 
     def _close(self, job: Job) -> list[Node]:
@@ -315,12 +315,12 @@ class Generation:
         self.jobs.close(job.id)
         return nodes
 
-    def _release(self, id: int, nodes: list[Node]) -> None:
+    def _release(self, job: Verify, nodes: list[Node]) -> None:
         """This verification will not cover these positions."""
         for node in nodes:
-            if node.verifier == id:
+            if node.verifier == job.id:
                 node.verifier = None
-                if node.alive and node is not self.tree.root:
+                if job.tree and node.alive and node is not self.tree.root:
                     self.tree.unverified.push(node)
 
     # What a policy may read...

@@ -9,7 +9,7 @@ from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.models.endpoints.address import DSI
 from dsi.models.endpoints.vllm import COMPLETIONS, sampling_fields
-from dsi.models.endpoints.wire import Call, EndpointInfo, WireFormat, check_tokens, first_model
+from dsi.models.endpoints.wire import Call, EndpointInfo, WireFormat, check_tokens, completion_tokens, first_model
 
 VERIFY = "/v1/verify"
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -45,7 +45,7 @@ class DsiFormat(WireFormat):
 
     def streamed(self, chunk: Any, num_received: int) -> Sequence[int]:
         del num_received
-        return [token for choice in chunk["choices"] for token in check_tokens(choice["token_ids"] or [])]
+        return completion_tokens(chunk)
 
     def info(self, models: Any, properties: Any) -> EndpointInfo:
         del properties

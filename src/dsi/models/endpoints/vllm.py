@@ -16,7 +16,7 @@ from dsi.models.endpoints.wire import (
     Call,
     EndpointInfo,
     WireFormat,
-    check_tokens,
+    completion_tokens,
     first_model,
     only,
     position_seed,
@@ -73,7 +73,7 @@ class VllmFormat(WireFormat):
 
     def streamed(self, chunk: Any, num_received: int) -> Sequence[int]:
         del num_received
-        return [token for choice in chunk["choices"] for token in check_tokens(choice["token_ids"] or [])]
+        return completion_tokens(chunk)
 
     def info(self, models: Any, properties: Any) -> EndpointInfo:
         del properties

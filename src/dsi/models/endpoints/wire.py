@@ -136,3 +136,8 @@ def first_model(models: Any) -> Mapping[str, Any]:
     if not isinstance(entry["id"], str):
         raise ValueError(f"{entry['id']!r} is no name of a model")
     return entry  # type: ignore[no-any-return]
+
+
+def completion_tokens(chunk: Any) -> list[int]:
+    """The tokens in a chunk of a streamed completion that was asked for them."""
+    return [token for choice in chunk["choices"] for token in check_tokens(choice["token_ids"] or [])]
