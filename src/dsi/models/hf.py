@@ -360,6 +360,18 @@ def attention_windows(config: Any) -> dict[str, int]:
     return {kind: window if kind == SLIDING else 0 for kind in types} if types <= {FULL, SLIDING} else {}
 
 
+def is_of_transformers(model: Any) -> bool:
+    """Whether a model has transformers' own class, and not somebody's that computes something else."""
+    return type(model) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+
+
+def sliding_window(config: Any, attention: Any) -> int:
+    """The sliding window of a layer; 0 where it attends to all tokens."""
+    if config.model_type in ("mistral", "phi3"):
+        return config.sliding_window or 0
+    return getattr(attention, "sliding_window", None) or 0
+
+
 def decoder_layers(model: Any) -> nn.ModuleList:
     """Return the decoder layers: the module list with as many entries as the configuration has layers."""
     num_layers = model.config.num_hidden_layers

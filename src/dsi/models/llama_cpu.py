@@ -131,8 +131,12 @@ def is_standard_llama(model: Any) -> bool:
     if any(getattr(model.config, name, None) != value for name, value in STANDARD.items()):
         return False
     blocks = [block for layer in model.model.layers for block in (layer.self_attn, layer.mlp)]
-    matrices = [module for block in blocks for module in block.children() if hasattr(module, "weight")]
-    return all(type(module) is nn.Linear and "forward" not in vars(module) for module in matrices)
+    return all(is_plain_linear(module) for block in blocks for module in block.children() if hasattr(module, "weight"))
+
+
+def is_plain_linear(module: Any) -> bool:
+    """Whether this is a linear layer without an adapter."""
+    return type(module) is nn.Linear and "forward" not in vars(module)
 
 
 def rope_type(config: Any) -> str:
@@ -146,26 +150,25 @@ def fuse_projections(layer: Any) -> LlamaLayer:
     attention, mlp = layer.self_attn, layer.mlp
     return LlamaLayer(
         input_norm=layer.input_layernorm.weight.data,
-        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=fuse(attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight),
         out=attention.o_proj.weight.data,
         post_attention_norm=layer.post_attention_layernorm.weight.data,
-        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
+        gate_up=fuse(mlp.gate_proj.weight, mlp.up_proj.weight),
         down=mlp.down_proj.weight.data,
     )
 
 
-def _fuse(*linears: Any) -> Tensor:
-    """Concatenate weight matrices along their output dimension; those that are adjacent already stay."""
-    weights: list[Tensor] = [linear.weight.data for linear in linears]
-    heights = [len(weight) for weight in weights]
-    if not _are_adjacent(weights):
-        with torch.inference_mode(weights[0].is_inference()), torch.no_grad():  # the model can still be trained
-            fused = torch.cat(weights)
-            for linear, weight in zip(linears, torch.split(fused, heights)):
-                linear.weight.data = weight
+def fuse(*parameters: Tensor) -> Tensor:
+    """Concatenate weights or biases along their output dimension; those that are adjacent already stay."""
+    tensors = [parameter.data for parameter in parameters]
+    heights = [len(tensor) for tensor in tensors]
+    if not _are_adjacent(tensors):
+        with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():  # the model can still be trained
+            fused = torch.cat(tensors)
+            for parameter, tensor in zip(parameters, torch.split(fused, heights)):
+                parameter.data = tensor
         return fused
-    width = weights[0].shape[1]
-    return torch.as_strided(weights[0], (sum(heights), width), (width, 1))
+    return torch.as_strided(tensors[0], (sum(heights), *tensors[0].shape[1:]), tensors[0].stride())
 
 
 def _are_adjacent(weights: list[Tensor]) -> bool:

@@ -6,31 +6,60 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from dsi.models.cuda.decoder_triton import supports_triton, triton_forward
 from dsi.models.cuda.graphs import static_cache
-from dsi.models.cuda.llama_triton import triton_forward
 
 MAX_LENGTH, VOCAB_SIZE = 160, 97
+FLOAT, HALF = torch.float32, torch.float16
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "head_dim": 32,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LENGTH,
+}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+WINDOW = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}  # of the second layer alone
+PHI3 = {"pad_token_id": 0, "original_max_position_embeddings": MAX_LENGTH, "sliding_window": None}
+BIGCODE = {"n_inner": 100, "activation_function": "gelu"}
+SHAPES: dict[str, tuple[Any, Any, dict[str, Any], torch.dtype]] = {
+    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, {}, FLOAT),
+    "llama half": (hf.LlamaForCausalLM, hf.LlamaConfig, {"head_dim": 64, "num_key_value_heads": 4}, HALF),
+    "llama tied": (hf.LlamaForCausalLM, hf.LlamaConfig, {"tie_word_embeddings": True}, FLOAT),
+    "llama biases": (hf.LlamaForCausalLM, hf.LlamaConfig, BIASES, FLOAT),
+    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 70}, FLOAT),
+    "mistral half": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 5}, HALF),
+    "qwen2": (hf.Qwen2ForCausalLM, hf.Qwen2Config, WINDOW, FLOAT),
+    "qwen3": (hf.Qwen3ForCausalLM, hf.Qwen3Config, {}, FLOAT),
+    "qwen3 half": (hf.Qwen3ForCausalLM, hf.Qwen3Config, {"tie_word_embeddings": True}, HALF),
+    "phi3": (hf.Phi3ForCausalLM, hf.Phi3Config, {**PHI3, "hidden_size": 128}, FLOAT),
+    "phi3 window": (hf.Phi3ForCausalLM, hf.Phi3Config, {**PHI3, "hidden_size": 384, "sliding_window": 21}, FLOAT),
+    "bigcode": (hf.GPTBigCodeForCausalLM, hf.GPTBigCodeConfig, {**BIGCODE, "hidden_size": 128}, FLOAT),
+    "bigcode half": (hf.GPTBigCodeForCausalLM, hf.GPTBigCodeConfig, {"hidden_size": 128}, HALF),
+}
+OF_OTHERS = {"phi3": ("head_dim",), "gpt_bigcode": ("head_dim", "num_key_value_heads", "intermediate_size")}
 
 
-def llama(size: int, kv_heads: int, dtype: torch.dtype) -> Any:
+def random_model(shape: str) -> Any:
+    """A small model whose norms and biases have random values, too."""
+    model_class, config_class, own, dtype = SHAPES[shape]
+    sizes = {name: size for name, size in SIZES.items() if name not in OF_OTHERS.get(config_class.model_type, ())}
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=4 * size,
-        head_dim=size,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=MAX_LENGTH,
-    )
-    model = LlamaForCausalLM(config).to(dtype).eval()
+    model = model_class(config_class(**sizes | own)).to(dtype).eval()
     for weight in model.parameters():
         weight.data.normal_(0, 0.2)
+    assert supports_triton(model)
     return model
+
+
+def tolerance(model: Any) -> float:
+    return 1e-5 if model.dtype == FLOAT else 2e-2
 
 
 def initialised_cache(model: Any) -> Any:
@@ -50,29 +79,28 @@ def forward(model: Any, cache: Any, length: Tensor, ids: Tensor) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("size", "kv_heads", "dtype"), [(32, 2, torch.float32), (64, 4, torch.float16)])
+@pytest.mark.parametrize("shape", SHAPES)
 @torch.inference_mode()
-def test_triton_forward_keeps_logits_and_cache(size: int, kv_heads: int, dtype: torch.dtype) -> None:
+def test_triton_forward_keeps_logits_and_cache(shape: str) -> None:
     """Over forwards of many widths: 70 new tokens are more than one tile."""
-    model = llama(size, kv_heads, dtype)
+    model = random_model(shape)
     reference, by_triton, length = initialised_cache(model), initialised_cache(model), torch.tensor(0)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for new in (3, 1, 8, 1, 70):
+    for new in (3, 1, 8, 1, 70, 2):
         ids = torch.randint(VOCAB_SIZE, (new,))
         expected = forward(model, reference, length, ids)
         with triton_forward(model, MAX_LENGTH):
             actual = forward(model, by_triton, length, ids)
-        assert torch.allclose(expected, actual, atol=tolerance)
+        assert torch.allclose(expected, actual, atol=tolerance(model))
         length = length + new
     for a, b in zip(reference.layers, by_triton.layers):
-        assert torch.allclose(a.keys[:, :, :length], b.keys[:, :, :length], atol=tolerance)
-        assert torch.allclose(a.values[:, :, :length], b.values[:, :, :length], atol=tolerance)
+        assert torch.allclose(a.keys[:, :, :length], b.keys[:, :, :length], atol=tolerance(model))
+        assert torch.allclose(a.values[:, :, :length], b.values[:, :, :length], atol=tolerance(model))
 
 
 @torch.inference_mode()
 def test_triton_forward_ignores_the_cache_beyond_the_text() -> None:
     """Rejected draft tokens and padding leave arbitrary values there."""
-    model = llama(32, 2, torch.float32)
+    model = random_model("mistral")
     cache, ids = initialised_cache(model), torch.arange(6)
     with triton_forward(model, MAX_LENGTH):
         expected = forward(model, cache, torch.tensor(0), ids)
@@ -81,15 +109,13 @@ def test_triton_forward_ignores_the_cache_beyond_the_text() -> None:
         assert torch.allclose(forward(model, cache, torch.tensor(2), ids[2:]), expected[2:], atol=1e-5)
 
 
-@pytest.mark.parametrize(("size", "kv_heads", "dtype"), [(32, 2, torch.float32), (64, 4, torch.float16)])
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in ("llama tied", "bigcode half")])
 @torch.inference_mode()
-def test_exact_triton_forward_gives_the_same_bits_for_every_cut(
-    size: int, kv_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_triton_forward_gives_the_same_bits_for_every_cut(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forwards are padded to one number of tokens; the text is longer than two tiles of keys."""
     # As on tensor cores, and unlike in numpy, a row's products must not depend on where in its tile it is.
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, None] * b.T[None]).sum(-1, dtype=dtype))
-    model, padded = llama(size, kv_heads, dtype), 16
+    model, padded = random_model(shape), 16
     text = torch.randint(VOCAB_SIZE, (140,))
 
     def logits(cut: list[int]) -> Tensor:
@@ -102,21 +128,20 @@ def test_exact_triton_forward_gives_the_same_bits_for_every_cut(
         return torch.cat(rows)
 
     expected = logits([16] * 8 + [12])
-    for cut in ([1] * 3 + [16] * 8 + [9], [11, 16] * 5 + [5]):
-        assert torch.equal(logits(cut), expected)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    assert torch.equal(logits([1, 1, 1, 16, 11, 16, 5, 16, 2, 16, 16, 13, 16, 10]), expected)
     whole = forward(model, initialised_cache(model), torch.tensor(0), text)
-    assert torch.allclose(expected, whole, atol=tolerance * float(whole.abs().max()))
+    assert torch.allclose(expected, whole, atol=10 * tolerance(model) * float(whole.abs().max()))
 
 
 @torch.inference_mode()
 def test_triton_forward_restores_the_model() -> None:
-    model = llama(32, 2, torch.float32)
+    model = random_model("mistral")
     module = sys.modules[type(model).__module__]
-    forwards, mask = [submodule.forward for submodule in model.modules()], module.create_causal_mask
+    forwards = [submodule.forward for submodule in model.modules()]
+    masks = module.create_causal_mask, module.create_sliding_window_causal_mask
     before = forward(model, initialised_cache(model), torch.tensor(0), torch.arange(5))
     with triton_forward(model, MAX_LENGTH):
         assert [submodule.forward for submodule in model.modules()] != forwards
     assert [submodule.forward for submodule in model.modules()] == forwards
-    assert module.create_causal_mask is mask
+    assert (module.create_causal_mask, module.create_sliding_window_causal_mask) == masks
     assert torch.equal(forward(model, initialised_cache(model), torch.tensor(0), torch.arange(5)), before)

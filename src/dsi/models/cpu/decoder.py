@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dsi.models.cpu.compiler import declare, kernel, why_unavailable
 from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
-from dsi.models.hf import Transformer
+from dsi.models.hf import Transformer, is_of_transformers, sliding_window
 from dsi.models.kv_sequence import GROWTH, KVLayer, KVSequence
 from dsi.models.protocol import NEVER, Cancelled
 from dsi.models.tree_cache import TreeRows
@@ -200,8 +199,7 @@ class CompiledDecoder(Transformer):
     @staticmethod
     def supports(model: Any) -> bool:
         config = model.config
-        own_class = type(model) is not MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)  # somebody's own
-        if own_class or config.model_type not in MODEL_TYPES or why_unavailable():
+        if not is_of_transformers(model) or config.model_type not in MODEL_TYPES or why_unavailable():
             return False
         if activation(config) not in ACTIVATIONS or getattr(config, "use_bidirectional_attention", False):
             return False
@@ -267,7 +265,7 @@ class CompiledDecoder(Transformer):
             output_norm=self._norm(layer.post_feedforward_layernorm) if behind else None,
             q_norm=self._norm(getattr(attention, "q_norm", None)),
             k_norm=self._norm(getattr(attention, "k_norm", None)),
-            window=window(self.model.config, attention),
+            window=sliding_window(self.model.config, attention),
         )
 
     def _matrix(self, linear: Any) -> Matrix:
@@ -430,13 +428,6 @@ def activation(config: Any) -> str:
     """The name of the activation; Gemma's configuration has it in a field of its own."""
     own = getattr(config, "hidden_activation", None) if config.model_type in GEMMAS else None
     return str(own or config.hidden_act)
-
-
-def window(config: Any, attention: Any) -> int:
-    """The sliding window of a layer; 0 where it attends to all tokens."""
-    if config.model_type == "mistral":
-        return config.sliding_window or 0
-    return getattr(attention, "sliding_window", None) or 0
 
 
 def has_dynamic_rope(model: Any) -> bool:

@@ -185,13 +185,13 @@ def fused_norms(model: Any) -> Iterator[None]:
 
 
 def fuse_norm(module: Any) -> Callable[[Tensor], Tensor]:
-    weight, epsilon = module.weight, _epsilon(module)
+    weight, epsilon = module.weight, epsilon_of(module)
     return lambda x: functional.rms_norm(x, weight.shape, weight, epsilon)
 
 
 def is_rms_norm(module: Any) -> bool:
     """Whether a module computes the standard RMS norm: some add one to their weights."""
-    if _epsilon(module) is None:
+    if epsilon_of(module) is None:
         return False
     tolerance = 1e-5 if module.weight.dtype == torch.float32 else 3e-2
     with torch.inference_mode():
@@ -199,6 +199,6 @@ def is_rms_norm(module: Any) -> bool:
         return bool(torch.allclose(module(x), fuse_norm(module)(x), atol=tolerance, rtol=tolerance))
 
 
-def _epsilon(module: Any) -> float | None:
+def epsilon_of(module: Any) -> float | None:
     epsilon: float | None = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     return epsilon

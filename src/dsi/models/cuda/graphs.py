@@ -23,11 +23,11 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from dsi.core.sequence import Tokens
+from dsi.models.cuda.decoder_triton import supports_triton, triton_forward
 from dsi.models.cuda.draft_pipeline import DraftPipeline
 from dsi.models.cuda.fused_ops import fused_forward
 from dsi.models.cuda.green_contexts import driver
 from dsi.models.cuda.kv_cache import CudaForward, SharedKVCache
-from dsi.models.cuda.llama_triton import supports_triton, triton_forward
 from dsi.models.hf import decoder_layers
 from dsi.models.kv_sequence import common_prefix_length
 from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Model
