@@ -52,6 +52,26 @@ def test_ray_engine_writes_the_targets_text_despite_deaths(
         assert tokens_despite_a_death(engine) == expected[PROMPTS[0], 0.0]
 
 
+def test_ray_engine_with_trees_writes_the_text_of_nonsi(
+    cluster: None,  # noqa: ARG001
+    expected: dict[tuple[str, float], tuple[int, ...]],
+) -> None:
+    specs = (
+        SpecConfig("si", 4, tree=8),
+        SpecConfig("pearl", 3, tree=6),
+        SpecConfig("dsi", 2, tree=8),
+        SpecConfig("auto"),
+    )
+    with Engine.load(sp=2, fleet="ray", resources=LITTLE) as engine:
+        assert engine.deployment.trees
+        assert engine.deployment.latency_table.trees is not None  # which auto chooses from
+        for (prompt, heat), tokens in expected.items():
+            for spec in specs:
+                done = engine.generate(prompt, max_new_tokens=48, temperature=heat, seed=3, spec=spec)
+                assert (done.tokens, done.tally.failed) == (tokens, 0)
+                assert done.tally.accepted > 0 or not spec.tree
+
+
 def tokens_despite_a_death(engine: Engine) -> tuple[int, ...]:
     """Kill a target while it writes; with one target, it has to come back."""
     writing = engine.stream(PROMPTS[0], max_new_tokens=48)
@@ -81,7 +101,7 @@ def test_ray_engine_takes_a_drafter_with_another_vocabulary(
             done = engine.generate(PROMPTS[0], max_new_tokens=48, temperature=heat, seed=3)
             assert done.tokens == expected[PROMPTS[0], heat]
             assert (done.tally.failed, done.tally.drafted > 0) == (0, True)
-        assert engine.deployment.sp == 1
+        assert (engine.deployment.sp, engine.deployment.trees) == (1, False)
         assert tokens_despite_a_death(engine) == expected[PROMPTS[0], 0.0]
 
 

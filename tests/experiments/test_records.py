@@ -33,6 +33,24 @@ def test_record_verified_trees_are_the_useful_ones(algorithm: str) -> None:
     assert min(block.place for block in verifications) == 0  # never before the text begins
 
 
+@pytest.mark.parametrize("algorithm", ["si", "pearl", "dsi"])
+@pytest.mark.parametrize("waited", [False, True])
+def test_record_drafts_of_trees_are_accepted_where_the_text_took_a_token(algorithm: str, waited: bool) -> None:
+    setting = replace(SETTING, acceptance=0.5, runner_up_acceptance=0.5).with_spec(lookahead=3, tree=8)
+    drafts = [block for block in record(setting, algorithm, seed=3, real_time=waited).blocks if block.kind == "draft"]
+    counts = Counter(block.outcome for block in drafts)
+    if not waited:  # a level has at most one token of the text; on threads a cancelled forward may end either way
+        assert counts["accepted"] == setting.run(algorithm, seed=3).completion.tally.accepted
+    assert counts["accepted"] >= 1
+    assert counts["rejected"] >= 1
+
+
+def test_record_drafts_of_trees_are_all_accepted_if_every_first_choice_is_right() -> None:
+    setting = replace(SETTING, acceptance=1.0).with_spec(lookahead=4, tree=8)
+    drafts = [block for block in record(setting, "si", seed=3).blocks if block.kind == "draft"]
+    assert {block.outcome for block in drafts} == {"accepted"}
+
+
 def test_record_places_each_forward() -> None:
     drawn = record(replace(SETTING, acceptance=1.0).with_spec(lookahead=4), "si", seed=3)
     verifications = [(b.place, b.width) for b in drawn.blocks if b.kind == "verify"]

@@ -25,10 +25,11 @@ from dsi.core.messages import (
     Verified,
     Verify,
 )
-from dsi.core.policies import autoregressive, distributed, pearl, speculative
+from dsi.core.policies import autoregressive, distributed, pearl, policy_for, speculative
 from dsi.core.request import Request
 from dsi.core.scheduler import Scheduler
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.spec import SpecConfig
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.endpoint import Endpoint
 from dsi.fleets.event_loop import EventLoopThread
@@ -378,6 +379,15 @@ def test_fleet_output_equals_the_targets_own(kind: str, loop: EngineLoop, policy
         pytest.skip("it cannot sample each position with a seed of its own")
     [completion] = loop.run(Request((1, 2, 3), 25, policy, sampling))
     assert completion.tokens == plain_decoding(25, sampling, seeds_by_position=kind == "vllm")
+
+
+@pytest.mark.parametrize("algorithm", ["si", "pearl", "dsi"])
+def test_fleet_output_with_trees_equals_the_targets_own(kind: str, loop: EngineLoop, algorithm: str) -> None:
+    if kind in (*KINDS, "polling"):
+        pytest.skip("endpoints and devices have no trees")
+    [completion] = loop.run(Request((1, 2, 3), 25, policy_for(SpecConfig(algorithm, 3, tree=8))))
+    assert (completion.tokens, completion.tally.failed) == (plain_decoding(25), 0)
+    assert completion.tally.accepted > 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

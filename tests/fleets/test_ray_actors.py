@@ -141,7 +141,7 @@ def test_ray_fleet_tries_again_after_an_actor_that_died_before_it_connected(make
 def test_ray_fleet_rejects_connections_without_the_secret(make: Make) -> None:
     fleet = make([Server("target-1", "target", ToyTarget(3))])
     with socket.create_connection(fleet._listen_socket.getsockname()[:2]) as stranger:
-        stranger.sendall(HELLO.pack(b"x" * 32, b"target-1", 1, 0.0) + b"rest")
+        stranger.sendall(HELLO.pack(b"x" * 32, b"target-1", 1, 0.0, False) + b"rest")
         fleet.start(Verify(1, TokenSequence.of((1,)), 1))
         assert isinstance(fleet.next_event(), Verified)
         fleet.start(Verify(2, TokenSequence.of((1,)), 1))

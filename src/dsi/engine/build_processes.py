@@ -42,7 +42,7 @@ from dsi.models.hf import Transformer
 from dsi.models.logits_processors import with_processing
 from dsi.models.names import NGRAM, model_path
 from dsi.models.ngram import NGram
-from dsi.models.protocol import Model, ProcessLogits, SamplingModel
+from dsi.models.protocol import Model, ProcessLogits, SamplingModel, computes_trees
 from dsi.models.tensor_parallel import TensorParallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.translate import translate_drafter
@@ -113,11 +113,6 @@ def build_on_processes(config: EngineConfig, status: Status = no_status) -> Depl
             packed_sequences(target) if fleet.packs and isinstance(target, Transformer) else running_limit(config)
         ),
     )
-
-
-def computes_trees(model: Model) -> bool:
-    """Whether a drafter computes a tree in one forward, in the target's vocabulary."""
-    return isinstance(model, SamplingModel) and getattr(model.backend, "supports_trees", False)
 
 
 def uses_every_core(target: Transformer | TensorParallel, config: EngineConfig, sp: int) -> bool:

@@ -123,7 +123,9 @@ def build_on_ray(config: EngineConfig, status: Status = no_status) -> Deployment
         fleet.wait_until_ready()
         status("measuring the servers")
         drafter = None if config.drafter[0] == NGRAM else names[0]
-        profiler = FleetProfiler(fleet, sample_tokens(target), target.context, drafter, drafters[0].context)
+        drafts_trees = fleet.computes_trees(names[0])
+        sample, contexts = sample_tokens(target), (target.context, drafters[0].context)
+        profiler = FleetProfiler(fleet, sample, contexts[0], drafter, contexts[1], drafts_trees)
         latency = profiler.latency()
     except BaseException:
         fleet.close()
@@ -135,6 +137,7 @@ def build_on_ray(config: EngineConfig, status: Status = no_status) -> Deployment
         sp,
         latency,
         names,
+        trees=drafts_trees and fleet.computes_trees(TARGET),
         drafter_contexts={name: drafter.context for name, drafter in zip(names, drafters)},
         vocab_size=target.vocab_size,
         max_running=running_limit(config),

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from dsi.core.messages import Draft, DraftedLevel
 from dsi.core.request import Completion
 from dsi.core.sequence import TokenSequence
-from dsi.fleets.spans import Span
+from dsi.fleets.spans import Span, drafted_texts
 from dsi.planning.simulation import TITLES, SimulationConfig
 
 KINDS = ("draft", "verify", "warm")  # of spans that are forwards
@@ -114,7 +115,24 @@ def blocks(spans: Iterable[Span], done: Completion, unit: int = 1) -> list[Block
     if not log:
         return []
     verified = {text.key for text in prefixes(log[0].context.origin, done)}
-    return [block(span, verified, unit) for span in log]
+    accepted = accepted_levels(log, verified)
+    return [block(span, verified, accepted, unit) for span in log]
+
+
+def accepted_levels(spans: Iterable[Span], verified: set[int]) -> set[tuple[int, int]]:
+    """The levels of trees, by job and number, with a token of the text; later levels are known by those before."""
+    jobs: dict[int, Draft] = {}
+    levels: dict[int, dict[int, DraftedLevel]] = {}
+    for span in spans:
+        if span.level is not None:
+            jobs[span.job], event = span.level
+            levels.setdefault(span.job, {})[event.level] = event
+    return {
+        (id, number)
+        for id, job in jobs.items()
+        for number, texts in drafted_texts(job, levels[id]).items()
+        if any(text.key in verified for text in texts)
+    }
 
 
 def hidden(verifications: Iterable[Block]) -> float:
@@ -138,13 +156,13 @@ def prefixes(origin: TokenSequence, done: Completion) -> list[TokenSequence]:
     return texts
 
 
-def block(span: Span, verified: set[int], unit: int) -> Block:
+def block(span: Span, verified: set[int], accepted: set[tuple[int, int]], unit: int) -> Block:
     first = first_place(span)
     return Block(
         server=span.server,
         role=span.role,
         kind=span.kind,
-        outcome=outcome(span, first, verified),
+        outcome=outcome(span, first, verified, accepted),
         start_ms=float(span.start) * unit,
         end_ms=float(span.end) * unit,
         place=len(first) - len(first.origin),
@@ -163,11 +181,14 @@ def first_place(span: Span) -> TokenSequence:
     return text
 
 
-def outcome(span: Span, first: TokenSequence, verified: set[int]) -> str:
+def outcome(span: Span, first: TokenSequence, verified: set[int], accepted: set[tuple[int, int]]) -> str:
     if span.kind == "warm":
         return "prefilled"
     if span.kind == "verify":
         useful = any(text.key in verified for text in span.texts or (first,))
         return "verified" if useful and not span.stale else "stale"
-    accepted = span.token is not None and span.context.then(span.token).key in verified
-    return "accepted" if accepted else "rejected"
+    if span.level is not None:
+        is_accepted = (span.job, span.level[1].level) in accepted
+    else:
+        is_accepted = span.token is not None and span.context.then(span.token).key in verified
+    return "accepted" if is_accepted else "rejected"

@@ -30,8 +30,9 @@ from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFla
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 from dsi.models.process_utils import set_process_name
+from dsi.models.protocol import computes_trees
 
-HELLO = struct.Struct("!32s64sqd")  # a secret, the server's name, its incarnation, its clock
+HELLO = struct.Struct("!32s64sqd?")  # a secret, the server's name, its incarnation, its clock, if it computes trees
 CANCEL = "cancel"
 START_SECONDS = 120.0  # default
 
@@ -102,10 +103,11 @@ class ActorWorker:
     def run(self, address: tuple[str, int], secret: bytes, incarnation: int) -> None:
         """Connect to the driver and run jobs until it closes the connection."""
         set_process_name(f"dsi {self._server.name}")
+        name, trees = self._server.name.encode(), computes_trees(self._server.model)
         with socket.create_connection(address, timeout=30) as end:
             end.settimeout(None)
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            end.sendall(HELLO.pack(secret, self._server.name.encode(), incarnation, time.perf_counter()))
+            end.sendall(HELLO.pack(secret, name, incarnation, time.perf_counter(), trees))
             connection = Connection(end)
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
             while (job := self._jobs.get()) is not None:
@@ -133,9 +135,9 @@ class ActorWorker:
 class ActorHandle(WorkerHandle):
     """A worker in an actor that has connected."""
 
-    def __init__(self, server: Server, connection: Connection, actor: Any) -> None:
+    def __init__(self, server: Server, connection: Connection, actor: Any, computes_trees: bool) -> None:
         super().__init__(server, connection)
-        self.actor = actor
+        self.actor, self.computes_trees = actor, computes_trees
 
     def cancel(self, id: int) -> None:
         with suppress(OSError):  # it is dead, which will be detected
@@ -229,6 +231,11 @@ class RayFleet(RemoteFleet):
             raise ValueError(f"{', '.join(late)}: not there after {timeout:g} s; {self._cluster.describe()}")
         self._clock_start = time.perf_counter()
 
+    def computes_trees(self, role: str) -> bool:
+        """Whether all servers of a role that have connected compute a tree of draft tokens in one forward."""
+        workers = [worker for worker in self._workers.values() if worker.server.role == role]
+        return bool(workers) and all(worker.computes_trees for worker in workers)
+
     def _start_actor(self, name: str) -> None:
         incarnation = self._incarnations[name] = self._incarnations.get(name, 0) + 1
         bundle = list(self._servers).index(name)
@@ -267,19 +274,19 @@ class RayFleet(RemoteFleet):
             return
         if len(pending.received) < HELLO.size:
             return
-        secret, padded, incarnation, clock = HELLO.unpack(pending.received[: HELLO.size])
+        secret, padded, incarnation, clock, trees = HELLO.unpack(pending.received[: HELLO.size])
         name = padded.rstrip(b"\0").decode("utf-8", "replace")
         actor = self._pending_actors.get(name)
         if not hmac.compare_digest(secret, self._secret) or actor is None or actor.incarnation != incarnation:
             self._reject(pending)
             return
         self._forget_pending(pending)
-        self._accept(self._pending_actors.pop(name), name, pending.socket, clock)
+        self._accept(self._pending_actors.pop(name), name, pending.socket, clock, trees)
 
-    def _accept(self, pending: PendingActor, name: str, accepted: socket.socket, clock: float) -> None:
+    def _accept(self, pending: PendingActor, name: str, accepted: socket.socket, clock: float, trees: bool) -> None:
         accepted.settimeout(SEND_SECONDS)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        worker = ActorHandle(self._servers[name], Connection(accepted), pending.actor)
+        worker = ActorHandle(self._servers[name], Connection(accepted), pending.actor, trees)
         worker.clock_offset = time.perf_counter() - clock
         self._add_worker(worker)
         self._scheduler.add(name, self._servers[name].role)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsi.core.messages import Draft, Drafted, Event, Job, Prefill, Time, Verify
+from dsi.core.messages import Draft, Drafted, DraftedLevel, Event, Job, Prefill, Time, Verify
 from dsi.core.sequence import TokenSequence
-from dsi.core.tree_shape import END
+from dsi.core.tree_shape import END, Tree, by_level
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Span:
     stale: bool = False  # cancelled before it ended
     texts: tuple[TokenSequence, ...] = ()  # of a tree's verification: those after which it predicts
     num_texts: int = 1  # that it computed new tokens of, of as many requests
+    level: tuple[Draft, DraftedLevel] | None = None  # of a tree's draft: the job, and the level that it drafted
 
 
 KINDS = {Draft: "draft", Verify: "verify", Prefill: "warm"}  # the names in traces, which the page reads
@@ -44,13 +46,36 @@ def span(
     width = job.num_positions if isinstance(job, Verify) else int(isinstance(job, Draft))
     token = event.token if isinstance(event, Drafted) else None
     kind, texts = KINDS[type(job)], _tree_texts(job)
-    return Span(server, role, kind, job.id, context, width, start, end, token, event is None, texts, num_texts)
+    level = (job, event) if isinstance(job, Draft) and isinstance(event, DraftedLevel) else None
+    return Span(server, role, kind, job.id, context, width, start, end, token, event is None, texts, num_texts, level)
 
 
 def _tree_texts(job: Job) -> tuple[TokenSequence, ...]:
     if not isinstance(job, Verify) or not job.tree:
         return ()
-    texts: list[TokenSequence] = []
-    for parent, token in job.tree:
-        texts.append((job.context if parent == END else texts[parent]).then(token))
+    texts = _node_texts(job.context, job.tree)
     return (*([job.context] if job.width else []), *(texts[node] for node in job.asked))
+
+
+def _node_texts(context: TokenSequence, tree: Tree) -> list[TokenSequence]:
+    """The text up to each node of a tree."""
+    texts: list[TokenSequence] = []
+    for parent, token in tree:
+        texts.append((context if parent == END else texts[parent]).then(token))
+    return texts
+
+
+def drafted_texts(job: Draft, levels: Mapping[int, DraftedLevel]) -> dict[int, list[TokenSequence]]:
+    """The texts that end in a new node of a tree's draft, by level, up to the first level that is missing."""
+    texts: list[TokenSequence | None] = [*_node_texts(job.context, job.tree)]  # None: the drafter had no such choice
+    drafted: dict[int, list[TokenSequence]] = {}
+    for number, expansions in enumerate(by_level(job.expansions, len(job.tree))):
+        if number not in levels:
+            break
+        drafted[number] = []
+        for (node, count), tokens in zip(expansions, levels[number].children):
+            parent = job.context if node == END else texts[node]
+            children = [] if parent is None else [parent.then(token) for token in tokens[:count]]
+            texts += [*children, *[None] * (count - len(children))]
+            drafted[number] += children
+    return drafted

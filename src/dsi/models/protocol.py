@@ -163,6 +163,11 @@ class SupportsTrees(Model, Protocol):
         ...
 
 
+def computes_trees(model: Model) -> bool:
+    """Whether a model computes a tree of draft tokens in one forward."""
+    return bool(getattr(model, "computes_trees", False))
+
+
 def tree_answer(model: Model, request: ForwardRequest) -> Answer:
     """Without `answer_tree`, answer text by text."""
     if isinstance(model, SupportsTrees):
@@ -272,7 +277,7 @@ class SamplingModel:
         return top_k_tokens(row, request.sampling, request.start, count)
 
     def answer_tree(self, request: ForwardRequest) -> Answer:
-        if self._is_plain(request.sampling) and self._computes_trees:
+        if self._is_plain(request.sampling) and self.computes_trees:
             return tuple(greedy_tokens([self._tree_logits(request)])), ()
         rows = self._tree_rows(request)
         if request.sampling.logprobs is None:
@@ -281,7 +286,7 @@ class SamplingModel:
         return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
 
     def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
-        if self._is_plain(request.sampling) and self._computes_trees:
+        if self._is_plain(request.sampling) and self.computes_trees:
             return greedy_top_k([self._tree_logits(request)], counts)
         children = []
         for (text, logits), count in zip(self._tree_rows(request), counts):
@@ -292,13 +297,14 @@ class SamplingModel:
     def _tree_rows(self, request: ForwardRequest) -> list[tuple[ForwardRequest, Array]]:
         """The texts that are asked about, and their logits: computed in one forward where the backend can."""
         texts = list(request.texts())
-        if not self._computes_trees:
+        if not self.computes_trees:
             return [(text, self._forward(text)) for text in texts]
         logits, ends = self._tree_logits(request), accumulate(text.num_positions for text in texts)
         return [(text, logits[end - text.num_positions : end]) for text, end in zip(texts, ends)]
 
     @property
-    def _computes_trees(self) -> bool:
+    def computes_trees(self) -> bool:
+        """Whether a tree takes one forward."""
         return getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_tree"))
 
     def _tree_logits(self, request: ForwardRequest) -> Array:
