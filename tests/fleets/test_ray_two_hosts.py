@@ -14,6 +14,7 @@ import textwrap
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -164,10 +165,20 @@ class LossyProxy:
         async with await asyncio.start_server(self._join, *self._at):
             self._ready.set()
             await self._end.wait()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, back = await asyncio.open_connection(*self._to)
-        await asyncio.gather(self._carry(reader, back), self._carry(there, writer), return_exceptions=True)
+        try:
+            await asyncio.gather(self._carry(reader, back), self._carry(there, writer), return_exceptions=True)
+        finally:  # a connection that is still open when the proxy ends is closed with it
+            for end in (writer, back):
+                end.close()
+                with suppress(OSError):
+                    await end.wait_closed()
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while chunk := await reader.read(1 << 16):
