@@ -3,12 +3,14 @@
 First the logits: a text is cut into forwards of every width up to 64 and at random, and each position's logits are
 compared with those of another cut, bit by bit. Then texts: the built-in pair, greedy and sampled, under non-SI, SI,
 PEARL, DSI with 1 to 7 targets, and auto. Exits with status 1 if anything differs. `--device cuda:0` does both on a
-GPU, with exact forwards.
+GPU: the logits of models of real shapes with random weights, on the whole GPU, in one slice of it and in seven at once,
+and the texts in slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from random import Random
 from typing import Any
@@ -20,17 +22,21 @@ from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.sequence import Tokens
 from dsi.core.spec import SpecConfig
 from dsi.engine.build import cpu_model, load_for_cpu, silence_transformers
-from dsi.engine.build_cuda import EXACT_SIZE
 from dsi.engine.config import DTYPES
 from dsi.engine.engine import Engine
 from dsi.models.cuda.graphs import CudaGraphModel
+from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.hf import load_model
 from dsi.models.names import BUILTIN, model_path
 from dsi.models.protocol import ForwardRequest
+from dsi.models.shapes import SHAPES, random_model
 
 CPU = "cpu"
 LENGTH, MAX_WIDTH = 192, 64  # tokens of the text that is cut, and of its forwards
-MAX_SP = 7
+MAX_SP, SLICES = 7, 16
+GPU_DTYPE = "bfloat16"
+ON_GPU = (TARGET, DRAFTER, *SHAPES)
+DONE = object()
 OPENINGS = ("Once upon a time", "One day", "In a small town", "Long ago", "On a rainy night")
 NAMES = ("Lily", "Tom", "a brave dog", "the old king", "Mia and her friend", "a tiny robot", "Sam", "the red fox")
 ACTS = ("went to", "was looking for", "did not want to leave", "had a dream about", "found a map of")
@@ -43,6 +49,7 @@ SPECS = {
 }
 
 Cut = list[int]
+Row = dict[str, Any]
 
 
 def cuts(random: Random, count: int) -> Iterator[Cut]:
@@ -57,47 +64,90 @@ def lengths(ends: Any) -> Cut:
     return [b - a for a, b in pairwise([0, *(end for end in ends if end < LENGTH), LENGTH])]
 
 
-class CutModel:
-    """Computes the logits of all positions of a text, in forwards of given lengths."""
+def cpu_rows(path: str, dtype: str) -> Callable[[Sequence[int], Cut], torch.Tensor]:
+    """Compute the logits of all positions of a text on the CPU, in forwards of given lengths."""
+    model: Any = cpu_model(load_for_cpu(path, dtype))
 
-    def __init__(self, role: str, dtype: str, device: str) -> None:
-        path = model_path(BUILTIN, role)
-        self._on_cpu = device == CPU
-        if self._on_cpu:
-            self._model: Any = cpu_model(load_for_cpu(path, dtype))
-        else:
-            weights = load_model(path, dtype, device)
-            self._model = CudaGraphModel(weights, LENGTH + MAX_WIDTH, exact_size=EXACT_SIZE)
+    def logits(text: Sequence[int], cut: Cut) -> torch.Tensor:
+        model.clear_cache()
+        return torch.cat([model.forward(text[:end], start + 1) for start, end in pairwise([0, *accumulate(cut)])])
 
-    def logits(self, text: Sequence[int], cut: Cut) -> torch.Tensor:
-        parts = [self._rows(text[:end], start) for start, end in pairwise([0, *accumulate(cut)])]
-        return torch.cat(parts)
-
-    def _rows(self, text: Sequence[int], start: int) -> torch.Tensor:
-        if start == 0:
-            self._clear()
-        if self._on_cpu:
-            return self._model.forward(text, start + 1)  # type: ignore[no-any-return]
-        self._model.answer(ForwardRequest(text, start + 1))
-        return self._model._forwards[EXACT_SIZE].logits[: len(text) - start].clone()  # type: ignore[no-any-return]
-
-    def _clear(self) -> None:
-        if self._on_cpu:
-            self._model.clear_cache()
-        else:
-            self._model.cached_tokens.clear()
+    return logits
 
 
-def differing_rows(role: str, dtype: str, device: str, random_cuts: int) -> dict[str, Any]:
+def differing_on_cpu(role: str, dtype: str, random_cuts: int) -> Row:
     """How many rows of logits differ from those of one cut."""
-    random, model = Random(1), CutModel(role, dtype, device)
+    random, logits = Random(1), cpu_rows(model_path(BUILTIN, role), dtype)
     text = random.choices(range(1, 4000), k=LENGTH)
-    expected, rows, differing = model.logits(text, [1] * LENGTH), 0, 0
+    expected, rows, differing = logits(text, [1] * LENGTH), 0, 0
     for cut in cuts(random, random_cuts):
-        logits = model.logits(text, cut)
-        rows += len(logits)
-        differing += int((logits != expected).any(1).sum())
+        actual = logits(text, cut)
+        rows += len(actual)
+        differing += int((actual != expected).any(1).sum())
     return {"model": role, "dtype": dtype, "cuts": MAX_WIDTH + random_cuts, "rows": rows, "differing": differing}
+
+
+@dataclass
+class GpuComparison:
+    """Counts rows of logits that a whole GPU or slices of it compute differently from what is expected."""
+
+    text: list[int]
+    expected: torch.Tensor | None = None
+    rows: int = 0
+    differing: int = 0
+
+    def steps(self, model: CudaGraphModel, own_cuts: Iterable[Cut]) -> Iterator[None]:
+        """Yield while the GPU computes, so that several slices do at once."""
+        for cut in own_cuts:
+            model.cached_tokens.clear()
+            rows = []
+            for start, end in pairwise([0, *accumulate(cut)]):
+                yield from model.poll_answer(ForwardRequest(self.text[:end], start + 1))
+                rows.append(model.last_logits()[: end - start].clone())
+            self.compare(torch.cat(rows))
+
+    def compare(self, logits: torch.Tensor) -> None:
+        torch.cuda.synchronize()
+        if self.expected is None:
+            self.expected = logits
+        self.rows += len(logits)
+        self.differing += int((logits != self.expected).any(1).sum())
+
+
+def differing_on_gpu(name: str, device: str, random_cuts: int, slices: int = SLICES) -> list[Row]:
+    """Of a shape with random weights, or of the built-in pair: on the whole GPU, alone in a slice, and in all at once.
+
+    All of them compare with what the whole GPU computes token by token.
+    """
+    room = LENGTH + MAX_WIDTH
+    if name in (TARGET, DRAFTER):
+        weights = load_model(model_path(BUILTIN, name), GPU_DTYPE, device)
+    else:
+        weights = random_model(name, GPU_DTYPE, device, room)
+    random = Random(1)
+    comparison = GpuComparison(random.choices(range(1, 4000), k=LENGTH))
+    every, few = list(cuts(random, random_cuts)), list(cuts(random, 0))[:: MAX_WIDTH // 8]
+    servers = [CudaGraphModel(weights, room, segments=1)]
+    if not servers[0].exact:
+        harness.fail(f"{name} on {device}: forwards are not exact here ({servers[0].slower_reason})")
+    rows = [run_together(comparison, servers, [[1] * LENGTH, *every], name, "whole GPU")]
+    sliced = [CudaGraphModel(weights, room, stream) for stream in green_context_streams(0, slices, [1] * MAX_SP)]
+    rows.append(run_together(comparison, sliced[:1], few, name, "one slice"))
+    rows.append(run_together(comparison, sliced, every, name, f"{len(sliced)} slices at once"))
+    return rows
+
+
+def run_together(
+    comparison: GpuComparison, models: Sequence[CudaGraphModel], every: Sequence[Cut], name: str, where: str
+) -> Row:
+    """Each model computes its share of the cuts, all at the same time."""
+    comparison.rows = comparison.differing = 0
+    running = [comparison.steps(model, every[i :: len(models)]) for i, model in enumerate(models)]
+    with torch.inference_mode():
+        while running:
+            running = [steps for steps in running if next(steps, DONE) is not DONE]
+    row = {"model": name, "dtype": GPU_DTYPE, "where": where, "cuts": len(every)}
+    return row | {"rows": comparison.rows, "differing": comparison.differing}
 
 
 def prompts() -> list[str]:
@@ -109,7 +159,7 @@ def differing_texts(
     dtype: str, device: str, texts: Sequence[str], tokens: int, temperatures: Sequence[float]
 ) -> list[dict[str, Any]]:
     """Generate every text under every algorithm, and count those that are not plain decoding's."""
-    placed: dict[str, Any] = {} if device == CPU else {"target_devices": f"{device}/8", "exact": True}
+    placed: dict[str, Any] = {} if device == CPU else {"target_devices": f"{device}/8"}
     tasks = [(text, temperature) for text in texts for temperature in temperatures]
     differing = dict.fromkeys(SPECS, 0)
     with Engine.load(dtype=dtype, sp=MAX_SP, **placed) as engine:
@@ -127,19 +177,25 @@ def differing_texts(
 def main() -> None:
     parser = harness.arguments(__doc__, "--prompts 20 --tokens 32", prompts=200, tokens=48, cuts=100)
     parser.add_argument("--device", default=CPU, help="cpu, or cuda:0")
-    parser.add_argument("--dtype", type=harness.names(*DTYPES), default=list(DTYPES), help="of the logits; all")
+    parser.add_argument("--dtype", type=harness.names(*DTYPES), default=list(DTYPES), help="of logits on the CPU; all")
+    parser.add_argument("--shapes", type=harness.names(*ON_GPU), default=list(ON_GPU), help="on a GPU; all")
     parser.add_argument("--text-dtype", type=harness.names(*DTYPES), default=["bfloat16"], help="of the texts")
     options = parser.parse_args()
     asked = prompts()[: options.prompts]
     if options.prompts > len(asked):
         parser.error(f"{options.prompts} prompts: there are {len(asked)}")
     silence_transformers()
-    dtypes = [dtype for dtype in options.dtype if options.device == CPU or dtype != "int8"]
-    pairs = list(product((TARGET, DRAFTER), dtypes))
-    logits = [
-        differing_rows(role, dtype, options.device, options.cuts)
-        for role, dtype in harness.tracked(pairs, len(pairs), "models")
-    ]
+    if options.device == CPU:
+        pairs = list(product((TARGET, DRAFTER), options.dtype))
+        logits = [
+            differing_on_cpu(role, dtype, options.cuts) for role, dtype in harness.tracked(pairs, len(pairs), "models")
+        ]
+    else:
+        logits = [
+            row
+            for name in harness.tracked(options.shapes, len(options.shapes), "shapes")
+            for row in differing_on_gpu(name, options.device, options.cuts)
+        ]
     texts = [
         row
         for dtype in options.text_dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,8 +55,8 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
         sp,
         replace(latency.with_targets(sp), by_width=monotone(dict(latency.by_width))),
         plans=plans,
-        warnings=eager_warnings([*targets, drafter]) + exact_warnings(config, targets[0], latency),
-        exact=targets[0].exact_size is not None,
+        warnings=eager_warnings([*targets, drafter]) + exact_warnings(config, targets, latency),
+        exact=are_exact(targets),
         drafter_contexts={DRAFTER: drafter.context},
         vocab_size=info.vocab_size,
     )
@@ -84,17 +84,28 @@ def load_models(
 
 
 def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
-    """Why forwards on a GPU run without CUDA graphs, several times as slow; each reason once."""
-    return tuple({model.eager_reason: None for model in models if model.eager_reason and model.on_gpu})
+    """Why forwards on a GPU run without CUDA graphs or our kernels, and slower; each reason once."""
+    reasons = [model.eager_reason or model.slower_reason for model in models if model.on_gpu]
+    return tuple(dict.fromkeys(filter(None, reasons)))
 
 
-def exact_warnings(config: EngineConfig, target: CudaGraphModel, latency: LatencyModel) -> tuple[str, ...]:
+def are_exact(targets: Sequence[CudaGraphModel]) -> bool:
+    """Whether all targets compute the same bits: GPUs of different kinds may round differently."""
+    return all(target.exact for target in targets) and len({target.device_name for target in targets}) == 1
+
+
+def exact_warnings(config: EngineConfig, targets: Sequence[CudaGraphModel], latency: LatencyModel) -> tuple[str, ...]:
     """That texts may part, and what it would cost if they must not, unless the user has chosen."""
+    if are_exact(targets):
+        return ()
+    if config.exact:
+        kinds = ", ".join(sorted({target.device_name for target in targets}))
+        raise ValueError(f"exact: targets on {kinds} may round differently; leave it out ({PARTING})")
     if config.exact is not None or config.dtype == FLOAT32:
         return ()
     size = exact_size(config.placement.targets[0])
     by_width = {width: float(ms) for width, ms in latency.by_width}
-    cost = by_width.get(min(size, target.context), by_width[max(by_width)]) / by_width[min(by_width)] - 1
+    cost = by_width.get(min(size, targets[0].context), by_width[max(by_width)]) / by_width[min(by_width)] - 1
     return (f"in {config.dtype} {PARTING}; with --exact they do not, and a forward takes {max(0.0, cost):.0%} longer",)
 
 

@@ -9,8 +9,10 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from dsi.models.cuda.decoder_triton import supports_triton, triton_forward
+from dsi.models.cuda.decoder_triton import GELU, linear_by_torch, supports_triton, triton_forward
 from dsi.models.cuda.graphs import static_cache
+from dsi.models.cuda.linear import GATED, Tiling, linear
+from dsi.models.cuda.triton_kernels import attend, row_tiles, split_counts
 
 MAX_LENGTH, VOCAB_SIZE = 160, 97
 FLOAT, HALF = torch.float32, torch.float16
@@ -111,18 +113,19 @@ def test_triton_forward_ignores_the_cache_beyond_the_text() -> None:
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in ("llama tied", "bigcode half")])
 @torch.inference_mode()
-def test_exact_triton_forward_gives_the_same_bits_for_every_cut(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forwards are padded to one number of tokens; the text is longer than two tiles of keys."""
+def test_triton_forward_gives_the_same_bits_for_every_cut(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is longer than two tiles of keys. In float32 linear layers are torch's, so forwards are padded."""
     # As on tensor cores, and unlike in numpy, a row's products must not depend on where in its tile it is.
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, None] * b.T[None]).sum(-1, dtype=dtype))
-    model, padded = random_model(shape), 16
+    model = random_model(shape)
     text = torch.randint(VOCAB_SIZE, (140,))
 
     def logits(cut: list[int]) -> Tensor:
         cache, rows, length = initialised_cache(model), list[Tensor](), 0
-        with triton_forward(model, MAX_LENGTH, exact=True):
+        with triton_forward(model, MAX_LENGTH):
             for new in cut:
-                ids = torch.nn.functional.pad(text[length : length + new], (0, padded - new))
+                padding = 16 - new if model.dtype == FLOAT else 0
+                ids = torch.nn.functional.pad(text[length : length + new], (0, padding))
                 rows.append(forward(model, cache, torch.tensor(length), ids)[:new])
                 length += new
         return torch.cat(rows)
@@ -132,6 +135,58 @@ def test_exact_triton_forward_gives_the_same_bits_for_every_cut(shape: str, monk
         assert torch.equal(logits(cut), expected)
     whole = forward(model, initialised_cache(model), torch.tensor(0), text)
     assert torch.allclose(expected, whole, atol=10 * tolerance(model) * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("new", [1, 3, 30])
+@torch.inference_mode()
+def test_attend_gives_the_same_bits_for_any_number_of_splits(new: int, window: int) -> None:
+    """With more programs than tiles of keys, fewer, and one."""
+    heads, kv_heads, size, cached = 4, 2, 32, 100
+    qkv, table = torch.randn(new, (heads + 2 * kv_heads) * size, dtype=HALF), torch.randn(MAX_LENGTH, size, dtype=HALF)
+    keys, values = torch.randn(2, 1, kv_heads, MAX_LENGTH, size, dtype=HALF)
+
+    def attention(splits: int) -> Tensor:
+        arrivals = torch.zeros(kv_heads, row_tiles(new, heads, kv_heads), splits, dtype=torch.int32)
+        cache = keys.clone(), values.clone(), torch.tensor(cached)
+        return attend(qkv, table, table, *cache, scale=0.2, window=window, arrivals=arrivals)
+
+    assert torch.equal(attention(2), attention(1))
+    assert torch.equal(attention(5), attention(1))
+
+
+def test_split_counts_fill_the_processors_with_programs() -> None:
+    assert split_counts(new=1, heads=32, kv_heads=4, capacity=4096, sms=132) == (4, 1, 64)
+    assert split_counts(new=1, heads=32, kv_heads=32, capacity=256, sms=132) == (32, 1, 4)
+    assert split_counts(new=128, heads=32, kv_heads=32, capacity=4096, sms=132) == (32, 8, 1)
+    assert split_counts(new=1, heads=32, kv_heads=32, capacity=4096, sms=8) == (32, 1, 1)
+
+
+TILINGS = {
+    "by rows": Tiling(16, 32, 64, 3),
+    "by outputs": Tiling(32, 64, 32, 4, swapped=True),
+    "bulk copies": Tiling(16, 64, 64, 3, swapped=True, bulk=True),
+}
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("activation", ["", GATED, *GELU])
+@torch.inference_mode()
+def test_linear_agrees_with_torch(activation: str, tiling: str) -> None:
+    """Of numbers of rows, inputs and outputs that fill no tile."""
+    outputs = 176 if activation == GATED else 88
+    x, weight, bias = (torch.randn(shape, dtype=HALF) for shape in ((19, 72), (outputs, 72), (outputs,)))
+    actual = linear(x, weight / 4, bias, activation=activation, tiling=TILINGS[tiling])
+    expected = linear_by_torch(x.float(), weight.float() / 4, bias.float(), activation=activation)
+    assert torch.allclose(actual.float(), expected, atol=2e-3, rtol=2e-3)
+
+
+@torch.inference_mode()
+def test_linear_adds_to_the_residual_in_place() -> None:
+    x, weight, bias, residual = (torch.randn(shape, dtype=HALF) for shape in ((3, 72), (88, 72), (88,), (3, 88)))
+    expected = residual.float() + torch.nn.functional.linear(x.float(), weight.float(), bias.float())
+    assert linear(x, weight, bias, residual, tiling=TILINGS["by rows"]) is residual
+    assert torch.allclose(residual.float(), expected, atol=2e-2)
 
 
 @torch.inference_mode()

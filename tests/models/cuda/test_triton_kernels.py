@@ -10,11 +10,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dsi.models.cuda import triton_kernels as kernels  # noqa: E402
+from dsi.models.cuda import linear, triton_kernels as kernels  # noqa: E402
 
 INTERPRETED = Path(__file__).with_name("interpreted.py")
 HEAD_NORMS = ("q_norm", "k_norm")
 HOPPER = 90
+SIZES = ("inputs", "outputs", "capacity")
 SHARED_MEMORY = 227 * 1024  # bytes of a block on such a GPU
 
 
@@ -32,8 +33,8 @@ def test_kernels_agree_with_torch_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout
 
 
-def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, int | None]) -> Any:
-    """Compile for 16-byte aligned tensors, as torch's are."""
+def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps: int = 4) -> Any:
+    """Compile for tensors aligned to 16 bytes, as torch's are, and sizes that are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -42,65 +43,97 @@ def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, int | None
         kernel,
         {name: kinds.get(name, "constexpr") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in kinds if kinds[name].startswith("*")},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in kinds if kinds[name][0] == "*" or name in SIZES},
     )
-    return triton.compile(source, target=GPUTarget("cuda", HOPPER, 32))
+    return triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": warps})
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("dtype", "exact"), [("*bf16", False), ("*fp32", False), ("*bf16", True)])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
 @pytest.mark.parametrize(
-    ("new", "heads", "kv_heads", "half", "rows", "window", "absent"),
+    ("heads", "kv_heads", "half", "splits", "window", "absent"),
     [
-        (1, 32, 4, 32, 16, 0, HEAD_NORMS),
-        (8, 32, 32, 64, 16, 0, HEAD_NORMS),
-        (128, 40, 40, 64, 64, 0, HEAD_NORMS),
-        (8, 32, 32, 48, 16, 2047, HEAD_NORMS),  # Phi-3
-        (8, 32, 8, 64, 32, 4096, ()),  # Qwen3
-        (8, 48, 1, 64, 64, 0, (*HEAD_NORMS, "cos", "sin")),  # GPT-BigCode
+        (32, 4, 32, 64, 0, HEAD_NORMS),
+        (40, 40, 64, 1, 0, HEAD_NORMS),
+        (32, 32, 48, 8, 2047, HEAD_NORMS),  # Phi-3
+        (32, 8, 64, 8, 4096, ()),  # Qwen3
+        (48, 1, 64, 64, 0, (*HEAD_NORMS, "cos", "sin")),  # GPT-BigCode
     ],
 )
 def test_attend_compiles_for_a_gpu(
-    new: int,
-    heads: int,
-    kv_heads: int,
-    half: int,
-    rows: int,
-    window: int,
-    absent: tuple[str, ...],
-    dtype: str,
-    exact: bool,
+    heads: int, kv_heads: int, half: int, splits: int, window: int, absent: tuple[str, ...], dtype: str
 ) -> None:
     tensors = ("qkv", "cos", "sin", "keys", "values", "out", *HEAD_NORMS)
     kinds = {name: dtype for name in tensors if name not in absent}
-    sizes: dict[str, int | None] = {
-        "NEW": new,
+    kinds |= {"length": "*i64", "partial": "*fp32", "arrivals": "*i32"}
+    sizes = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "HALF": half,
-        "ROWS": rows,
+        "HALF_TILE": triton.next_power_of_2(half),
+        "ROWS": kernels.ROWS,
+        "NEW": kernels.NEW,
+        "KEYS": kernels.KEYS,
+        "STAGES": kernels.STAGES,
+        "SPLITS": splits,
         "WINDOW": window,
+        "OVERLAPS": True,
     }
-    sizes |= {"HALF_TILE": triton.next_power_of_2(half)} | dict.fromkeys(absent)
     kernel = compiled(
         kernels._attend,
-        kinds | {"length": "*i64", "epsilon": "fp32", "scale": "fp32", "capacity": "i32"},
-        sizes | {"NEW_TILE": min(64, max(16, new)), "CACHED_TILE": 64, "EXACT": exact},
+        kinds | {"epsilon": "fp32", "scale": "fp32", "capacity": "i32", "new": "i32"},
+        sizes | dict.fromkeys(absent),
     )
     assert kernel.metadata.shared <= SHARED_MEMORY
+    assert "griddepcontrol.wait" in kernel.asm["ptx"]
 
 
+TILINGS = [
+    (name, rows)
+    for name in ("IN_SLICES", "GATED_IN_SLICES", "NARROW", "WIDE", "GATED_WIDE")
+    for rows in (16, 32, 64, 128)
+]
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_silu_and_mul_compiles_for_a_gpu() -> None:
-    assert compiled(kernels._silu_and_mul, {"gate_up": "*bf16", "out": "*bf16", "inner": "i32"}, {"BLOCK": 1024}).asm[
-        "ptx"
-    ]
+@pytest.mark.parametrize(("name", "rows"), TILINGS)
+def test_linear_compiles_for_a_gpu(name: str, rows: int) -> None:
+    """Every tiling that is chosen fits into the memory of a multiprocessor, and reads ahead asynchronously."""
+    tiling = getattr(linear, name)[rows]
+    described = f"tensordesc<bf16[{tiling.outputs},{tiling.depth}]>"
+    kinds = {"x": "*bf16", "weight": described if tiling.bulk else "*bf16", "out": "*bf16"}
+    constants = {
+        "bias": None,
+        "ROWS": tiling.rows,
+        "OUTPUTS": tiling.outputs,
+        "DEPTH": tiling.depth,
+        "STAGES": tiling.stages,
+        "SWAPPED": tiling.swapped,
+        "BULK": tiling.bulk,
+        "WHOLE": True,
+        "ACTIVATION": linear.GATED if name.startswith("GATED") else "",
+        "ADDS": not name.startswith("GATED"),
+        "OVERLAPS": True,
+    }
+    sizes = {"rows": "i32", "outputs": "i32", "inputs": "i32"}
+    kernel = compiled(linear._linear, kinds | sizes, constants, tiling.warps)
+    assert kernel.metadata.shared <= SHARED_MEMORY
+    assert "cp.async" in kernel.asm["ptx"]
+
+
+def test_tiling_for_depends_on_rows_outputs_and_multiprocessors() -> None:
+    assert linear.tiling_for(1, 4096, False, 132) == linear.NARROW[16]
+    assert linear.tiling_for(17, 12288, False, 132) == linear.WIDE[32]
+    assert linear.tiling_for(200, 11008, True, 132) == linear.GATED_WIDE[128]
+    assert linear.tiling_for(9, 12288, False, 8) == linear.IN_SLICES[16]
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("centred", [True, False])
-def test_norm_and_add_compiles_for_a_gpu(centred: bool) -> None:
-    tensors = dict.fromkeys(("x", "weight", "bias", "out", *(["shift"] if centred else [])), "*bf16")
-    constants = {"WIDTH": 6144, "BLOCK": 8192, "CENTRED": centred} | ({} if centred else {"shift": None})
-    assert compiled(kernels._norm_and_add, tensors | {"epsilon": "fp32"}, constants).asm["ptx"]
+def test_norm_compiles_for_a_gpu(centred: bool) -> None:
+    tensors = dict.fromkeys(("x", "weight", "out", *(["shift"] if centred else [])), "*bf16")
+    constants: dict[str, Any] = {"WIDTH": 6144, "BLOCK": 8192, "CENTRED": centred, "OVERLAPS": True}
+    constants |= {} if centred else {"shift": None}
+    assert compiled(kernels._norm, tensors | {"epsilon": "fp32"}, constants).asm["ptx"]

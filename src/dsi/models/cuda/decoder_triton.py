@@ -1,8 +1,9 @@
-"""A decoder's forward in eight kernels per layer, patched in while a forward is captured.
+"""A decoder's forward in seven kernels per layer, patched in while a forward is captured.
 
-`fused_ops.py` uses torch operators and works for any decoder; here everything between two matrix
-multiplications is one Triton kernel (`triton_kernels.py`), and residual adds are fused into the output
-projections. No mask is materialised, and only the filled part of the KV cache is read, or its sliding window.
+`fused_ops.py` uses torch operators and works for any decoder; here everything between two linear layers is one Triton
+kernel (`triton_kernels.py`). Biases, activations and residual adds are fused into the linear layers (`linear.py`). No
+mask is materialised, and only the filled part of the KV cache is read, or its sliding window. In half precision a
+token's logits have the same bits whatever is computed beside it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,11 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dsi.models.cuda.fused_ops import epsilon_of, fused_norms, is_rms_norm, patched
+from dsi.models.cuda.fused_ops import epsilon_of, is_rms_norm, patched
 from dsi.models.hf import decoder_layers, is_of_transformers, sliding_window
 from dsi.models.llama_cpu import fuse, is_plain_linear, rope_type
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gpt_bigcode")
+GATED = "silu"  # as in `linear.py`, which needs triton
+HALF_PRECISION = torch.float16, torch.bfloat16
 HEAD_SIZES = (32, 64, 96, 128, 256)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # kinds that do not depend on the text's length
 GELU = {"gelu": "none", "gelu_pytorch_tanh": "tanh"}  # torch's names for what it approximates them by
@@ -87,12 +91,17 @@ def supports_triton(model: Any) -> bool:
     return size in HEAD_SIZES and whole and all(layer.are_plain() for layer in modules)
 
 
+def has_invariant_rows(model: Any) -> bool:
+    """Whether these kernels compute a token's logits with the same bits in every forward: in half precision."""
+    return supports_triton(model) and model.dtype in HALF_PRECISION and model.device.type == "cuda"
+
+
 @contextmanager
-def triton_forward(model: Any, max_length: int, exact: bool = False) -> Iterator[None]:
-    """Patch a model's layers for texts of up to `max_length` tokens; `exact` as in `triton_kernels.attend`."""
-    decoder, tables = model.base_model, _tables(model, max_length)
+def triton_forward(model: Any, max_length: int, sms: int = 0) -> Iterator[None]:
+    """Patch a model for texts of up to `max_length` tokens, on so many multiprocessors (0: all of the device)."""
+    decoder, tables, linear = model.base_model, _tables(model, max_length), _linear_for(model.dtype, sms)
+    arrivals = SplitArrivals(len(decoder_layers(model)), sms)
     with ExitStack() as patches:
-        patches.enter_context(fused_norms(model))
         if tables is not NO_ROTARY:
             patches.enter_context(patched(decoder.rotary_emb, "forward", lambda *_, **__: tables))
         module = sys.modules[type(model).__module__]
@@ -100,7 +109,13 @@ def triton_forward(model: Any, max_length: int, exact: bool = False) -> Iterator
             if hasattr(module, name):
                 patches.enter_context(patched(module, name, lambda **_: None))
         for number, layer in enumerate(decoder_layers(model)):
-            patches.enter_context(patched(layer, "forward", _layer_forward(layer, number, model.config, exact)))
+            patches.enter_context(
+                patched(layer, "forward", _layer_forward(layer, number, model.config, linear, arrivals))
+            )
+        final_norm = decoder.ln_f if model.config.model_type == "gpt_bigcode" else decoder.norm
+        patches.enter_context(patched(final_norm, "forward", lambda x: _norm(final_norm, x[0])[None]))
+        head = model.lm_head
+        patches.enter_context(patched(head, "forward", lambda x: linear(x[0], head.weight, head.bias)[None]))
         yield
 
 
@@ -115,16 +130,63 @@ def _tables(model: Any, max_length: int) -> RotaryTables:
     return by_length[max_length]
 
 
-def _layer_forward(layer: Any, number: int, config: Any, exact: bool) -> Callable[..., Tensor]:
+def _linear_for(dtype: torch.dtype, sms: int) -> Callable[..., Tensor]:
+    """The linear layers: in half precision with rows that do not depend on each other, otherwise torch's."""
+    from dsi.models.cuda.linear import linear
+
+    return partial(linear, sms=sms) if dtype in HALF_PRECISION else linear_by_torch
+
+
+def linear_by_torch(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None, activation: str = ""
+) -> Tensor:
+    """As `linear.linear`, in torch's kernels."""
+    if residual is not None:
+        if bias is not None:
+            residual.add_(bias)
+        return residual.addmm_(x, weight.T)
+    y = functional.linear(x, weight, bias)
+    if activation == GATED:
+        gate, up = y.chunk(2, -1)
+        return functional.silu(gate) * up
+    return functional.gelu(y, approximate=GELU[activation]) if activation else y
+
+
+class SplitArrivals:
+    """Counts, for each layer, the programs of attention that have finished their share of the keys."""
+
+    def __init__(self, layers: int, sms: int) -> None:
+        self._layers, self._sms = layers, sms
+        self._counts: Tensor
+
+    def of_layer(self, number: int, qkv: Tensor, keys: Tensor) -> Tensor:
+        from dsi.models.cuda.linear import device_sms
+        from dsi.models.cuda.triton_kernels import split_counts
+
+        if number == 0:  # all layers' are set to zero at the start of a forward
+            kv_heads, capacity, size = keys.shape[-3:]
+            heads = qkv.shape[-1] // size - 2 * kv_heads
+            shape = split_counts(len(qkv), heads, kv_heads, capacity, self._sms or device_sms(qkv.device))
+            self._counts = torch.zeros(self._layers, *shape, dtype=torch.int32, device=qkv.device)
+        return self._counts[number]
+
+
+def _layer_forward(
+    layer: Any, number: int, config: Any, linear: Callable[..., Tensor], arrivals: SplitArrivals
+) -> Callable[..., Tensor]:
     from dsi.models.cuda.triton_kernels import attend
 
     modules = LayerModules.of(layer, config.model_type)
-    (qkv_weight, qkv_bias), (up_weight, up_bias) = _fuse(modules.qkv), _fuse(modules.up)
-    out, down = modules.out, modules.down
-    activate = _activation(config)
-    head_norms = [norm.weight for norm in modules.head_norms] or [None, None]
-    epsilon = epsilon_of(modules.head_norms[0]) if modules.head_norms else 0.0
-    fixed = modules.attention.scaling, *head_norms, epsilon, sliding_window(config, modules.attention), exact
+    qkv, up = _fuse(modules.qkv), _fuse(modules.up)
+    out, down = ((module.weight, module.bias) for module in (modules.out, modules.down))
+    activation = config.activation_function if config.model_type == "gpt_bigcode" else GATED
+    options: dict[str, Any] = {
+        "scale": modules.attention.scaling,
+        "window": sliding_window(config, modules.attention),
+    }
+    if modules.head_norms:
+        q_norm, k_norm = modules.head_norms
+        options |= {"q_norm": q_norm.weight, "k_norm": k_norm.weight, "epsilon": epsilon_of(q_norm)}
 
     def forward(
         hidden_states: Tensor,
@@ -136,11 +198,12 @@ def _layer_forward(layer: Any, number: int, config: Any, exact: bool) -> Callabl
     ) -> Tensor:
         caches = layer_past if past_key_values is None else past_key_values
         x, cache = hidden_states[0], caches.layers[number]
-        qkv = functional.linear(_norm(modules.input_norm, x, out.bias), qkv_weight, qkv_bias)
+        fused = linear(_norm(modules.input_norm, x), *qkv)
         kv = cache.keys, cache.values, cache.cumulative_length
-        x.addmm_(attend(qkv, *position_embeddings, *kv, *fixed), out.weight.T)
-        up = functional.linear(_norm(modules.mlp_norm, x, down.bias), up_weight, up_bias)
-        x.addmm_(activate(up), down.weight.T)
+        arrived = arrivals.of_layer(number, fused, cache.keys)
+        attention = attend(fused, *position_embeddings, *kv, arrivals=arrived, **options)
+        linear(attention, *out, residual=x)
+        linear(linear(_norm(modules.mlp_norm, x), *up, activation=activation), *down, residual=x)
         return hidden_states
 
     return forward
@@ -152,17 +215,7 @@ def _fuse(linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     return fuse(*(linear.weight for linear in linears)), fuse(*biases) if biases else None
 
 
-def _norm(norm: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The norm of the rows of `x`, to which the bias of the next output projection is added already."""
-    from dsi.models.cuda.triton_kernels import norm_and_add
+def _norm(module: Any, x: Tensor) -> Tensor:
+    from dsi.models.cuda.triton_kernels import norm
 
-    normed: Tensor = norm(x) if bias is None else norm_and_add(x, norm, epsilon_of(norm), bias)
-    return normed
-
-
-def _activation(config: Any) -> Callable[[Tensor], Tensor]:
-    from dsi.models.cuda.triton_kernels import silu_and_mul
-
-    if config.model_type != "gpt_bigcode":
-        return silu_and_mul
-    return lambda x: functional.gelu(x, approximate=GELU[config.activation_function])
+    return norm(x, module.weight, getattr(module, "bias", None), epsilon_of(module))

@@ -4,8 +4,9 @@ A graph is captured for each power of two of new tokens; other numbers are padde
 and values of the padding lie beyond the text and are overwritten. Truncating the cache means setting its
 length. A forward is captured in segments of a few layers, and a cancelled one stops between two. Models on
 green contexts of one device can fill one KV cache together (`kv_cache.py`).
-With `exact_size` every forward computes that many tokens, padded: operands always have the same shapes, so libraries
-always choose the same kernels, and a token's logits are the same to the bit whatever is computed beside it.
+A token's logits are the same to the bit in every forward where the kernels have invariant rows
+(`decoder_triton.py`). Elsewhere that takes `exact_size`: every forward computes that many tokens, padded, so operands
+always have the same shapes and libraries always choose the same kernels.
 Where capture is impossible, the model runs eagerly.
 """
 
@@ -23,10 +24,10 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from dsi.core.sequence import Tokens
-from dsi.models.cuda.decoder_triton import supports_triton, triton_forward
+from dsi.models.cuda.decoder_triton import has_invariant_rows, supports_triton, triton_forward
 from dsi.models.cuda.draft_pipeline import DraftPipeline
 from dsi.models.cuda.fused_ops import fused_forward
-from dsi.models.cuda.green_contexts import driver
+from dsi.models.cuda.green_contexts import driver, stream_sms
 from dsi.models.cuda.kv_cache import CudaForward, SharedKVCache
 from dsi.models.hf import decoder_layers
 from dsi.models.kv_sequence import common_prefix_length
@@ -131,9 +132,9 @@ def replay_in_torch(graph: Any, stream: Any) -> None:
         graph.replay()
 
 
-def capture_patches(model: Any, max_length: int, exact: bool = False) -> list[Patch]:
+def capture_patches(model: Any, max_length: int, sms: int = 0) -> list[Patch]:
     """Return the ways to capture a model, fastest first: not all work for every model and machine."""
-    triton = [partial(triton_forward, max_length=max_length, exact=exact)] if supports_triton(model) else []
+    triton = [partial(triton_forward, max_length=max_length, sms=sms)] if supports_triton(model) else []
     return [*triton, fused_forward, nullcontext]
 
 
@@ -196,8 +197,10 @@ class CudaGraphModel:
         self.model = model.eval()
         self.context = max_length
         self.eager_reason = ""  # why forwards are not captured; empty if they are
+        self.slower_reason = ""  # why not with the fastest kernels; empty if they are
         self._device = model.device
-        self.exact_size = None if exact_size is None else min(exact_size, max_length)
+        self.exact_size = None if exact_size is None or has_invariant_rows(model) else min(exact_size, max_length)
+        self.exact = self.exact_size is not None  # whether logits have the same bits in every forward
         self._sizes = [self.exact_size] if self.exact_size else sorted(size for size in sizes if size <= max_length)
         self._kv: SharedKVCache
         self._cache: Any
@@ -217,6 +220,7 @@ class CudaGraphModel:
         )
         if drafts and share_cache_with is not None:
             raise ValueError("a model that guesses has its cache to itself")
+        self._last_size = self._sizes[0]
         self._followers: list[CudaForward] = []
         self._draft_seconds: dict[int, float] = {}  # by segment of a draft forward: a moving average
         self._forwards = self._prepare(share_cache_with, drafts)
@@ -240,6 +244,11 @@ class CudaGraphModel:
     def on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
 
+    @property
+    def device_name(self) -> str:
+        """The kind of GPU."""
+        return torch.cuda.get_device_name(self._device) if self.on_gpu else self._device.type
+
     def _host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, pin_memory=self.on_gpu)
 
@@ -262,9 +271,12 @@ class CudaGraphModel:
             if not self.on_gpu or len(devices) > 1:
                 self.eager_reason = f"forwards on {' and '.join(devices)} are not captured"
                 return dict(eager)
-            for patch in capture_patches(self.model, self.context, self.exact_size is not None):
+            patches = capture_patches(self.model, self.context, stream_sms(self._stream))
+            for patch in patches:
                 try:
-                    captured, self.eager_reason = self._capture_all(patch, drafts), ""
+                    captured = self._capture_all(patch, drafts)
+                    self.slower_reason, self.eager_reason = self.eager_reason, ""
+                    self.exact = self.exact or (has_invariant_rows(self.model) and patch is patches[0])
                     return captured
                 except torch.OutOfMemoryError:
                     raise  # an eager forward would not fit either
@@ -341,6 +353,10 @@ class CudaGraphModel:
         torch.argmax(logits, -1, out=self._tokens[:size])
         host_tokens.copy_(self._tokens[:size], non_blocking=True)
         return logits
+
+    def last_logits(self) -> Tensor:
+        """The logits of the last forward's tokens, and of the padding after them."""
+        return self._forwards[self._last_size].logits
 
     def answer(self, request: ForwardRequest) -> Tokens:
         steps = self.poll_answer(request)
@@ -424,7 +440,7 @@ class CudaGraphModel:
         self, request: ForwardRequest, begin: int, chunk: list[int], size: int
     ) -> Generator[None, None, Tokens]:
         """Run one forward over these tokens, and return the token after each of them."""
-        forward, new = self._forwards[size], len(chunk)
+        forward, new, self._last_size = self._forwards[size], len(chunk), size
         self._ids_array[:new], self._length_array[0] = chunk, begin
         yield from self._kv.run(self._kv.begin(forward, begin, chunk, request.cancelled))
         if request.sampling.temperature == 0:

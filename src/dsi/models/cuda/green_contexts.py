@@ -23,6 +23,7 @@ SM_COUNT_OFFSET = 96  # of the number of SMs in it
 SM = 1  # CU_DEV_RESOURCE_TYPE_SM
 DEFAULT_STREAM = NON_BLOCKING = 1
 SM_GRANULARITY = 8  # SMs can be partitioned in groups of so many
+_stream_sms: dict[int, int] = {}  # by the stream of a green context
 
 
 class Resource(ctypes.Structure):
@@ -63,6 +64,11 @@ def sms_per_slice(processors: int, slices: int) -> int:
     return size
 
 
+def stream_sms(stream: Any) -> int:
+    """The number of SMs that a stream is limited to; 0 if it is not."""
+    return 0 if stream is None else _stream_sms.get(stream.cuda_stream, 0)
+
+
 def green_context_streams(device: int, slices: int, shares: Sequence[int]) -> list[Any]:
     """Create one stream per entry of `shares`, each on that many of the GPU's equal slices, for the process's life."""
     wanted = sum(shares)
@@ -92,4 +98,5 @@ def _stream(device: int, groups: Sequence[Resource]) -> Any:
     _call("cuDevResourceGenerateDesc", ctypes.byref(description), joined, len(groups))
     _call("cuGreenCtxCreate", ctypes.byref(context), description, device, DEFAULT_STREAM)
     _call("cuGreenCtxStreamCreate", ctypes.byref(stream), context, NON_BLOCKING, 0)
+    _stream_sms[stream.value or 0] = sum(group.count for group in groups)
     return torch.cuda.ExternalStream(stream.value or 0, device=device)  # type: ignore[no-untyped-call]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-MIN_TILE = 16  # rows, keys and half a head: the smallest operands of tensor cores
-MAX_TILE = 64
+from dsi.models.cuda.linear import launch_next, launch_options, wait_for_inputs
+
+ROWS = 16  # queries of a program: the fewest that tensor cores take
+KEYS = 64  # keys of a tile
+NEW = 16  # new tokens of a tile
+STAGES = 3  # tiles of keys that are read ahead
+PROGRAMS_PER_SM, MAX_SPLITS = 2, 64
 
 
 def attend(
@@ -26,21 +29,23 @@ def attend(
     k_norm: Tensor | None = None,
     epsilon: float = 0.0,
     window: int = 0,
-    exact: bool = False,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """Apply rotary embeddings, append new keys and values to the cache, and compute causal attention.
 
     A row of `qkv` is one new token; the cache is laid out head by head and filled up to `length`. Before the rotary
     embedding each query and key head is divided by its RMS and multiplied by `q_norm` and `k_norm`, where given. With a
-    `window`, a token attends to that many tokens, itself included. With `exact`, keys are taken in the same tiles and
-    order wherever the text was cut into forwards.
+    `window`, a token attends to that many tokens, itself included. Tiles of keys are attended to one by one, and joined
+    in the order of the text: a row's bits depend neither on the cut of the text nor on the number of programs that
+    share its tiles, which is the length of a row of `arrivals` (`split_counts`), zeros; without, one does all.
     """
     new, (kv_heads, capacity, size) = len(qkv), keys.shape[-3:]
     heads = qkv.shape[-1] // size - 2 * kv_heads
     out = torch.empty(new, heads * size, dtype=qkv.dtype, device=qkv.device)
-    rows = new * (heads // kv_heads)
-    tile = min(MAX_TILE, max(MIN_TILE, next_power_of_2(rows)))
-    _attend[(kv_heads, cdiv(rows, tile))](
+    parts = row_tiles(new, heads, kv_heads)
+    splits = 1 if arrivals is None else arrivals.shape[-1]
+    room = kv_heads * parts * cdiv(capacity, KEYS) * ROWS if splits > 1 else 0
+    _attend[(kv_heads, parts, splits)](
         qkv,
         cos,
         sin,
@@ -50,24 +55,39 @@ def attend(
         out,
         q_norm,
         k_norm,
+        qkv.new_empty(room, size + 2, dtype=torch.float32),
+        arrivals,
         epsilon,
         scale,
         capacity,
-        NEW=new,
+        new,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=size // 2,
         HALF_TILE=next_power_of_2(size // 2),
-        ROWS=tile,
-        NEW_TILE=min(MAX_TILE, max(MIN_TILE, next_power_of_2(new))),
-        CACHED_TILE=MAX_TILE,
+        ROWS=ROWS,
+        NEW=NEW,
+        KEYS=KEYS,
+        STAGES=STAGES,
+        SPLITS=splits,
         WINDOW=window,
-        EXACT=exact,
+        **launch_options(qkv.device),
     )
     return out
 
 
-@triton.jit
+def row_tiles(new: int, heads: int, kv_heads: int) -> int:
+    return -(-new * (heads // kv_heads) // ROWS)
+
+
+def split_counts(new: int, heads: int, kv_heads: int, capacity: int, sms: int) -> tuple[int, int, int]:
+    """The shape of `arrivals`: enough programs for every multiprocessor, but no more than there are tiles of keys."""
+    parts = row_tiles(new, heads, kv_heads)
+    enough = PROGRAMS_PER_SM * sms // (kv_heads * parts)
+    return kv_heads, parts, max(1, min(enough, MAX_SPLITS, -(-capacity // KEYS)))
+
+
+@triton.jit(do_not_specialize=["new"])
 def _attend(
     qkv,
     cos,
@@ -78,78 +98,124 @@ def _attend(
     out,
     q_norm,
     k_norm,
+    partial,
+    arrivals,
     epsilon,
     scale,
     capacity,
-    NEW: tl.constexpr,
+    new,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_TILE: tl.constexpr,
     ROWS: tl.constexpr,
-    NEW_TILE: tl.constexpr,
-    CACHED_TILE: tl.constexpr,
+    NEW: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
-    EXACT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    """One KV head, and a tile of the query rows that read it: all of a token before those of the next.
+    """One KV head, a tile of the query rows that read it (all of a token before those of the next), and every
+    SPLITS-th tile of keys.
 
-    Normally new keys come first, read where they were computed. With EXACT, tiles begin at multiples of their size and
-    keys come in the order of the text; the last tiles hold cached and new keys. Tiles before the window of the first
-    token are skipped, which changes no bit: a tile that a row does not see leaves its result as it is.
+    A program that reads new keys and values first writes all of them up to its last token, as others do with the same
+    numbers. Tiles before the window of the first token are skipped, which changes no bit: a tile that a row does not
+    see leaves its result as it is. The last of the programs that share the tiles joins what they found.
     """
-    head, part = tl.program_id(0), tl.program_id(1)
-    cached = tl.load(length)
+    head, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups: tl.constexpr = HEADS // KV_HEADS
     size: tl.constexpr = 2 * HALF
     stride: tl.constexpr = (HEADS + 2 * KV_HEADS) * size
     whole = tl.arange(0, 2 * HALF_TILE)
     row = part * ROWS + tl.arange(0, ROWS)
     token, query = row // groups, head * groups + row % groups
-    inside = (token < NEW)[:, None]
-    queries = qkv + (token * stride + query * size)[:, None]
-    q1, q2 = _rotate(queries, q_norm, epsilon, cos, sin, cached + token, inside, HALF, HALF_TILE)
-    row_max = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    result = tl.zeros((ROWS, 2 * HALF_TILE), tl.float32)
-    cached_end = cached // CACHED_TILE * CACHED_TILE if EXACT else cached
-    for start in tl.range(0, 0 if EXACT else NEW, NEW_TILE, num_stages=1):  # each token attends to itself
-        new = start + tl.arange(0, NEW_TILE)
-        valid = (new < NEW)[:, None]
-        new_kv = qkv + (new * stride + (HEADS + head) * size)[:, None]
-        k1, k2 = _rotate(new_kv, k_norm, epsilon, cos, sin, cached + new, valid, HALF, HALF_TILE)
-        v = tl.load(new_kv + KV_HEADS * size + whole[None, :], _columns(valid, size, 2 * HALF_TILE), 0.0)
-        if part == 0:
-            _store_kv(keys, values, k1, k2, v, head * capacity + cached + new, valid, HALF, HALF_TILE)
-        visible = (new[None, :] <= token[:, None]) & (new < NEW)[None, :]
-        visible = _in_window(visible, new, token, WINDOW)
-        row_max, total, result = _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result, WINDOW)
-    for start in range(_first_tile(cached + part * ROWS // groups, CACHED_TILE, WINDOW), cached_end, CACHED_TILE):
-        old = start + tl.arange(0, CACHED_TILE)
-        filled = (old < cached)[:, None]
-        k1, k2, v = _load_kv(keys, values, head * capacity + old, filled, HALF, HALF_TILE)
-        visible = _in_window((old < cached)[None, :], old, cached + token, WINDOW)
-        row_max, total, result = _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result, WINDOW)
-    for start in range(cached_end, cached + NEW if EXACT else cached_end, CACHED_TILE):
-        position = start + tl.arange(0, CACHED_TILE)
-        is_new = (position >= cached)[:, None]
-        valid = is_new & (position < cached + NEW)[:, None]
-        filled = (position < cached)[:, None]
-        k1, k2, v = _load_kv(keys, values, head * capacity + position, filled, HALF, HALF_TILE)
-        new_kv = qkv + ((position - cached) * stride + (HEADS + head) * size)[:, None]
-        new_k1, new_k2 = _rotate(new_kv, k_norm, epsilon, cos, sin, position, valid, HALF, HALF_TILE)
-        k1, k2 = tl.where(is_new, new_k1, k1), tl.where(is_new, new_k2, k2)
-        new_v = tl.load(new_kv + KV_HEADS * size + whole[None, :], _columns(valid, size, 2 * HALF_TILE), 0.0)
-        v = tl.where(is_new, new_v, v)
-        if part == 0:
-            _store_kv(keys, values, k1, k2, v, head * capacity + position, valid, HALF, HALF_TILE)
-        visible = (position[None, :] <= (cached + token)[:, None]) & (position < cached + NEW)[None, :]
-        visible = _in_window(visible, position, cached + token, WINDOW)
-        row_max, total, result = _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result, WINDOW)
-    if WINDOW:  # rows beyond the last token may have seen no key at all
-        total = tl.where(token < NEW, total, 1.0)
-    output = out + (token * HEADS * size + query * size)[:, None] + whole[None, :]
-    tl.store(output, (result / total[:, None]).to(out.dtype.element_ty), _columns(inside, size, 2 * HALF_TILE))
+    inside = (token < new)[:, None]
+    cached = tl.load(length)
+    own = tl.minimum(new, (part * ROWS + ROWS - 1) // groups + 1)  # new tokens that these rows see
+    first = _first_tile(cached + part * ROWS // groups, KEYS, WINDOW)
+    tiles = tl.cdiv(cached + own, KEYS) - first
+    wait_for_inputs(OVERLAPS)
+    launch_next(OVERLAPS)
+    if split < tiles:
+        queries = qkv + (token * stride + query * size)[:, None]
+        q1, q2 = _rotate(queries, q_norm, epsilon, cos, sin, cached + token, inside, HALF, HALF_TILE)
+        last = split + (tiles - 1 - split) // SPLITS * SPLITS
+        if (first + last) * KEYS + KEYS > cached:
+            for start in tl.range(0, own, NEW, num_stages=1):
+                added = start + tl.arange(0, NEW)
+                valid = (added < own)[:, None]
+                source = qkv + (added * stride + (HEADS + head) * size)[:, None]
+                k1, k2 = _rotate(source, k_norm, epsilon, cos, sin, cached + added, valid, HALF, HALF_TILE)
+                v = tl.load(source + KV_HEADS * size + whole[None, :], _columns(valid, size, 2 * HALF_TILE), 0.0)
+                _store_kv(keys, values, k1, k2, v, head * capacity + cached + added, valid, HALF, HALF_TILE)
+            tl.debug_barrier()  # other threads of this program read them
+        row_max = tl.full((ROWS,), -float("inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        result = tl.zeros((ROWS, 2 * HALF_TILE), tl.float32)
+        output = out + (token * HEADS * size + query * size)[:, None] + whole[None, :]
+        stored = _columns(inside, size, 2 * HALF_TILE)
+        room = (head * tl.num_programs(1) + part) * tl.cdiv(capacity, KEYS) * ROWS + tl.arange(0, ROWS)
+        for tile in tl.range(split, tiles, SPLITS, num_stages=STAGES):
+            position = (first + tile) * KEYS + tl.arange(0, KEYS)
+            filled = (position < cached + own)[:, None]
+            k1, k2, v = _load_kv(keys, values, head * capacity + position, filled, HALF, HALF_TILE)
+            visible = position[None, :] <= (cached + token)[:, None]
+            visible = _in_window(visible, position, cached + token, WINDOW)
+            tile_max, tile_total, tile_result = _attend_to_tile(q1, q2, k1, k2, v, visible, scale)
+            if SPLITS == 1:
+                row_max, total, result = _join(row_max, total, result, tile_max, tile_total, tile_result)
+            else:
+                place = partial + (room + tile * ROWS) * (size + 2)
+                tl.store(place, tile_max, token < new)
+                tl.store(place + 1, tile_total, token < new)
+                tl.store(place[:, None] + 2 + whole[None, :], tile_result, stored)
+        if SPLITS == 1:
+            _store_attention(output, result, total, token < new, stored, out.dtype.element_ty)
+        else:
+            tl.debug_barrier()  # before any thread says so, all have written
+            counter = arrivals + (head * tl.num_programs(1) + part) * SPLITS
+            if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(SPLITS, tiles) - 1:
+                for tile in tl.range(0, tiles):
+                    place = partial + (room + tile * ROWS) * (size + 2)
+                    tile_max = tl.load(place, token < new, -float("inf"), cache_modifier=".cg")
+                    tile_total = tl.load(place + 1, token < new, 0.0, cache_modifier=".cg")
+                    columns = place[:, None] + 2 + whole[None, :]
+                    tile_result = tl.load(columns, stored, 0.0, cache_modifier=".cg")
+                    row_max, total, result = _join(row_max, total, result, tile_max, tile_total, tile_result)
+                _store_attention(output, result, total, token < new, stored, out.dtype.element_ty)
+
+
+@triton.jit
+def _attend_to_tile(q1, q2, k1, k2, v, visible, scale):
+    """Softmax over the visible keys of a tile alone: the maximum of a row, and sums that are not divided yet."""
+    score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+    score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee") * scale
+    score = tl.where(visible, score, -float("inf"))
+    row_max = tl.max(score, 1)
+    weight = tl.exp(score - _finite(row_max)[:, None])
+    return row_max, tl.sum(weight, 1), tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+
+
+@triton.jit
+def _join(row_max, total, result, tile_max, tile_total, tile_result):
+    """Add a tile to those before it. A fused multiply-add is written out: the compiler must not choose one."""
+    joined_max = tl.maximum(row_max, tile_max)
+    before, after = tl.exp(row_max - _finite(joined_max)), tl.exp(tile_max - _finite(joined_max))
+    total = tl.fma(total, before, tile_total * after)
+    return joined_max, total, tl.fma(result, before[:, None], tile_result * after[:, None])
+
+
+@triton.jit
+def _finite(row_max):
+    """A row may have seen no key yet, and -inf less -inf is no number."""
+    return tl.where(row_max == -float("inf"), 0.0, row_max)
+
+
+@triton.jit
+def _store_attention(output, result, total, valid, stored, dtype: tl.constexpr):
+    total = tl.where(valid, total, 1.0)  # rows beyond the last token may have seen no key at all
+    tl.store(output, (result / total[:, None]).to(dtype), stored)
 
 
 @triton.jit
@@ -162,11 +228,11 @@ def _columns(rows, WIDTH: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _first_tile(query, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the tile of keys begins that holds the first key of a query's window."""
-    start = 0
+    """The tile of keys that holds the first key of a query's window."""
+    tile = 0
     if WINDOW:
-        start = tl.maximum(query - WINDOW + 1, 0) // TILE * TILE
-    return start
+        tile = tl.maximum(query - WINDOW + 1, 0) // TILE
+    return tile
 
 
 @triton.jit
@@ -214,66 +280,47 @@ def _store_kv(keys, values, k1, k2, v, row, valid, HALF: tl.constexpr, HALF_TILE
     tl.store(values + target + whole[None, :], v, _columns(valid, 2 * HALF, 2 * HALF_TILE))
 
 
-@triton.jit
-def _accumulate(q1, q2, k1, k2, v, visible, scale, row_max, total, result, WINDOW: tl.constexpr):
-    """One step of online softmax: add a tile of keys and values to the running result."""
-    score = tl.dot(q1, tl.trans(k1), input_precision="ieee")
-    score = tl.dot(q2, tl.trans(k2), score, input_precision="ieee") * scale
-    score = tl.where(visible, score, -float("inf"))
-    new_max = tl.maximum(row_max, tl.max(score, 1))
-    offset = new_max
-    if WINDOW:  # a row may have seen no key yet, and -inf less -inf is no number
-        offset = tl.where(new_max == -float("inf"), 0.0, new_max)
-    weight = tl.exp(score - offset[:, None])
-    rescale = tl.exp(row_max - offset)
-    result = tl.dot(weight.to(v.dtype), v, result * rescale[:, None], input_precision="ieee")
-    return new_max, total * rescale + tl.sum(weight, 1), result
-
-
-def norm_and_add(x: Tensor, norm: Any, epsilon: float | None, bias: Tensor) -> Tensor:
-    """Return the RMS or layer norm of each row, and add a bias to the rows themselves, in place.
-
-    The bias is that of the next output projection, into which the residual add is fused.
-    """
+def norm(x: Tensor, weight: Tensor, shift: Tensor | None, epsilon: float | None) -> Tensor:
+    """The RMS norm of each row, or with a `shift` the layer norm. A row is one program, alone or among others."""
     out, width = torch.empty_like(x), x.shape[-1]
-    shift = getattr(norm, "bias", None)
-    _norm_and_add[(len(x),)](
-        x, norm.weight, shift, bias, out, epsilon, WIDTH=width, BLOCK=next_power_of_2(width), CENTRED=shift is not None
+    block = next_power_of_2(width)
+    _norm[(len(x),)](
+        x,
+        weight,
+        shift,
+        out,
+        epsilon,
+        WIDTH=width,
+        BLOCK=block,
+        CENTRED=shift is not None,
+        num_warps=min(16, max(1, block // 256)),
+        **launch_options(x.device),
     )
     return out
 
 
 @triton.jit
-def _norm_and_add(
-    x, weight, shift, bias, out, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CENTRED: tl.constexpr
+def _norm(
+    x,
+    weight,
+    shift,
+    out,
+    epsilon,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     place = tl.program_id(0) * WIDTH + column
+    w = tl.load(weight + column, inside, 0.0).to(tl.float32)
+    wait_for_inputs(OVERLAPS)
+    launch_next(OVERLAPS)
     row = tl.load(x + place, inside, 0.0).to(tl.float32)
-    tl.store(x + place, (row + tl.load(bias + column, inside, 0.0).to(tl.float32)).to(x.dtype.element_ty), inside)
     if CENTRED:
         row = tl.where(inside, row - tl.sum(row, 0) / WIDTH, 0.0)
-    row = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + epsilon)
-    row = row * tl.load(weight + column, inside, 0.0).to(tl.float32)
+    row = row * tl.rsqrt(tl.sum(row * row, 0) / WIDTH + epsilon) * w
     if CENTRED:
         row = row + tl.load(shift + column, inside, 0.0).to(tl.float32)
     tl.store(out + place, row.to(out.dtype.element_ty), inside)
-
-
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, where a row is the gate followed by the up projection."""
-    new, inner = len(gate_up), gate_up.shape[-1] // 2
-    out = torch.empty(new, inner, dtype=gate_up.dtype, device=gate_up.device)
-    _silu_and_mul[(new, cdiv(inner, 1024))](gate_up, out, inner, BLOCK=1024)
-    return out
-
-
-@triton.jit
-def _silu_and_mul(gate_up, out, inner, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < inner
-    gate = tl.load(gate_up + row * 2 * inner + column, inside, 0.0).to(tl.float32)
-    up = tl.load(gate_up + row * 2 * inner + inner + column, inside, 0.0).to(tl.float32)
-    tl.store(out + row * inner + column, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), inside)
