@@ -213,6 +213,7 @@ class CudaGraphModel:
         self._host_length = self._host_buffer(1)
         self._host_ids, self._host_tokens = self._host_buffer(max(self._sizes)), self._host_buffer(max(self._sizes))
         self._tokens = torch.zeros_like(self._host_tokens, device=self._device)
+        self._offsets = torch.arange(max(self._sizes), device=self._device)
         self._host_next = self._host_buffer(2)
         # The same memory as numpy arrays: writing a number through a tensor takes Python ten times as long.
         self._length_array, self._ids_array, self._tokens_array, self._next_array = (
@@ -344,7 +345,7 @@ class CudaGraphModel:
 
     def _logits(self, ids: Tensor, host_tokens: Tensor) -> Tensor:
         size = len(ids)
-        positions = self._length + torch.arange(size, device=self._device)
+        positions = self._length + self._offsets[:size]
         for layer in self._cache.layers:
             layer.cumulative_length, layer.positions = self._length, positions
         logits: Tensor = self.model(

@@ -176,13 +176,17 @@ def _attend(
             tl.debug_barrier()  # before any thread says so, all have written
             counter = arrivals + (head * tl.num_programs(1) + part) * SPLITS
             if tl.atomic_add(counter, 1, sem="acq_rel") == tl.minimum(SPLITS, tiles) - 1:
-                for tile in tl.range(0, tiles):
-                    place = partial + (room + tile * ROWS) * (size + 2)
-                    tile_max = tl.load(place, token < new, -float("inf"), cache_modifier=".cg")
-                    tile_total = tl.load(place + 1, token < new, 0.0, cache_modifier=".cg")
-                    columns = place[:, None] + 2 + whole[None, :]
-                    tile_result = tl.load(columns, stored, 0.0, cache_modifier=".cg")
-                    row_max, total, result = _join(row_max, total, result, tile_max, tile_total, tile_result)
+                place = partial + room * (size + 2)
+                step: tl.constexpr = ROWS * (size + 2)
+                for tile in tl.range(0, tiles, 4):  # four are read at once: each takes a while to come
+                    max_0, total_0, result_0 = _load_partial(place, tile, tiles, token, new, step, size, whole)
+                    max_1, total_1, result_1 = _load_partial(place, tile + 1, tiles, token, new, step, size, whole)
+                    max_2, total_2, result_2 = _load_partial(place, tile + 2, tiles, token, new, step, size, whole)
+                    max_3, total_3, result_3 = _load_partial(place, tile + 3, tiles, token, new, step, size, whole)
+                    row_max, total, result = _join(row_max, total, result, max_0, total_0, result_0)
+                    row_max, total, result = _join(row_max, total, result, max_1, total_1, result_1)
+                    row_max, total, result = _join(row_max, total, result, max_2, total_2, result_2)
+                    row_max, total, result = _join(row_max, total, result, max_3, total_3, result_3)
                 _store_attention(output, result, total, token < new, stored, out.dtype.element_ty)
 
 
@@ -195,6 +199,17 @@ def _attend_to_tile(q1, q2, k1, k2, v, visible, scale):
     row_max = tl.max(score, 1)
     weight = tl.exp(score - _finite(row_max)[:, None])
     return row_max, tl.sum(weight, 1), tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+
+
+@triton.jit
+def _load_partial(place, tile, tiles, token, new, step: tl.constexpr, size: tl.constexpr, column):
+    """What another program has found for a tile; where there is none, what changes nothing."""
+    valid = token < tl.where(tile < tiles, new, 0)
+    row = place + tile * step
+    row_max = tl.load(row, valid, -float("inf"), cache_modifier=".cg")
+    total = tl.load(row + 1, valid, 0.0, cache_modifier=".cg")
+    inside = valid[:, None] & (column < size)[None, :]
+    return row_max, total, tl.load(row[:, None] + 2 + column[None, :], inside, 0.0, cache_modifier=".cg")
 
 
 @triton.jit
