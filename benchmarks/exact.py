@@ -9,6 +9,7 @@ and the texts in slices.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
@@ -36,6 +37,7 @@ LENGTH, MAX_WIDTH = 192, 64  # tokens of the text that is cut, and of its forwar
 MAX_SP, SLICES = 7, 16
 GPU_DTYPE = "bfloat16"
 ON_GPU = (TARGET, DRAFTER, *SHAPES)
+PARTS = ("logits", "texts")
 DONE = object()
 OPENINGS = ("Once upon a time", "One day", "In a small town", "Long ago", "On a rainy night")
 NAMES = ("Lily", "Tom", "a brave dog", "the old king", "Mia and her friend", "a tiny robot", "Sam", "the red fox")
@@ -177,6 +179,7 @@ def differing_texts(
 def main() -> None:
     parser = harness.arguments(__doc__, "--prompts 20 --tokens 32", prompts=200, tokens=48, cuts=100)
     parser.add_argument("--device", default=CPU, help="cpu, or cuda:0")
+    parser.add_argument("--only", type=harness.names(*PARTS), default=list(PARTS), help="logits or texts")
     parser.add_argument("--dtype", type=harness.names(*DTYPES), default=list(DTYPES), help="of logits on the CPU; all")
     parser.add_argument("--shapes", type=harness.names(*ON_GPU), default=list(ON_GPU), help="on a GPU; all")
     parser.add_argument("--text-dtype", type=harness.names(*DTYPES), default=["bfloat16"], help="of the texts")
@@ -185,31 +188,32 @@ def main() -> None:
     if options.prompts > len(asked):
         parser.error(f"{options.prompts} prompts: there are {len(asked)}")
     silence_transformers()
-    if options.device == CPU:
-        pairs = list(product((TARGET, DRAFTER), options.dtype))
-        logits = [
-            differing_on_cpu(role, dtype, options.cuts) for role, dtype in harness.tracked(pairs, len(pairs), "models")
-        ]
-    else:
-        logits = [
-            row
-            for name in harness.tracked(options.shapes, len(options.shapes), "shapes")
-            for row in differing_on_gpu(name, options.device, options.cuts)
-        ]
-    texts = [
-        row
-        for dtype in options.text_dtype
-        for row in differing_texts(dtype, options.device, asked, options.tokens, (0.0, 0.8))
-    ]
-    lines = [
-        *harness.table(list(logits[0]), [list(row.values()) for row in logits]),
-        "",
-        *harness.table(list(texts[0]), [list(row.values()) for row in texts]),
-    ]
-    results = {"device": options.device, "tokens": options.tokens, "logits": logits, "texts": texts}
+    results: dict[str, Any] = {"device": options.device, "tokens": options.tokens, "logits": [], "texts": []}
+    for name, row in rows(options, asked):
+        results[name].append(row)
+        harness.log(f"  {row}")
+        harness.save(options, "measured", results)  # a run may be cut off
+    tables = [results[name] for name in ("logits", "texts") if results[name]]
+    lines = [line for part in tables for line in harness.table(list(part[0]), [list(row.values()) for row in part])]
     harness.report(options, "measured", results, lines)
-    if total := sum(row["differing"] for row in (*logits, *texts)):
+    if total := sum(row["differing"] for part in tables for row in part):
         harness.fail(f"{total} rows of logits and texts differ")
+
+
+def rows(options: argparse.Namespace, asked: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """The results of the parts that are asked for, as they come."""
+    if "logits" in options.only and options.device == CPU:
+        pairs = list(product((TARGET, DRAFTER), options.dtype))
+        for role, dtype in harness.tracked(pairs, len(pairs), "models"):
+            yield "logits", differing_on_cpu(role, dtype, options.cuts)
+    elif "logits" in options.only:
+        for name in harness.tracked(options.shapes, len(options.shapes), "shapes"):
+            for row in differing_on_gpu(name, options.device, options.cuts):
+                yield "logits", row
+    if "texts" in options.only:
+        for dtype in options.text_dtype:
+            for row in differing_texts(dtype, options.device, asked, options.tokens, (0.0, 0.8)):
+                yield "texts", row
 
 
 if __name__ == "__main__":

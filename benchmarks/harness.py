@@ -173,13 +173,19 @@ def _version(package: str) -> str | None:
 
 def report(options: argparse.Namespace, label: str, results: Mapping[str, Any], lines: Iterable[str]) -> None:
     """Print the tables or one JSON document, and write the document where `--out` says."""
-    document = {"label": label, "machine": machine(), **results}
-    if options.out:
-        options.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    document = save(options, label, results)
     if options.json:
         print(json.dumps(document, default=str))
     else:
         print(*lines, sep="\n")
+
+
+def save(options: argparse.Namespace, label: str, results: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the document where `--out` says: what there is of it so far."""
+    document = {"label": label, "machine": machine(), **results}
+    if options.out:
+        options.out.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    return document
 
 
 def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> Iterator[str]:
