@@ -20,7 +20,7 @@ from datetime import date
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ DRAFTER_SHAPE = "vicuna-68m"
 ACCEPTANCES = (0.63, 0.8, 0.93)
 PROMPT, ROOM = 128, 384
 WARM_UP = 20  # tokens
+START_SECONDS = 1  # long enough for each process to get one of the first tasks
 SHARES = (0.6, 0.8, 1, 1.2, 1.5)  # of SI's best lookahead in simulation: those it is measured with
 
 
@@ -73,10 +74,12 @@ class Bench:
 
 @cache
 def pool() -> ProcessPoolExecutor:
-    """Return processes for simulations, which the GPU waits for."""
+    """Return processes for simulations, which the GPU waits for.
+
+    All have started before anything is measured: while they do, the thread that launches forwards is slowed.
+    """
     executor = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
-    for _ in range(os.cpu_count() or 1):
-        executor.submit(int)  # they take seconds to start, while models are made
+    list(executor.map(sleep, [START_SECONDS] * (os.cpu_count() or 1)))
     return executor
 
 

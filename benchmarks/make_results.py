@@ -134,7 +134,8 @@ def h200_row(run: Row) -> str:
     over = [cell["measured_over_virtual"] for target in run["targets"] for cell in target["cells"]]
     claim = f"{H200_ROW}, at acceptance 0.63, 0.8, 0.93"
     figure = f"{speeds}; {min(over):.2f} to {max(over):.2f} of virtual time"
-    return f"{claim} | {figure} | measured, random weights, acceptance by an oracle | `python benchmarks/h200.py` |"
+    label = f"measured {date_of(run)}, random weights, acceptance by an oracle"
+    return f"{claim} | {figure} | {label} | `python benchmarks/h200.py` |"
 
 
 def source(_: Row) -> Iterator[str]:
@@ -217,10 +218,7 @@ def exact_table(run: Row) -> Iterator[str]:
     rows = [(row["model"], row["dtype"], row["rows"], row["differing"]) for row in run["logits"]]
     yield from harness.markdown(heads, rows)
     yield ""
-    texts = run["texts"]
-    total, differing = sum(row["texts"] for row in texts), sum(row["differing"] for row in texts)
-    names = f"{len(texts)} configurations (non-SI, SI, PEARL, DSI, auto)"
-    yield f"{texts[0]['texts']} texts in {texts[0]['dtype']} under {names}: {differing} of {total} differ."
+    yield exact_texts(run)
 
 
 def has_every_engine(run: Row) -> bool:
@@ -249,6 +247,25 @@ def engines_table(run: Row) -> Iterator[str]:
         yield f"- A verification of {width} {'position' if width == '1' else 'positions'}: {engines.round_trip(times)}."
 
 
+def exact_gpu_table(run: Row) -> Iterator[str]:
+    """All runs on a GPU: each has some of the shapes, or the texts."""
+    heads = ("logits of", "where", "cuts", "rows compared", "differing")
+    logits = {(row["model"], row["where"]): row for one in run["runs"] for row in one["logits"]}
+    yield from harness.markdown(heads, [[row[name] for name in EXACT_COLUMNS] for row in logits.values()])
+    for one in run["runs"]:
+        if one["texts"]:
+            yield ""
+            yield exact_texts(one)
+
+
+def exact_texts(run: Row) -> str:
+    texts = run["texts"]
+    total, differing = sum(row["texts"] for row in texts), sum(row["differing"] for row in texts)
+    names = f"{len(texts)} configurations (non-SI, SI, PEARL, DSI, auto)"
+    return f"{texts[0]['texts']} texts in {texts[0]['dtype']} under {names}: {differing} of {total} differ."
+
+
+EXACT_COLUMNS = ("model", "where", "cuts", "rows", "differing")
 MODELS = {"build/smollm2": "SmolLM2-135M", "builtin": "the built-in target"}
 COMPLETE: dict[str, Callable[[Row], bool]] = {
     "h200": is_complete,
@@ -266,6 +283,7 @@ SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the 
     "forwards": forwards_table,
     "batches": batches_table,
     "exact": exact_table,
+    "exact_gpu": exact_gpu_table,
     "engines": engines_table,
 }
 
@@ -284,7 +302,8 @@ def newest_runs() -> dict[str, Row]:
     runs = {name: json.loads(newest(name).read_text()) for name in COMPLETE}
     peers = newest_of_each("peers", lambda run: tuple(run["pair"].values()))
     by_dtype = {name: newest_of_each(name, lambda run: run["dtype"]) for name in ("forwards", "batches")}
-    return {**runs, "peers": peers, **by_dtype}
+    exact_gpu = newest_of_each("exact_gpu", lambda run: tuple(row["model"] for row in run["logits"]))
+    return {**runs, "peers": peers, "exact_gpu": exact_gpu, **by_dtype}
 
 
 def main() -> None:

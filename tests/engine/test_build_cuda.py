@@ -8,10 +8,13 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from command import dsi
-from dsi.engine.build_cuda import random_cuda_model
+from dsi.engine.build_cuda import are_exact, random_cuda_model
 from dsi.engine.engine import Engine
+from dsi.models.cuda.decoder_triton import has_invariant_rows
+from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.names import model_path
 from dsi.models.protocol import ForwardRequest
+from dsi.models.shapes import random_model
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +37,15 @@ def test_devices_do_not_change_the_text(devices: str, sp: int, texts: list[tuple
                 for t in (0.0, 0.9)
             ]
             assert tokens == texts
+
+
+def test_targets_are_exact_if_all_are_and_of_one_kind() -> None:
+    """On CPUs forwards are exact by padding alone: the kernels with invariant rows are for GPUs."""
+    model = random_model("vicuna-68m", "bfloat16", max_positions=32)
+    padded, other = CudaGraphModel(model, 32, exact_size=16), CudaGraphModel(model, 32)
+    assert (padded.exact, other.exact, has_invariant_rows(model)) == (True, False, False)
+    assert are_exact([padded, padded])
+    assert not are_exact([padded, other])
 
 
 def test_auto_starts_from_simulated_plans_and_adapts(texts: list[tuple[int, ...]]) -> None:

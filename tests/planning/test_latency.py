@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from dsi.planning.latency import LatencyModel, monotone
+from dsi.planning.latency import LatencyModel, monotone, without_noise
 
 
 def test_latency_model_reads_measured_curves() -> None:
@@ -29,6 +29,10 @@ def test_latency_model_scales_exactly() -> None:
     assert (scaled.target_ms, scaled.drafter_ms, scaled.prefill_ms) == (1, 4, (12, 10))
     assert (scaled.per_token_ms, scaled.by_width) == (3, ((1, 1),))
     assert latency.target(1000).tpot == Fraction(1, 3000)
+
+
+def test_without_noise_takes_less_load_to_be_no_slower_than_more() -> None:
+    assert without_noise({2: 2.5, 1: 6.0, 3: 2.7, 4: 2.6}) == ((1, 2.5), (2, 2.5), (3, 2.6), (4, 2.6))
 
 
 def test_monotone_curve_never_falls() -> None:

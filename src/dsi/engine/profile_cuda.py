@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from dsi.models.protocol import ForwardRequest, Pollable
-from dsi.planning.latency import LatencyModel
+from dsi.planning.latency import LatencyModel, without_noise
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are captured
 CONTENTION_WIDTH = 8  # new tokens of the forwards by which contention is measured
@@ -35,9 +35,11 @@ def latency_model(
     return LatencyModel.measured(
         forwards_ms(targets[0], prompt, context),
         draft_token_ms(drafter, [], prompt, context),
-        by_busy_targets=tuple((len(group), concurrent_forward_ms(group, CONTENTION_WIDTH, prompt)) for group in groups),
-        drafter_by_busy_targets=tuple(
-            (len(group), draft_token_ms(drafter, group, prompt, context)) for group in groups
+        by_busy_targets=without_noise(
+            {len(group): concurrent_forward_ms(group, CONTENTION_WIDTH, prompt) for group in groups}
+        ),
+        drafter_by_busy_targets=without_noise(
+            {len(group): draft_token_ms(drafter, group, prompt, context) for group in groups}
         ),
         cancel_points=cancel_points,
         drafter_cancel_points=1 if cancel_points else None,  # a draft token in flight cannot be cancelled

@@ -167,6 +167,14 @@ def monotone(by_width: Mapping[int, Number]) -> Curve:
     return tuple((width, max(ms for w, ms in by_width.items() if w <= width)) for width in sorted(by_width))
 
 
+def without_noise(by_load: Mapping[int, Number]) -> Curve:
+    """The curve in order of load, where less that was measured as slower than more takes as long.
+
+    What else a machine does can only add time: one slow measurement must not make a loaded one look fast beside it.
+    """
+    return tuple((load, min(ms for more, ms in by_load.items() if more >= load)) for load in sorted(by_load))
+
+
 def in_unit(ms: Number | None, unit: int) -> Any:
     """Whole numbers and Fractions stay exact."""
     return ms / unit if ms and unit != 1 else ms

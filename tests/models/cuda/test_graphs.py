@@ -60,7 +60,7 @@ def rows_of(model: Any, cut: list[int], text: list[int]) -> torch.Tensor:
     for new in cut:
         exact.answer(ForwardRequest(text[: length + new], length + 1))
         begin = min(length, MAX_LENGTH - 16)
-        rows.append(exact._forwards[16].logits[length - begin : length - begin + new].clone())
+        rows.append(exact.last_logits()[length - begin : length - begin + new].clone())
         length += new
     return torch.cat(rows)
 

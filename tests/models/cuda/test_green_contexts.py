@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dsi.models.cuda.green_contexts import green_context_streams, sms_per_slice
+from dsi.models.cuda.green_contexts import green_context_streams, sms_per_slice, stream_sms
 
 
 @pytest.mark.parametrize(("slices", "size"), [(1, 128), (8, 16), (16, 8), (5, 24)])
@@ -20,3 +20,5 @@ def test_green_contexts_refuse_too_many_slices() -> None:
 def test_green_context_streams_on_a_gpu() -> None:
     streams = green_context_streams(0, 16, [2] + [1] * 7)
     assert len({stream.cuda_stream for stream in streams}) == 8
+    assert [stream_sms(stream) for stream in streams] == [16] + [8] * 7
+    assert stream_sms(None) == 0

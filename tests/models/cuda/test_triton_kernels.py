@@ -20,10 +20,11 @@ SHARED_MEMORY = 227 * 1024  # bytes of a block on such a GPU
 
 
 @pytest.mark.slow
-def test_kernels_agree_with_torch_in_the_interpreter() -> None:
+@pytest.mark.parametrize("tests", ["every_cut", "not every_cut"])
+def test_kernels_agree_with_torch_in_the_interpreter(tests: str) -> None:
     """In its own process: the interpreter is chosen when triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", str(INTERPRETED)],
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-k", tests, str(INTERPRETED)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
