@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -6,8 +7,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from dsi.core.messages import Sampling
-from dsi.sampling.logits import greedy_top_k, probabilities, sample, top_k_tokens, top_logprobs
-from dsi.sampling.noise import array_namespace, exponential, float64, noise_key
+from dsi.sampling.logits import greedy_top_k, probabilities, sample, top_k_tokens, top_logprobs, weights_of_rows
+from dsi.sampling.noise import array_namespace, exponential, float64, noise_key, race_of_rows
 
 LOGITS = np.log(np.array([0.5, 0.3, 0.15, 0.05], dtype=np.float32))
 
@@ -77,6 +78,16 @@ samplings = st.builds(
 def test_sample_agrees_in_numpy_and_torch(sampling: Sampling, position: int, seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 3, 50).astype(np.float32)
     assert sample(logits, sampling, position) == sample(torch.from_numpy(logits), sampling, position)
+
+
+@given(samplings, st.integers(0, 10**6), st.integers(0, 2**32))
+def test_rows_at_once_give_the_samples_of_each(sampling: Sampling, position: int, seed: int) -> None:
+    """As on a device, where top-p is left to each row."""
+    sampling = replace(sampling, top_p=1.0)
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (3, 50)).astype(np.float32))
+    keys = [noise_key(sampling.seed, position + i) for i in range(3)]
+    expected = tuple(sample(row, sampling, position + i) for i, row in enumerate(logits))
+    assert race_of_rows(weights_of_rows(logits, sampling), keys) == expected
 
 
 @given(samplings, st.integers(0, 2**32))

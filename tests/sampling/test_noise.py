@@ -3,8 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
-from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, exponential, noise_key, uniform
+from dsi.sampling.noise import ACCEPT, DRAFT, RESIDUAL, TOKEN, exponential, noise_key, race, race_of_rows, uniform
 
 NOISE_OF_SEED_1_AT_2 = [1.2983057316825584, 4.307674396442693, 0.6255722483402807, 0.674721475443079]
 UNIFORMS_OF_SEED_1_AT_2 = [0.003914287572248987, 0.23385000027080893, 0.22623008455765026]
@@ -83,3 +84,34 @@ def test_uniform_is_uniform_on_the_open_interval() -> None:
     assert np.abs(draws - (np.arange(50_000) + 0.5) / 50_000).max() < 1.95 / math.sqrt(50_000)
     # Every draw is an odd multiple of 2**-53, which a float64 holds exactly: 0 and 1 are not.
     assert {float(draw * 2**53) % 2 for draw in draws} == {1.0}
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(1, 300), st.integers(1, 5), st.integers(0, 2**32))
+def test_race_is_won_by_the_largest_ratios_in_exact_arithmetic(key: int, size: int, count: int, seed: int) -> None:
+    """Also where probabilities tie or are zero."""
+    probs = np.random.default_rng(seed).choice([0.0, 0.1, 0.1, 0.25, 1.0], size)
+    probs[seed % size] = 0.5
+    ratios = probs / exponential(key, np.arange(size))
+    count = min(count, size)
+    expected = (-ratios).argsort(kind="stable")[:count].tolist()
+    assert race(probs, key, count).tolist() == expected
+    rows = torch.tensor(np.stack([probs, probs[::-1].copy()]))
+    assert race_of_rows(rows, [key, key])[0] == expected[0]
+
+
+def test_race_looks_closer_where_the_library_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its logarithm were wrong in the tenth digit."""
+    probs, expected = np.full(1000, 1e-3), [int(race(np.full(1000, 1e-3), key)[0]) for key in range(50)]
+    log, torch_log = np.log, torch.log
+    monkeypatch.setattr(np, "log", lambda x: log(x) * (1 + 1e-10 * np.cos(np.arange(len(x)))))
+    monkeypatch.setattr(torch, "log", lambda x: torch_log(x) * (1 + 1e-10 * torch.cos(torch.arange(x.shape[-1]))))
+    assert [int(race(probs, key)[0]) for key in range(50)] == expected
+    assert race_of_rows(torch.tensor(probs).expand(50, -1), list(range(50))) == tuple(expected)
+
+
+def test_race_of_rows_takes_a_tie_of_many_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More tokens are close than are looked at: here all seem to be."""
+    monkeypatch.setattr("dsi.sampling.noise.LOG_ERROR", 1.0)
+    probs = np.random.default_rng(3).random(40)
+    expected = int((probs / exponential(7, np.arange(40))).argmax())
+    assert race_of_rows(torch.tensor(probs)[None], [7]) == (expected,)

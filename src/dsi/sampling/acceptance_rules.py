@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dsi.core.messages import Sampling
-from dsi.sampling.logits import gumbel_argmax, sample
+from dsi.sampling.logits import gumbel_argmax, sample_rows
 from dsi.sampling.noise import Array, array_namespace
 
 # A draft token and the distribution it was drawn from; None for a deterministic drafter (a point mass).
@@ -22,7 +22,7 @@ def match(logits: Array, sampling: Sampling, position: int) -> tuple[int, ...]:
     The first row is for `position`. A drafter that samples with the same noise is accepted wherever it gives
     the same token; the output is the target's own whatever the draft tokens are.
     """
-    return tuple(sample(row, sampling, position + i) for i, row in enumerate(logits))
+    return sample_rows(logits, sampling, position)
 
 
 def reject(p: Array, token: int, q: Array | None, uniform: float, noise: Array) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dsi.core.messages import Sampling, TopLogprobs
-from dsi.sampling.noise import Array, array_namespace, exponential_noise, float64, noise_key
+from dsi.sampling.noise import Array, array_namespace, float64, noise_key, race, race_of_rows
 
 
 def probabilities(logits: Array, sampling: Sampling) -> Array:
@@ -31,8 +31,40 @@ def sample(logits: Array, sampling: Sampling, position: int) -> int:
     """Sample the token at this position of the text."""
     if sampling.temperature == 0:
         return int(logits.argmax())
-    noise = exponential_noise(logits, noise_key(sampling.seed, position))
-    return gumbel_argmax(probabilities(logits, sampling), noise)
+    return int(race(_in_numpy(probabilities(logits, sampling)), noise_key(sampling.seed, position))[0])
+
+
+def sample_rows(logits: Array, sampling: Sampling, position: int) -> tuple[int, ...]:
+    """Sample a token from each row, the first of which is for `position`; on a device all rows at once.
+
+    No row's arithmetic depends on how many there are: nothing is added up over a row, but where top-p does.
+    """
+    if not _is_on_device(logits) or (sampling.temperature > 0 and sampling.top_p < 1):
+        return tuple(sample(row, sampling, position + i) for i, row in enumerate(logits))
+    if sampling.temperature == 0:
+        return tuple(greedy_tokens([logits]))
+    return race_of_rows(
+        weights_of_rows(logits, sampling), [noise_key(sampling.seed, position + i) for i in range(len(logits))]
+    )
+
+
+def weights_of_rows(logits: Array, sampling: Sampling) -> Array:
+    """The probabilities of each row of a torch tensor up to a factor, by temperature, top-k and min-p."""
+    weights = (float64(logits - logits.amax(-1, keepdim=True)) / sampling.temperature).exp()
+    if 0 < sampling.top_k < weights.shape[-1]:
+        weights = weights * (weights >= weights.topk(sampling.top_k).values[:, -1:])
+    if sampling.min_p > 0:  # the largest weight is 1
+        weights = weights * (weights >= sampling.min_p)
+    return weights
+
+
+def _is_on_device(logits: Array) -> bool:
+    return bool(hasattr(logits, "is_cuda") and logits.is_cuda)
+
+
+def _in_numpy(array: Array) -> np.ndarray:
+    """The same numbers as an array of numpy, without a copy on CPUs."""
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
 def greedy_tokens(logits: Sequence[Array]) -> list[int]:
@@ -65,15 +97,13 @@ def greedy_top_k(logits: Sequence[Array], counts: Sequence[int]) -> list[tuple[i
 
 def top_k_tokens(logits: Array, sampling: Sampling, position: int, count: int) -> tuple[int, ...]:
     """Return the token that `sample` gives, then up to `count - 1` runners-up."""
-    weights = _race_weights(logits, sampling, position)
-    tokens = [int(weights.argmax())]
-    for _ in range(count - 1):
-        weights[tokens[-1]] = 0.0
-        token = int(weights.argmax())
-        if not float(weights[token]) > 0:
-            break
-        tokens.append(token)
-    return tuple(tokens)
+    if sampling.temperature == 0:
+        row = _in_numpy(float64(logits))
+        best = (-row).argsort(kind="stable")[:count]
+        return tuple(best[row[best] > -math.inf].tolist())
+    probs = _in_numpy(probabilities(logits, sampling))
+    best = race(probs, noise_key(sampling.seed, position), min(count, len(probs)))
+    return tuple(best[probs[best] > 0].tolist())
 
 
 def top_logprobs(logits: Array, count: int, required: Sequence[Sequence[int]]) -> tuple[TopLogprobs, ...]:
@@ -90,13 +120,6 @@ def _row_logprobs(logits: Array, count: int, required: Sequence[int]) -> TopLogp
     likeliest = (-logprobs).argsort()[:count].tolist()
     by_token = {int(token): float(logprobs[token]) for token in (*likeliest, *required)}
     return tuple(sorted(by_token.items(), key=lambda item: -item[1]))
-
-
-def _race_weights(logits: Array, sampling: Sampling, position: int) -> Array:
-    """What the argmax is taken of: p / e up to a factor, or p without noise."""
-    if sampling.temperature == 0:
-        return array_namespace(logits).exp(float64(logits) - float64(logits).max())
-    return probabilities(logits, sampling) / exponential_noise(logits, noise_key(sampling.seed, position))
 
 
 def _normalise(weights: Array) -> Array:

@@ -8,6 +8,8 @@ between machines, and one bit can change a token.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele, Lea and Flood, 2014)
 UINT64_MAX = (1 << 64) - 1
 LN2 = 0.6931471805599453
+LOG_ERROR = 1e-9  # far more than the relative error of any library's logarithm, and than tokens are ever close
+CANDIDATES = 4  # of a row, that are looked at in exact arithmetic
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # the random decisions at one position; each has its own key
 
 
@@ -52,6 +56,61 @@ def exponential_noise(logits: Array, key: int) -> Array:
     """Draw from Exp(1) for every token of a row of logits or probabilities, on the same device."""
     xp = array_namespace(logits)
     return exponential(key, xp.arange(len(logits), dtype=xp.int64, device=logits.device))
+
+
+def race(probs: np.ndarray, key: int, count: int = 1) -> np.ndarray:
+    """The `count` tokens with the largest p / e, for the exponentials e of this key, in order; ties by number.
+
+    The library's logarithm is several times as fast as ours, and wrong in its last bits at most: it only says which
+    tokens can be among them, and their exponentials alone are computed as on every machine.
+    """
+    ratios = probs / -np.log(_open_unit(_bits(key, len(probs)).astype(np.float64)))
+    least = ratios.max() if count == 1 else np.partition(ratios, -count)[-count]
+    tokens = np.flatnonzero(ratios >= least * (1 - LOG_ERROR))
+    if len(tokens) == count == 1:
+        return tokens
+    order = (-probs[tokens] / exponential(key, tokens)).argsort(kind="stable")
+    winners: np.ndarray = tokens[order[:count]]
+    return winners
+
+
+def _bits(key: int, count: int) -> np.ndarray:
+    """The 52 random bits of the first tokens."""
+    x = _counters(count) + np.uint64(key)
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        x ^= x >> np.uint64(shift)
+        x *= np.uint64(factor)
+    x ^= x >> np.uint64(31)
+    x >>= np.uint64(12)
+    return x
+
+
+@lru_cache(maxsize=4)
+def _counters(count: int) -> np.ndarray:
+    """The multiples of splitmix64's increment, by token."""
+    return np.arange(count, dtype=np.uint64) * np.uint64(GOLDEN_GAMMA)
+
+
+def race_of_rows(weights: Array, keys: Sequence[int]) -> tuple[int, ...]:
+    """As `race` for each row of a torch tensor on a device, all at once: what is computed there waits for nothing."""
+    torch = array_namespace(weights)
+    column = torch.tensor([_as_int64(key) for key in keys], device=weights.device)[:, None]
+    tokens = torch.arange(weights.shape[-1], device=weights.device) * _as_int64(GOLDEN_GAMMA)
+    ratios = weights / -torch.log(_open_unit(float64(_logical_shift(_mix_array(tokens + column), 12))))
+    ratios, best = ratios.topk(min(CANDIDATES, ratios.shape[-1]))
+    found = torch.stack((ratios, float64(best), weights.gather(-1, best)), 1).cpu().numpy()
+    return tuple(_winner(row, key, weights[i]) for i, (row, key) in enumerate(zip(found, keys)))
+
+
+def _winner(found: np.ndarray, key: int, weights: Array) -> int:
+    """Of the largest ratios of a row, in order, which is the largest in exact arithmetic."""
+    ratios, tokens = found[0], found[1].astype(np.int64)
+    close = ratios >= ratios[0] * (1 - LOG_ERROR)
+    if close[-1] and len(close) < len(weights):
+        return int(race(weights.cpu().numpy(), key)[0])  # there may be more of them
+    tokens, own = tokens[close], found[2][close]
+    order = tokens.argsort()
+    return int(tokens[order][(own[order] / exponential(key, tokens[order])).argmax()])
 
 
 def _open_unit(bits: Array) -> Array:
