@@ -14,7 +14,7 @@ from dsi.models.cuda import linear, triton_kernels as kernels  # noqa: E402
 
 INTERPRETED = Path(__file__).with_name("interpreted.py")
 HEAD_NORMS = ("q_norm", "k_norm")
-HOPPER = 90
+HOPPER, ADA = 90, 89
 SIZES = ("inputs", "outputs", "capacity")
 SHARED_MEMORY = 227 * 1024  # bytes of a block on such a GPU
 
@@ -34,7 +34,9 @@ def test_kernels_agree_with_torch_in_the_interpreter(tests: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps: int = 4) -> Any:
+def compiled(
+    kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warps: int = 4, capability: int = HOPPER
+) -> Any:
     """Compile for tensors aligned to 16 bytes, as torch's are, and sizes that are multiples of 16."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -46,7 +48,7 @@ def compiled(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], warp
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in kinds if kinds[name][0] == "*" or name in SIZES},
     )
-    return triton.compile(source, target=GPUTarget("cuda", HOPPER, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
 @pytest.mark.slow
@@ -90,19 +92,10 @@ def test_attend_compiles_for_a_gpu(
     assert "griddepcontrol.wait" in kernel.asm["ptx"]
 
 
-TILINGS = [
-    (name, rows)
-    for name in ("IN_SLICES", "GATED_IN_SLICES", "NARROW", "WIDE", "GATED_WIDE")
-    for rows in (16, 32, 64, 128)
-]
+TABLES = ("IN_SLICES", "GATED_IN_SLICES", "NARROW", "WIDE", "GATED_WIDE")
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize(("name", "rows"), TILINGS)
-def test_linear_compiles_for_a_gpu(name: str, rows: int) -> None:
-    """Every tiling that is chosen fits into the memory of a multiprocessor, and reads ahead asynchronously."""
-    tiling = getattr(linear, name)[rows]
+def compiled_linear(tiling: linear.Tiling, gated: bool, capability: int) -> Any:
     described = f"tensordesc<bf16[{tiling.outputs},{tiling.depth}]>"
     kinds = {"x": "*bf16", "weight": described if tiling.bulk else "*bf16", "out": "*bf16"}
     constants = {
@@ -114,14 +107,40 @@ def test_linear_compiles_for_a_gpu(name: str, rows: int) -> None:
         "SWAPPED": tiling.swapped,
         "BULK": tiling.bulk,
         "WHOLE": True,
-        "ACTIVATION": linear.GATED if name.startswith("GATED") else "",
-        "ADDS": not name.startswith("GATED"),
-        "OVERLAPS": True,
+        "ACTIVATION": linear.GATED if gated else "",
+        "ADDS": not gated,
+        "OVERLAPS": capability == HOPPER,
     }
     sizes = {"rows": "i32", "outputs": "i32", "inputs": "i32"}
-    kernel = compiled(linear._linear, kinds | sizes, constants, tiling.warps)
-    assert kernel.metadata.shared <= SHARED_MEMORY
+    return compiled(linear._linear, kinds | sizes, constants, tiling.warps, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("table", TABLES)
+def test_linear_compiles_for_a_gpu(table: str, rows: int) -> None:
+    """Every tiling that is chosen fits into the memory of a multiprocessor, and reads ahead asynchronously."""
+    gated, tiling = table.startswith("GATED"), getattr(linear, table)[rows]
+    assert tiling.within(SHARED_MEMORY, gated) == tiling
+    kernel = compiled_linear(tiling, gated, HOPPER)
+    assert tiling.shared_bytes(gated) <= kernel.metadata.shared <= SHARED_MEMORY
     assert "cp.async" in kernel.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("table", ["NARROW", "GATED_WIDE"])
+def test_linear_compiles_for_a_gpu_with_less_shared_memory(table: str) -> None:
+    gated, limit = table.startswith("GATED"), linear.LEAST_SHARED_MEMORY
+    tiling = getattr(linear, table)[64].within(limit - linear.OTHER_SHARED_MEMORY, gated)
+    assert compiled_linear(tiling, gated, ADA).metadata.shared <= limit
+
+
+def test_stages_for_fit_into_shared_memory() -> None:
+    assert kernels.stages_for(128, 2, SHARED_MEMORY) == 3
+    assert kernels.stages_for(256, 2, linear.LEAST_SHARED_MEMORY) == 1
+    assert kernels.stages_for(128, 4, SHARED_MEMORY) == 3
 
 
 def test_tiling_for_depends_on_rows_outputs_and_multiprocessors() -> None:

@@ -8,7 +8,7 @@ has, how deep it reads ahead and which instruction multiplies changes no bit, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,9 @@ from triton import cdiv
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 HOPPER = 9
+HALF_BYTES = 2
+H200_SHARED_MEMORY, LEAST_SHARED_MEMORY = 227 * 1024, 99 * 1024  # of a block; the least of GPUs with bfloat16
+OTHER_SHARED_MEMORY = 1024
 FEW_SMS = 64  # a slice of a GPU
 BULK_ALIGNMENT = 16  # bytes between rows of weights that can be copied in bulk are a multiple of it
 GATED = "silu"  # silu(first half of the outputs) * second half
@@ -36,6 +39,18 @@ class Tiling:
     warps: int = 4
     swapped: bool = False  # weights are the left operand, of which wgmma takes 64 rows
     bulk: bool = False  # the tensor memory accelerator copies weights
+
+    def shared_bytes(self, gated: bool) -> int:
+        """The shared memory of a program: what it reads ahead."""
+        return self.stages * (self.rows + self.outputs * (2 if gated else 1)) * self.depth * HALF_BYTES
+
+    def within(self, limit: int, gated: bool) -> Tiling:
+        """The same, reading ahead no more than so many bytes: other GPUs have less shared memory than an H200."""
+        tiling = self
+        while tiling.shared_bytes(gated) > limit:
+            fewer = tiling.stages - 1
+            tiling = replace(tiling, stages=fewer) if fewer > 1 else replace(tiling, depth=tiling.depth // 2)
+        return tiling
 
 
 # The fastest of those measured on an H200, by the rows of x. A slice of a GPU is limited by what each multiprocessor
@@ -85,6 +100,15 @@ def tiling_for(rows: int, outputs: int, gated: bool, sms: int) -> Tiling:
 
 
 @cache
+def shared_memory(device: torch.device) -> int:
+    """The bytes of shared memory that a program can have, without what a kernel needs besides."""
+    if device.type != "cuda":
+        return H200_SHARED_MEMORY
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", LEAST_SHARED_MEMORY)) - OTHER_SHARED_MEMORY
+
+
+@cache
 def device_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
@@ -114,6 +138,7 @@ def linear(
     outputs, inputs = len(weight) // (2 if gated else 1), x.shape[-1]
     out = x.new_empty(rows, outputs) if residual is None else residual
     t = tiling or tiling_for(rows, outputs, gated, sms or device_sms(x.device))
+    t = t.within(shared_memory(x.device), gated)
     bulk = t.bulk and inputs * x.itemsize % BULK_ALIGNMENT == 0
     _linear[(cdiv(rows, t.rows), cdiv(outputs, t.outputs))](
         x,

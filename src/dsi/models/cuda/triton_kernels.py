@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 
-from dsi.models.cuda.linear import launch_next, launch_options, wait_for_inputs
+from dsi.models.cuda.linear import launch_next, launch_options, shared_memory, wait_for_inputs
 
 ROWS = 16  # queries of a program: the fewest that tensor cores take
 KEYS = 64  # keys of a tile
@@ -68,12 +68,17 @@ def attend(
         ROWS=ROWS,
         NEW=NEW,
         KEYS=KEYS,
-        STAGES=STAGES,
+        STAGES=stages_for(size, qkv.element_size(), shared_memory(qkv.device)),
         SPLITS=splits,
         WINDOW=window,
         **launch_options(qkv.device),
     )
     return out
+
+
+def stages_for(size: int, element_size: int, limit: int) -> int:
+    """How many tiles of keys and values are read ahead in so much shared memory, beside the queries."""
+    return max(1, min(STAGES, (limit - ROWS * size * element_size) // (2 * KEYS * size * element_size)))
 
 
 def row_tiles(new: int, heads: int, kv_heads: int) -> int:
