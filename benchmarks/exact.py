@@ -105,13 +105,14 @@ class GpuComparison:
             rows = []
             for start, end in pairwise([0, *accumulate(cut)]):
                 yield from model.poll_answer(ForwardRequest(self.text[:end], start + 1))
-                rows.append(model.last_logits()[: end - start].clone())
+                rows.append(model.last_logits()[: end - start])
             self.compare(torch.cat(rows))
 
     def compare(self, logits: torch.Tensor) -> None:
         torch.cuda.synchronize()
         if self.expected is None:
             self.expected = logits
+            return
         self.rows += len(logits)
         self.differing += int((logits != self.expected).any(1).sum())
 
@@ -131,9 +132,14 @@ def differing_on_gpu(name: str, device: str, random_cuts: int, slices: int = SLI
     every, few = list(cuts(random, random_cuts)), list(cuts(random, 0))[8::8]
     servers = [CudaGraphModel(weights, room, segments=1)]
     if not servers[0].exact:
-        harness.fail(f"{name} on {device}: forwards are not exact here ({servers[0].slower_reason})")
+        harness.fail(
+            f"{name} on {device}: forwards are not exact here ({servers[0].eager_reason or servers[0].slower_reason})"
+        )
     rows = [run_together(comparison, servers, [[1] * LENGTH, *every], name, "whole GPU")]
-    sliced = [CudaGraphModel(weights, room, stream) for stream in green_context_streams(0, slices, [1] * MAX_SP)]
+    sliced = [
+        CudaGraphModel(weights, room, stream)
+        for stream in green_context_streams(torch.device(device).index or 0, slices, [1] * MAX_SP)
+    ]
     rows.append(run_together(comparison, sliced[:1], few, name, "one slice"))
     rows.append(run_together(comparison, sliced, every, name, f"{len(sliced)} slices at once"))
     return rows
@@ -148,7 +154,7 @@ def run_together(
     with torch.inference_mode():
         while running:
             running = [steps for steps in running if next(steps, DONE) is not DONE]
-    row = {"model": name, "dtype": GPU_DTYPE, "where": where, "cuts": len(every)}
+    row = {"model": name, "dtype": GPU_DTYPE, "where": where, "cuts": comparison.rows // LENGTH}
     return row | {"rows": comparison.rows, "differing": comparison.differing}
 
 

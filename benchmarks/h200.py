@@ -20,7 +20,7 @@ from datetime import date
 from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ DRAFTER_SHAPE = "vicuna-68m"
 ACCEPTANCES = (0.63, 0.8, 0.93)
 PROMPT, ROOM = 128, 384
 WARM_UP = 20  # tokens
-START_SECONDS = 1  # long enough for each process to get one of the first tasks
 SHARES = (0.6, 0.8, 1, 1.2, 1.5)  # of SI's best lookahead in simulation: those it is measured with
 
 
@@ -78,8 +77,12 @@ def pool() -> ProcessPoolExecutor:
 
     All have started before anything is measured: while they do, the thread that launches forwards is slowed.
     """
-    executor = ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"))
-    list(executor.map(sleep, [START_SECONDS] * (os.cpu_count() or 1)))
+    context, count = multiprocessing.get_context("spawn"), os.cpu_count() or 1
+    started = context.Barrier(count + 1)
+    executor = ProcessPoolExecutor(count, context, initializer=started.wait)
+    for _ in range(count):
+        executor.submit(int)
+    started.wait()
     return executor
 
 
@@ -101,7 +104,8 @@ def bench(target: Any, small_model: Any, drafter_stream: Any, target_streams: li
         targets.append(
             CudaGraphModel(target, ROOM, stream, segments=segments, share_cache_with=targets[0] if targets else None)
         )
-    harness.log(f"recorded in {perf_counter() - began:.1f} s; {targets[0].eager_reason or 'CUDA graphs'}")
+    how = targets[0].eager_reason or targets[0].slower_reason or "CUDA graphs"
+    harness.log(f"recorded in {perf_counter() - began:.1f} s; {how}")
     targets = order_by_contention(targets, PROMPT)
     return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True))
 

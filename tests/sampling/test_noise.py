@@ -115,3 +115,14 @@ def test_race_of_rows_takes_a_tie_of_many_to_the_host(monkeypatch: pytest.Monkey
     probs = np.random.default_rng(3).random(40)
     expected = int((probs / exponential(7, np.arange(40))).argmax())
     assert race_of_rows(torch.tensor(probs)[None], [7]) == (expected,)
+
+
+def test_race_refuses_what_is_no_number() -> None:
+    probs = np.array([0.5, np.nan])
+    for call in (lambda: race(probs, 1), lambda: race_of_rows(torch.tensor(probs)[None], [1])):
+        with pytest.raises(ValueError, match="logits are not numbers"):
+            call()
+
+
+def test_race_of_no_rows_has_no_winners() -> None:
+    assert race_of_rows(torch.empty(0, 5, dtype=torch.float64), []) == ()

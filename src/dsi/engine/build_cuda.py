@@ -90,19 +90,25 @@ def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:
 
 
 def are_exact(targets: Sequence[CudaGraphModel]) -> bool:
-    """Whether all targets compute the same bits: GPUs of different kinds may round differently."""
-    return all(target.exact for target in targets) and len({target.device_name for target in targets}) == 1
+    """Whether all targets compute the same bits: GPUs and kernels of different kinds may round differently."""
+    return all(target.exact for target in targets) and len({kind(target) for target in targets}) == 1
+
+
+def kind(target: CudaGraphModel) -> str:
+    return f"{target.device_name}, forwards of {target.exact_size or 'any'} tokens"
 
 
 def exact_warnings(config: EngineConfig, targets: Sequence[CudaGraphModel], latency: LatencyModel) -> tuple[str, ...]:
     """That texts may part, and what it would cost if they must not, unless the user has chosen."""
     if are_exact(targets):
         return ()
-    if config.exact:
-        kinds = ", ".join(sorted({target.device_name for target in targets}))
-        raise ValueError(f"exact: targets on {kinds} may round differently; leave it out ({PARTING})")
+    kinds = "; ".join(sorted({kind(target) for target in targets}))
+    if config.exact:  # each target is, but not all of them together
+        raise ValueError(f"exact: targets of different kinds may round differently ({kinds}); leave it out ({PARTING})")
     if config.exact is not None or config.dtype == FLOAT32:
         return ()
+    if all(target.exact for target in targets):
+        return (f"in {config.dtype} {PARTING}: targets of different kinds may round differently ({kinds})",)
     size = exact_size(config.placement.targets[0])
     by_width = {width: float(ms) for width, ms in latency.by_width}
     cost = by_width.get(min(size, targets[0].context), by_width[max(by_width)]) / by_width[min(by_width)] - 1

@@ -20,6 +20,7 @@ MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64 (Steele, Lea
 UINT64_MAX = (1 << 64) - 1
 LN2 = 0.6931471805599453
 LOG_ERROR = 1e-9  # far more than the relative error of any library's logarithm, and than tokens are ever close
+NO_NUMBERS = "the model's logits are not numbers: it may overflow in this dtype"
 CANDIDATES = 4  # of a row, that are looked at in exact arithmetic
 TOKEN, DRAFT, ACCEPT, RESIDUAL = range(4)  # the random decisions at one position; each has its own key
 
@@ -69,6 +70,8 @@ def race(probs: np.ndarray, key: int, count: int = 1) -> np.ndarray:
     tokens = np.flatnonzero(ratios >= least * (1 - LOG_ERROR))
     if len(tokens) == count == 1:
         return tokens
+    if not len(tokens):
+        raise ValueError(NO_NUMBERS)
     order = (-probs[tokens] / exponential(key, tokens)).argsort(kind="stable")
     winners: np.ndarray = tokens[order[:count]]
     return winners
@@ -94,7 +97,7 @@ def _counters(count: int) -> np.ndarray:
 def race_of_rows(weights: Array, keys: Sequence[int]) -> tuple[int, ...]:
     """As `race` for each row of a torch tensor on a device, all at once: what is computed there waits for nothing."""
     torch = array_namespace(weights)
-    column = torch.tensor([_as_int64(key) for key in keys], device=weights.device)[:, None]
+    column = torch.tensor([_as_int64(key) for key in keys], dtype=torch.int64, device=weights.device)[:, None]
     tokens = torch.arange(weights.shape[-1], device=weights.device) * _as_int64(GOLDEN_GAMMA)
     ratios = weights / -torch.log(_open_unit(float64(_logical_shift(_mix_array(tokens + column), 12))))
     ratios, best = ratios.topk(min(CANDIDATES, ratios.shape[-1]))
@@ -105,6 +108,8 @@ def race_of_rows(weights: Array, keys: Sequence[int]) -> tuple[int, ...]:
 def _winner(found: np.ndarray, key: int, weights: Array) -> int:
     """Of the largest ratios of a row, in order, which is the largest in exact arithmetic."""
     ratios, tokens = found[0], found[1].astype(np.int64)
+    if np.isnan(ratios[0]):
+        raise ValueError(NO_NUMBERS)
     close = ratios >= ratios[0] * (1 - LOG_ERROR)
     if close[-1] and len(close) < len(weights):
         return int(race(weights.cpu().numpy(), key)[0])  # there may be more of them

@@ -130,10 +130,11 @@ def test_linear_compiles_for_a_gpu(table: str, rows: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("table", ["NARROW", "GATED_WIDE"])
-def test_linear_compiles_for_a_gpu_with_less_shared_memory(table: str) -> None:
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("table", TABLES)
+def test_linear_compiles_for_a_gpu_with_less_shared_memory(table: str, rows: int) -> None:
     gated, limit = table.startswith("GATED"), linear.LEAST_SHARED_MEMORY
-    tiling = getattr(linear, table)[64].within(limit - linear.OTHER_SHARED_MEMORY, gated)
+    tiling = getattr(linear, table)[rows].within(limit - linear.OTHER_SHARED_MEMORY, gated)
     assert compiled_linear(tiling, gated, ADA).metadata.shared <= limit
 
 

@@ -88,12 +88,14 @@ def supports_triton(model: Any) -> bool:
     size = modules[0].attention.head_dim
     rotary = getattr(model.base_model, "rotary_emb", None)
     whole = rotary is None or 2 * len(rotary.inv_freq) == size  # some rotate only a part of each head
-    return size in HEAD_SIZES and whole and all(layer.are_plain() for layer in modules)
+    head = is_plain_linear(model.lm_head) and model.lm_head.weight.dtype == model.dtype
+    return size in HEAD_SIZES and whole and head and all(layer.are_plain() for layer in modules)
 
 
 def has_invariant_rows(model: Any) -> bool:
     """Whether these kernels compute a token's logits with the same bits in every forward: in half precision."""
-    return supports_triton(model) and model.dtype in HALF_PRECISION and model.device.type == "cuda"
+    on_one_gpu = {weight.device for weight in model.parameters()} == {model.device} and model.device.type == "cuda"
+    return on_one_gpu and model.dtype in HALF_PRECISION and supports_triton(model)
 
 
 @contextmanager

@@ -166,6 +166,11 @@ class StaticKVLayer(StaticLayer):  # type: ignore[misc]
         return self.keys, self.values
 
 
+def last_line(error: Exception) -> str:
+    """What an error says: compilers begin with where it is."""
+    return next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+
+
 def on(stream: Any) -> AbstractContextManager[Any]:
     """Make this stream the current one temporarily."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
@@ -199,9 +204,12 @@ class CudaGraphModel:
         self.eager_reason = ""  # why forwards are not captured; empty if they are
         self.slower_reason = ""  # why not with the fastest kernels; empty if they are
         self._device = model.device
-        self.exact_size = None if exact_size is None or has_invariant_rows(model) else min(exact_size, max_length)
-        self.exact = self.exact_size is not None  # whether logits have the same bits in every forward
-        self._sizes = [self.exact_size] if self.exact_size else sorted(size for size in sizes if size <= max_length)
+        self.exact = False  # whether logits have the same bits in every forward
+        self.exact_size: int | None = None
+        self._sizes = sorted(size for size in sizes if size <= max_length)
+        self._padding = exact_size
+        if not has_invariant_rows(model):
+            self._pad()
         self._kv: SharedKVCache
         self._cache: Any
         layers = list(decoder_layers(model))
@@ -211,9 +219,10 @@ class CudaGraphModel:
         self._stream = self._own_stream(stream)
         self._length = torch.zeros((), dtype=torch.int64, device=self._device)
         self._host_length = self._host_buffer(1)
-        self._host_ids, self._host_tokens = self._host_buffer(max(self._sizes)), self._host_buffer(max(self._sizes))
+        largest = max(*self._sizes, min(exact_size or 0, max_length))  # padding may come later
+        self._host_ids, self._host_tokens = self._host_buffer(largest), self._host_buffer(largest)
         self._tokens = torch.zeros_like(self._host_tokens, device=self._device)
-        self._offsets = torch.arange(max(self._sizes), device=self._device)
+        self._offsets = torch.arange(largest, device=self._device)
         self._host_next = self._host_buffer(2)
         # The same memory as numpy arrays: writing a number through a tensor takes Python ten times as long.
         self._length_array, self._ids_array, self._tokens_array, self._next_array = (
@@ -261,9 +270,6 @@ class CudaGraphModel:
     def _prepare(
         self, share_cache_with: CudaGraphModel | None, drafts: bool
     ) -> dict[int, EagerForward | CapturedForward]:
-        eager = {
-            size: EagerForward(partial(self._compute, size), self._segment_starts, self._stream) for size in self._sizes
-        }
         if self.on_gpu:
             torch.cuda.synchronize(self._device)  # the weights have been copied
         with torch.inference_mode(), on(self._stream):
@@ -271,21 +277,34 @@ class CudaGraphModel:
             devices = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
             if not self.on_gpu or len(devices) > 1:
                 self.eager_reason = f"forwards on {' and '.join(devices)} are not captured"
-                return dict(eager)
+                return self._eager()
+            reason = ""
             patches = capture_patches(self.model, self.context, stream_sms(self._stream))
             for patch in patches:
                 try:
                     captured = self._capture_all(patch, drafts)
-                    self.slower_reason, self.eager_reason = self.eager_reason, ""
+                    self.slower_reason = reason and f"forwards on the GPU run without the fastest kernels ({reason})"
                     self.exact = self.exact or (has_invariant_rows(self.model) and patch is patches[0])
                     return captured
                 except torch.OutOfMemoryError:
                     raise  # an eager forward would not fit either
                 except Exception as error:
-                    lines = str(error).splitlines() or [type(error).__name__]
-                    self.eager_reason = f"forwards cannot be captured ({lines[0]})"
+                    reason = reason or last_line(error)
+                    self._pad()
+            self.eager_reason = f"forwards cannot be captured ({reason})"
             self._create_cache(None)  # eager forwards cannot interleave with others
-            return dict(eager)
+            return self._eager()
+
+    def _pad(self) -> None:
+        """Compute forwards of one size from now on, if they have to be exact."""
+        if self._padding is not None:
+            self.exact_size, self.exact = min(self._padding, self.context), True
+            self._sizes = [self.exact_size]
+
+    def _eager(self) -> dict[int, EagerForward | CapturedForward]:
+        return {
+            size: EagerForward(partial(self._compute, size), self._segment_starts, self._stream) for size in self._sizes
+        }
 
     def _create_cache(self, share_cache_with: CudaGraphModel | None) -> None:
         """Create the KV cache, and share the other model's unless that one runs eagerly."""
@@ -356,8 +375,9 @@ class CudaGraphModel:
         return logits
 
     def last_logits(self) -> Tensor:
-        """The logits of the last forward's tokens, and of the padding after them."""
-        return self._forwards[self._last_size].logits
+        """A copy of the logits of the last forward's tokens, and of the padding after them."""
+        with torch.inference_mode(), on(self._stream):
+            return self._forwards[self._last_size].logits.clone()
 
     def answer(self, request: ForwardRequest) -> Tokens:
         steps = self.poll_answer(request)
@@ -444,6 +464,8 @@ class CudaGraphModel:
         forward, new, self._last_size = self._forwards[size], len(chunk), size
         self._ids_array[:new], self._length_array[0] = chunk, begin
         yield from self._kv.run(self._kv.begin(forward, begin, chunk, request.cancelled))
+        if len(chunk) < request.start - begin:
+            return ()  # none of these positions is asked about
         if request.sampling.temperature == 0:
             tokens: Tokens = tuple(self._tokens_array[:new].tolist())
             return tokens

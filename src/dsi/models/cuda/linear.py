@@ -17,7 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import cdiv
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # an older triton: kernels do not overlap, and nothing is copied in bulk
+    gdc_launch_dependents = gdc_wait = TensorDescriptor = None
 
 HOPPER = 9
 HALF_BYTES = 2
@@ -116,7 +121,8 @@ def device_sms(device: torch.device) -> int:
 @cache
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a kernel can be launched before the one that it depends on has ended."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
+    recent = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= HOPPER
+    return recent and gdc_wait is not None
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def linear(
     out = x.new_empty(rows, outputs) if residual is None else residual
     t = tiling or tiling_for(rows, outputs, gated, sms or device_sms(x.device))
     t = t.within(shared_memory(x.device), gated)
-    bulk = t.bulk and inputs * x.itemsize % BULK_ALIGNMENT == 0
+    bulk = t.bulk and TensorDescriptor is not None and inputs * x.itemsize % BULK_ALIGNMENT == 0
     _linear[(cdiv(rows, t.rows), cdiv(outputs, t.outputs))](
         x,
         _described(weight, t) if bulk else weight,
@@ -164,8 +170,6 @@ def linear(
 
 
 def _described(weight: Tensor, tiling: Tiling) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     return TensorDescriptor.from_tensor(weight, [tiling.outputs, tiling.depth])
 
 

@@ -277,7 +277,7 @@ def _rotate(pointer, norm, epsilon, cos, sin, position, inside, HALF: tl.constex
         table = position[:, None] * (2 * HALF) + half[None, :]
         c = tl.load(cos + table, inside, 0.0).to(tl.float32)
         s = tl.load(sin + table, inside, 0.0).to(tl.float32)
-        x, y = x * c - y * s, y * c + x * s
+        x, y = tl.fma(x, c, -(y * s)), tl.fma(y, c, x * s)  # as in `_join`
     return x.to(a.dtype), y.to(a.dtype)
 
 
