@@ -101,19 +101,19 @@ def race_of_rows(weights: Array, keys: Sequence[int]) -> tuple[int, ...]:
     tokens = torch.arange(weights.shape[-1], device=weights.device) * _as_int64(GOLDEN_GAMMA)
     ratios = weights / -torch.log(_open_unit(float64(_logical_shift(_mix_array(tokens + column), 12))))
     ratios, best = ratios.topk(min(CANDIDATES, ratios.shape[-1]))
-    found = torch.stack((ratios, float64(best), weights.gather(-1, best)), 1).cpu().numpy()
-    return tuple(_winner(row, key, weights[i]) for i, (row, key) in enumerate(zip(found, keys)))
+    candidates = torch.stack((ratios, float64(best), weights.gather(-1, best)), 1).cpu().numpy()
+    return tuple(_winner(row, key, weights[i]) for i, (row, key) in enumerate(zip(candidates, keys)))
 
 
-def _winner(found: np.ndarray, key: int, weights: Array) -> int:
+def _winner(candidates: np.ndarray, key: int, weights: Array) -> int:
     """Of the largest ratios of a row, in order, which is the largest in exact arithmetic."""
-    ratios, tokens = found[0], found[1].astype(np.int64)
+    ratios, tokens = candidates[0], candidates[1].astype(np.int64)
     if np.isnan(ratios[0]):
         raise ValueError(NO_NUMBERS)
     close = ratios >= ratios[0] * (1 - LOG_ERROR)
     if close[-1] and len(close) < len(weights):
         return int(race(weights.cpu().numpy(), key)[0])  # there may be more of them
-    tokens, own = tokens[close], found[2][close]
+    tokens, own = tokens[close], candidates[2][close]
     order = tokens.argsort()
     return int(tokens[order][(own[order] / exponential(key, tokens[order])).argmax()])
 

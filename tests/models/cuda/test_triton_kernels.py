@@ -20,7 +20,7 @@ SHARED_MEMORY = 227 * 1024  # bytes of a block on such a GPU
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["every_cut", "not every_cut"])
+@pytest.mark.parametrize("tests", ["every_cut and half", "every_cut and not half", "not every_cut"])
 def test_kernels_agree_with_torch_in_the_interpreter(tests: str) -> None:
     """In its own process: the interpreter is chosen when triton is imported."""
     done = subprocess.run(

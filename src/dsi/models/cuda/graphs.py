@@ -208,7 +208,8 @@ class CudaGraphModel:
         self.exact_size: int | None = None
         self._sizes = sorted(size for size in sizes if size <= max_length)
         self._padding = exact_size
-        if not has_invariant_rows(model):
+        self._has_invariant_rows = has_invariant_rows(model)
+        if not self._has_invariant_rows:
             self._pad()
         self._kv: SharedKVCache
         self._cache: Any
@@ -284,7 +285,7 @@ class CudaGraphModel:
                 try:
                     captured = self._capture_all(patch, drafts)
                     self.slower_reason = reason and f"forwards on the GPU run without the fastest kernels ({reason})"
-                    self.exact = self.exact or (has_invariant_rows(self.model) and patch is patches[0])
+                    self.exact = self.exact or (self._has_invariant_rows and patch is patches[0])
                     return captured
                 except torch.OutOfMemoryError:
                     raise  # an eager forward would not fit either
