@@ -24,6 +24,7 @@ from dsi.models.protocol import ForwardRequest
 from dsi.models.shapes import SHAPES, random_model
 
 PROMPT, ROOM = 128, 384
+LABEL = "measured, random weights"
 MEMORY_TB_S = {"NVIDIA H200": 4.8}  # by its data sheet
 Generate = Callable[[int], Any]  # this many tokens
 
@@ -115,13 +116,13 @@ def main() -> None:
     if not 8 <= options.tokens <= ROOM - PROMPT:
         parser.error(f"--tokens {options.tokens}: must be 8 to {ROOM - PROMPT}")
     silence_transformers()
-    rows = []
+    rows, gpu = [], torch.cuda.get_device_name(0)
     for shape in harness.tracked(options.shapes, len(options.shapes), "shapes"):
         rows.append(row(shape, options.tokens, options.repeats))
+        harness.save(options, LABEL, {"gpu": gpu, "rows": rows})  # a run may be cut off
         torch._dynamo.reset()
         torch.cuda.empty_cache()
-    gpu = torch.cuda.get_device_name(0)
-    harness.report(options, "measured, random weights", {"gpu": gpu, "rows": rows}, lines(rows, gpu))
+    harness.report(options, LABEL, {"gpu": gpu, "rows": rows}, lines(rows, gpu))
 
 
 if __name__ == "__main__":
