@@ -165,8 +165,8 @@ def prompts() -> list[str]:
 
 def differing_texts(
     dtype: str, device: str, texts: Sequence[str], tokens: int, temperatures: Sequence[float]
-) -> list[dict[str, Any]]:
-    """Generate every text under every algorithm, and count those that are not plain decoding's."""
+) -> Iterator[list[Row]]:
+    """Generate every text under every algorithm, and count those that are not plain decoding's: so far."""
     placed: dict[str, Any] = {} if device == CPU else {"target_devices": f"{device}/8"}
     tasks = [(text, temperature) for text in texts for temperature in temperatures]
     differing = dict.fromkeys(SPECS, 0)
@@ -179,7 +179,8 @@ def differing_texts(
                 options = {"max_new_tokens": tokens, "temperature": temperature, "seed": seed}
                 written[name] = engine.generate(text, spec=spec, **options).tokens
                 differing[name] += written[name] != written["nonsi"]
-    return [{"algorithm": name, "dtype": dtype, "texts": len(tasks), "differing": differing[name]} for name in SPECS]
+            counted = {"dtype": dtype, "texts": seed + 1}
+            yield [{"algorithm": name, **counted, "differing": differing[name]} for name in SPECS]
 
 
 def main() -> None:
@@ -195,9 +196,8 @@ def main() -> None:
         parser.error(f"{options.prompts} prompts: there are {len(asked)}")
     silence_transformers()
     results: dict[str, Any] = {"device": options.device, "tokens": options.tokens, "logits": [], "texts": []}
-    for name, row in rows(options, asked):
-        results[name].append(row)
-        harness.log(f"  {row}")
+    for name, rows in parts(options, asked):
+        results[name] = rows
         harness.save(options, "measured", results)  # a run may be cut off
     tables = [results[name] for name in ("logits", "texts") if results[name]]
     lines = [line for part in tables for line in harness.table(list(part[0]), [list(row.values()) for row in part])]
@@ -206,20 +206,31 @@ def main() -> None:
         harness.fail(f"{total} rows of logits and texts differ")
 
 
-def rows(options: argparse.Namespace, asked: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """The results of the parts that are asked for, as they come."""
-    if "logits" in options.only and options.device == CPU:
+def parts(options: argparse.Namespace, asked: Sequence[str]) -> Iterator[tuple[str, list[Row]]]:
+    """The rows of the parts that are asked for: those that there are so far, again and again."""
+    if "logits" in options.only:
+        logits: list[Row] = []
+        for row in differing_logits(options):
+            harness.log(f"  {row}")
+            logits.append(row)
+            yield "logits", logits
+    if "texts" in options.only:
+        before: list[Row] = []
+        for dtype in options.text_dtype:
+            rows: list[Row] = []
+            for rows in differing_texts(dtype, options.device, asked, options.tokens, (0.0, 0.8)):
+                yield "texts", before + rows
+            before += rows
+
+
+def differing_logits(options: argparse.Namespace) -> Iterator[Row]:
+    if options.device == CPU:
         pairs = list(product((TARGET, DRAFTER), options.dtype))
         for role, dtype in harness.tracked(pairs, len(pairs), "models"):
-            yield "logits", differing_on_cpu(role, dtype, options.cuts)
-    elif "logits" in options.only:
+            yield differing_on_cpu(role, dtype, options.cuts)
+    else:
         for name in harness.tracked(options.shapes, len(options.shapes), "shapes"):
-            for row in differing_on_gpu(name, options.device, options.cuts):
-                yield "logits", row
-    if "texts" in options.only:
-        for dtype in options.text_dtype:
-            for row in differing_texts(dtype, options.device, asked, options.tokens, (0.0, 0.8)):
-                yield "texts", row
+            yield from differing_on_gpu(name, options.device, options.cuts)
 
 
 if __name__ == "__main__":

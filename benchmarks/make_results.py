@@ -43,6 +43,11 @@ def is_complete(run: Row) -> bool:
     return whole == set(SHAPES) and bool(run["table2"])
 
 
+def targets(run: Row) -> list[Row]:
+    """Those of a run of `h200.py` from the smallest to the largest, in whatever order they were measured."""
+    return sorted(run["targets"], key=lambda target: list(SHAPES).index(target["shape"]))
+
+
 def slices(run: Row) -> Iterator[str]:
     heads = (
         "target",
@@ -55,7 +60,7 @@ def slices(run: Row) -> Iterator[str]:
     )
     rows = [
         (SHAPES[target["shape"]], cell["acceptance"], config(cell), *ratios(cell), f"{cell['ms_per_token']['dsi']:.2f}")
-        for target in run["targets"]
+        for target in targets(run)
         for cell in target["cells"]
     ]
     return harness.markdown(heads, rows)
@@ -104,7 +109,7 @@ def whole_gpu(run: Row) -> Iterator[str]:
     """Compare one whole GPU under SI and non-SI with DSI in slices of it, on the same texts."""
     heads = ("target", "acceptance", "DSI in slices", "SI, whole GPU", "non-SI, whole GPU")
     rows = []
-    for target in run["targets"]:
+    for target in targets(run):
         pairs = list(zip(target["cells"], target["whole_gpu"]["cells"]))
         dsi = [dsi_ms(cell, texts=max(map(len, whole["ms"].values()))) for cell, whole in pairs]
         si = [min(ms for name, ms in whole["ms_per_token"].items() if name.startswith("si")) for _, whole in pairs]
@@ -129,7 +134,7 @@ def h200_row(run: Row) -> str:
     """Format the line of the README's and the results page's table."""
     speeds = "; ".join(
         listed([cell["dsi_over_si"] for cell in target["cells"]]) + f" ({SHAPES[target['shape']]})"
-        for target in run["targets"]
+        for target in targets(run)
     )
     over = [cell["measured_over_virtual"] for target in run["targets"] for cell in target["cells"]]
     claim = f"{H200_ROW}, at acceptance 0.63, 0.8, 0.93"
