@@ -10,9 +10,10 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dsi.models.cuda import linear, triton_kernels as kernels  # noqa: E402
+from dsi.models.cuda import linear, packed_attention, packed_rows, triton_kernels as kernels  # noqa: E402
 
 INTERPRETED = Path(__file__).with_name("interpreted.py")
+PACKED = Path(__file__).with_name("interpreted_packed.py")
 HEAD_NORMS = ("q_norm", "k_norm")
 HOPPER, ADA = 90, 89
 SIZES = ("inputs", "outputs", "capacity")
@@ -20,16 +21,24 @@ SHARED_MEMORY = 227 * 1024  # bytes of a block on such a GPU
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tests", ["every_cut and half", "every_cut and not half", "not every_cut"])
-def test_kernels_agree_with_torch_in_the_interpreter(tests: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "tests"),
+    [
+        (INTERPRETED, "every_cut and half"),
+        (INTERPRETED, "every_cut and not half"),
+        (INTERPRETED, "not every_cut"),
+        (PACKED, "test"),
+    ],
+)
+def test_kernels_agree_with_torch_in_the_interpreter(file: Path, tests: str) -> None:
     """In its own process: the interpreter is chosen when triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-k", tests, str(INTERPRETED)],
+        [sys.executable, "-m", "pytest", "-p", "no:xdist", "-k", tests, str(file)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         check=False,
-        cwd=INTERPRETED.parents[2],
+        cwd=file.parents[2],
     )
     assert done.returncode == 0, done.stdout
 
@@ -51,26 +60,23 @@ def compiled(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "half", "splits", "window", "absent"),
-    [
-        (32, 4, 32, 64, 0, HEAD_NORMS),
-        (40, 40, 64, 1, 0, HEAD_NORMS),
-        (32, 32, 48, 8, 2047, HEAD_NORMS),  # Phi-3
-        (32, 8, 64, 8, 4096, ()),  # Qwen3
-        (48, 1, 64, 64, 0, (*HEAD_NORMS, "cos", "sin")),  # GPT-BigCode
-    ],
-)
-def test_attend_compiles_for_a_gpu(
+ATTENTIONS = [
+    (32, 4, 32, 64, 0, HEAD_NORMS),
+    (40, 40, 64, 1, 0, HEAD_NORMS),
+    (32, 32, 48, 8, 2047, HEAD_NORMS),  # Phi-3
+    (32, 8, 64, 8, 4096, ()),  # Qwen3
+    (48, 1, 64, 64, 0, (*HEAD_NORMS, "cos", "sin")),  # GPT-BigCode
+]
+
+
+def attention_arguments(
     heads: int, kv_heads: int, half: int, splits: int, window: int, absent: tuple[str, ...], dtype: str
-) -> None:
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The types of the tensors and the constants that both kernels take."""
     tensors = ("qkv", "cos", "sin", "keys", "values", "out", *HEAD_NORMS)
     kinds = {name: dtype for name in tensors if name not in absent}
-    kinds |= {"length": "*i64", "partial": "*fp32", "arrivals": "*i32"}
-    sizes = {
+    kinds |= {"partial": "*fp32", "arrivals": "*i32", "epsilon": "fp32", "scale": "fp32", "capacity": "i32"}
+    constants = {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "HALF": half,
@@ -83,13 +89,38 @@ def test_attend_compiles_for_a_gpu(
         "WINDOW": window,
         "OVERLAPS": True,
     }
-    kernel = compiled(
-        kernels._attend,
-        kinds | {"epsilon": "fp32", "scale": "fp32", "capacity": "i32", "new": "i32"},
-        sizes | dict.fromkeys(absent),
-    )
+    return kinds, constants | dict.fromkeys(absent)
+
+
+def check_compiled(kernel: Any) -> None:
+    """It fits into a multiprocessor, reads keys ahead asynchronously and begins while the kernel before ends."""
     assert kernel.metadata.shared <= SHARED_MEMORY
+    assert "cp.async" in kernel.asm["ptx"]
     assert "griddepcontrol.wait" in kernel.asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+@pytest.mark.parametrize(("heads", "kv_heads", "half", "splits", "window", "absent"), ATTENTIONS)
+def test_attend_compiles_for_a_gpu(
+    heads: int, kv_heads: int, half: int, splits: int, window: int, absent: tuple[str, ...], dtype: str
+) -> None:
+    kinds, constants = attention_arguments(heads, kv_heads, half, splits, window, absent, dtype)
+    check_compiled(compiled(kernels._attend, kinds | {"length": "*i64", "new": "i32"}, constants))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("heads", "kv_heads", "half", "splits", "window", "absent"), ATTENTIONS)
+def test_attend_packed_compiles_for_a_gpu(
+    heads: int, kv_heads: int, half: int, splits: int, window: int, absent: tuple[str, ...]
+) -> None:
+    kinds, constants = attention_arguments(heads, kv_heads, half, splits, window, absent, "*bf16")
+    kinds |= dict.fromkeys(("parts", "positions", "slots", "shared_by", "tables"), "*i32")
+    kinds |= dict.fromkeys(("table_length", "tails", "split_parts", "max_items"), "i32")
+    constants |= {"TAIL": packed_rows.TAIL, "FIELDS": len(packed_rows.Part._fields)}
+    check_compiled(compiled(packed_attention._attend_packed, kinds, constants))
 
 
 TABLES = ("IN_SLICES", "GATED_IN_SLICES", "NARROW", "WIDE", "GATED_WIDE")

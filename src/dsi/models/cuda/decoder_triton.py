@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dsi.models.cuda.fused_ops import epsilon_of, is_rms_norm, patched
+from dsi.models.cuda.packed_rows import PackedRows
 from dsi.models.hf import decoder_layers, is_of_transformers, sliding_window
 from dsi.models.llama_cpu import fuse, is_plain_linear, rope_type
 
@@ -99,9 +100,9 @@ def has_invariant_rows(model: Any) -> bool:
 
 
 @contextmanager
-def triton_forward(model: Any, max_length: int, sms: int = 0) -> Iterator[None]:
+def triton_forward(model: Any, max_length: int, sms: int = 0, kernels: Kernels | None = None) -> Iterator[None]:
     """Patch a model for texts of up to `max_length` tokens, on so many multiprocessors (0: all of the device)."""
-    decoder, tables, linear = model.base_model, _tables(model, max_length), _linear_for(model.dtype, sms)
+    decoder, tables, kernels = model.base_model, _tables(model, max_length), kernels or triton_kernels(model.dtype, sms)
     arrivals = SplitArrivals(len(decoder_layers(model)), sms)
     with ExitStack() as patches:
         if tables is not NO_ROTARY:
@@ -112,13 +113,35 @@ def triton_forward(model: Any, max_length: int, sms: int = 0) -> Iterator[None]:
                 patches.enter_context(patched(module, name, lambda **_: None))
         for number, layer in enumerate(decoder_layers(model)):
             patches.enter_context(
-                patched(layer, "forward", _layer_forward(layer, number, model.config, linear, arrivals))
+                patched(layer, "forward", _layer_forward(layer, number, model.config, kernels, arrivals))
             )
         final_norm = decoder.ln_f if model.config.model_type == "gpt_bigcode" else decoder.norm
-        patches.enter_context(patched(final_norm, "forward", lambda x: _norm(final_norm, x[0])[None]))
+        patches.enter_context(patched(final_norm, "forward", lambda x: _norm(kernels, final_norm, x[0])[None]))
         head = model.lm_head
-        patches.enter_context(patched(head, "forward", lambda x: linear(x[0], head.weight, head.bias)[None]))
+        patches.enter_context(patched(head, "forward", lambda x: kernels.linear(x[0], head.weight, head.bias)[None]))
         yield
+
+
+class Kernels(NamedTuple):
+    """What a decoder is computed with."""
+
+    linear: Callable[..., Tensor]
+    norm: Callable[..., Tensor]
+    attend: Callable[..., Tensor]  # of one text, or of rows of several
+
+
+def triton_kernels(dtype: torch.dtype, sms: int = 0, packed: bool = False) -> Kernels:
+    from dsi.models.cuda.packed_attention import attend_packed
+    from dsi.models.cuda.triton_kernels import attend, norm
+
+    return Kernels(_linear_for(dtype, sms), norm, attend_packed if packed else attend)
+
+
+def torch_kernels() -> Kernels:
+    """The same for packed forwards where Triton does not compile."""
+    from dsi.models.cuda.torch_kernels import attend_packed, norm
+
+    return Kernels(linear_by_torch, norm, attend_packed)
 
 
 def _tables(model: Any, max_length: int) -> RotaryTables:
@@ -161,24 +184,25 @@ class SplitArrivals:
         self._layers, self._sms = layers, sms
         self._counts: Tensor
 
-    def of_layer(self, number: int, qkv: Tensor, keys: Tensor) -> Tensor:
-        from dsi.models.cuda.linear import device_sms
-        from dsi.models.cuda.triton_kernels import split_counts
-
+    def of_layer(self, number: int, qkv: Tensor, keys: Tensor, rows: PackedRows | None) -> Tensor:
         if number == 0:  # all layers' are set to zero at the start of a forward
-            kv_heads, capacity, size = keys.shape[-3:]
-            heads = qkv.shape[-1] // size - 2 * kv_heads
-            shape = split_counts(len(qkv), heads, kv_heads, capacity, self._sms or device_sms(qkv.device))
+            shape = self._shape(qkv, keys) if rows is None else (keys.shape[-3], rows.max_split_parts)
             self._counts = torch.zeros(self._layers, *shape, dtype=torch.int32, device=qkv.device)
         return self._counts[number]
 
+    def _shape(self, qkv: Tensor, keys: Tensor) -> tuple[int, ...]:
+        from dsi.models.cuda.linear import device_sms
+        from dsi.models.cuda.triton_kernels import split_counts
+
+        kv_heads, capacity, size = keys.shape[-3:]
+        heads = qkv.shape[-1] // size - 2 * kv_heads
+        return split_counts(len(qkv), heads, kv_heads, capacity, self._sms or device_sms(qkv.device))
+
 
 def _layer_forward(
-    layer: Any, number: int, config: Any, linear: Callable[..., Tensor], arrivals: SplitArrivals
+    layer: Any, number: int, config: Any, kernels: Kernels, arrivals: SplitArrivals
 ) -> Callable[..., Tensor]:
-    from dsi.models.cuda.triton_kernels import attend
-
-    modules = LayerModules.of(layer, config.model_type)
+    modules, linear = LayerModules.of(layer, config.model_type), kernels.linear
     qkv, up = _fuse(modules.qkv), _fuse(modules.up)
     out, down = ((module.weight, module.bias) for module in (modules.out, modules.down))
     activation = config.activation_function if config.model_type == "gpt_bigcode" else GATED
@@ -200,12 +224,13 @@ def _layer_forward(
     ) -> Tensor:
         caches = layer_past if past_key_values is None else past_key_values
         x, cache = hidden_states[0], caches.layers[number]
-        fused = linear(_norm(modules.input_norm, x), *qkv)
-        kv = cache.keys, cache.values, cache.cumulative_length
-        arrived = arrivals.of_layer(number, fused, cache.keys)
-        attention = attend(fused, *position_embeddings, *kv, arrivals=arrived, **options)
+        rows: PackedRows | None = getattr(cache, "rows", None)
+        fused = linear(_norm(kernels, modules.input_norm, x), *qkv)
+        kv = cache.keys, cache.values, cache.cumulative_length if rows is None else rows
+        arrived = arrivals.of_layer(number, fused, cache.keys, rows)
+        attention = kernels.attend(fused, *position_embeddings, *kv, arrivals=arrived, **options)
         linear(attention, *out, residual=x)
-        linear(linear(_norm(modules.mlp_norm, x), *up, activation=activation), *down, residual=x)
+        linear(linear(_norm(kernels, modules.mlp_norm, x), *up, activation=activation), *down, residual=x)
         return hidden_states
 
     return forward
@@ -217,7 +242,5 @@ def _fuse(linears: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
     return fuse(*(linear.weight for linear in linears)), fuse(*biases) if biases else None
 
 
-def _norm(module: Any, x: Tensor) -> Tensor:
-    from dsi.models.cuda.triton_kernels import norm
-
-    return norm(x, module.weight, getattr(module, "bias", None), epsilon_of(module))
+def _norm(kernels: Kernels, module: Any, x: Tensor) -> Tensor:
+    return kernels.norm(x, module.weight, getattr(module, "bias", None), epsilon_of(module))

@@ -176,6 +176,13 @@ def on(stream: Any) -> AbstractContextManager[Any]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
+def own_stream(stream: Any, device: torch.device) -> Any:
+    """The given stream, or a new one of a GPU."""
+    if stream is None and device.type == "cuda":
+        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
 def event() -> Any:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -217,7 +224,7 @@ class CudaGraphModel:
         default_segments = max(2, len(layers) // LAYERS_PER_SEGMENT)
         self.segments = max(1, min(len(layers), default_segments if segments is None else segments))
         self._segment_starts = [layers[i * len(layers) // self.segments] for i in range(1, self.segments)]
-        self._stream = self._own_stream(stream)
+        self._stream = own_stream(stream, self._device)
         self._length = torch.zeros((), dtype=torch.int64, device=self._device)
         self._host_length = self._host_buffer(1)
         largest = max(*self._sizes, min(exact_size or 0, max_length))  # padding may come later
@@ -262,11 +269,6 @@ class CudaGraphModel:
 
     def _host_buffer(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int64, pin_memory=self.on_gpu)
-
-    def _own_stream(self, stream: Any) -> Any:
-        if stream is None and self.on_gpu:
-            return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        return stream
 
     def _prepare(
         self, share_cache_with: CudaGraphModel | None, drafts: bool

@@ -1,0 +1,237 @@
+"""The slots of a KV cache that texts and draft trees share: given out token by token, and taken back.
+
+A rollback gives slots back. Texts that begin with the same tokens use the same slots for them: a new token never goes
+to a slot in use. A node of a draft tree that becomes text keeps its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dsi.models.cuda.packed_rows import MAX_DEPTH, NO_TREE, SlotRows
+from dsi.models.kv_sequence import common_prefix_length
+from dsi.models.protocol import ForwardRequest
+from dsi.models.tree_cache import CachedNodes, TreeRows, cached_path, nodes_below, tree_depth
+
+MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
+MAX_KNOWN_TEXTS = 1024  # of which it is known which they are; others are found by their tokens
+
+
+class SlotPool:
+    """Counts how many texts use each slot."""
+
+    def __init__(self, size: int) -> None:
+        self._free = list(range(size - 1, -1, -1))
+        self._uses = np.zeros(size, np.int32)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        taken = self._free[len(self._free) - count :][::-1]
+        del self._free[len(self._free) - count :]
+        self._uses[taken] = 1
+        return taken
+
+    def share(self, slots: np.ndarray) -> None:
+        self._uses[slots] += 1
+
+    def give_back(self, slots: Sequence[int] | np.ndarray) -> None:
+        if len(slots):
+            self._uses[slots] -= 1
+            self._free += [int(slot) for slot in slots if not self._uses[slot]]
+
+
+@dataclass(eq=False)
+class PooledText:
+    """What is cached of one text, and of a tree after it."""
+
+    table: int  # where the device keeps its slots by position
+    slots: np.ndarray  # by position
+    tokens: list[int] = field(default_factory=list)
+    nodes: CachedNodes = field(default_factory=dict)
+    node_slots: list[int] = field(default_factory=list)
+    in_table: int = 0  # positions whose slots the device knows
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRows:
+    """What a forward computes of a text."""
+
+    text: PooledText
+    rows: SlotRows
+    num_positions: int  # of its last tokens, whose logits are wanted
+
+    @property
+    def wanted(self) -> list[int]:
+        """The rows whose logits are wanted, from the text's first one."""
+        count = len(self.rows.tokens)
+        return [*range(count - self.num_positions, count), *(count + row for row in self.rows.tree.asked)]
+
+
+class TextPool:
+    """Finds what is cached of texts, and gives each forward the slots that it fills."""
+
+    def __init__(self, num_slots: int, max_texts: int, max_length: int) -> None:
+        self.slots, self.max_texts, self.max_length = SlotPool(num_slots), max_texts, max_length
+        self._num_slots = num_slots
+        self._free_tables = list(range(max_texts - 1, -1, -1))
+        self._texts: list[PooledText] = []  # the least recently used first
+        self._text_of: dict[int, PooledText] = {}  # by the identity of a text's list of tokens
+
+    def clear(self) -> None:
+        for text in self._texts[:]:
+            self._drop(text)
+
+    def check(self, request: ForwardRequest) -> None:
+        """Refuse what cannot be computed."""
+        depth = tree_depth(request.tree) if request.asked else 0
+        if request.start < 1:
+            raise ValueError("an empty text: a transformers model needs at least one token to begin with")
+        if len(request.tokens) + depth > self.max_length:
+            raise ValueError(f"a text of {len(request.tokens) + depth} tokens: there is room for {self.max_length}")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"a tree of {depth} levels: there may be {MAX_DEPTH}")
+
+    def num_new(self, request: ForwardRequest) -> int:
+        """How many tokens of a text its forward has to compute."""
+        shared, _ = self._find(request.tokens)
+        return len(request.tokens) - min(shared, request.start - 1)
+
+    def begin(self, requests: Sequence[ForwardRequest]) -> list[PooledRows]:
+        """Give slots to the new rows of each request, whose text no other of them has."""
+        begun: list[PooledRows] = []
+        try:
+            for request in requests:
+                begun.append(self._begin(request, [other.text for other in begun]))
+        except BaseException:
+            self.cancel(begun)
+            raise
+        return begun
+
+    def finish(self, begun: Sequence[PooledRows]) -> None:
+        """Record that a forward has computed these rows."""
+        for pooled in begun:
+            text, rows = pooled.text, pooled.rows
+            text.tokens += rows.tokens
+            text.in_table = rows.end
+
+    def cancel(self, begun: Sequence[PooledRows]) -> None:
+        """Take back the slots of a forward that did not run."""
+        for pooled in begun:
+            length = pooled.rows.length
+            self.slots.give_back(pooled.text.slots[length : pooled.rows.end])
+            self._drop_nodes(pooled.text)
+
+    def _begin(self, request: ForwardRequest, others: Sequence[PooledText]) -> PooledRows:
+        self.check(request)
+        tokens = list(request.tokens)
+        text = self._text_for(request.tokens, others)
+        self._know(request.tokens, text)
+        shared = common_prefix_length(text.tokens, tokens)
+        num_cached = min(shared, request.start - 1)
+        if not request.asked or not shared == len(text.tokens) == len(tokens):  # nodes are after another text
+            self._drop_nodes(text)
+        self._truncate(text, num_cached)
+        tree = TreeRows.of(text.nodes, request.tree, request.asked) if request.asked else NO_TREE
+        num_kept = len(text.nodes) if tree.nodes.items() >= text.nodes.items() else 0
+        if not num_kept:
+            self._drop_nodes(text)
+        new = self._take(len(tokens) - num_cached + len(tree.nodes) - num_kept, [text, *others])
+        text.slots[num_cached : len(tokens)] = new[: len(tokens) - num_cached]
+        text.node_slots += new[len(tokens) - num_cached :]
+        text.nodes = tree.nodes
+        rows = SlotRows(text.table, text.slots, num_cached, tokens[num_cached:], tree, text.node_slots)
+        return PooledRows(text, rows, max(0, len(tokens) + 1 - request.start))
+
+    def _text_for(self, tokens: Sequence[int], others: Sequence[PooledText]) -> PooledText:
+        """The text that has most of these tokens, or a fork of it if it is in use or has much else."""
+        shared, text = self._find(tokens)
+        if text is not None and text not in others:
+            if shared == len(text.tokens):
+                self._accept(text, tokens)
+                shared = len(text.tokens)
+            if len(text.tokens) - shared <= MAX_OVERWRITE:
+                self._texts.remove(text)
+                self._texts.append(text)
+                return text
+        return self._fork(text, shared, others)
+
+    def _find(self, tokens: Sequence[int]) -> tuple[int, PooledText | None]:
+        """The text with the longest common prefix: the one that this list of tokens had, if it has most of them."""
+        if (text := self._text_of.get(id(tokens))) is not None:
+            shared = common_prefix_length(text.tokens, tokens)
+            if shared and max(len(text.tokens), len(tokens)) - shared <= MAX_OVERWRITE:
+                return shared, text
+        longest, best = 0, None
+        for text in reversed(self._texts):
+            shared = common_prefix_length(text.tokens, tokens)
+            if shared > longest or (shared and shared == longest and best and len(text.tokens) < len(best.tokens)):
+                longest, best = shared, text
+        return longest, best
+
+    def continue_with(self, tokens: Sequence[int], begun: Sequence[int]) -> None:
+        """What is cached of this list of tokens is what was cached of that one, with which it begins."""
+        if (text := self._text_of.get(id(begun))) is not None:
+            self._know(tokens, text)
+
+    def _know(self, tokens: Sequence[int], text: PooledText) -> None:
+        if len(self._text_of) > MAX_KNOWN_TEXTS:
+            self._text_of.clear()
+        self._text_of[id(tokens)] = text
+
+    def _fork(self, text: PooledText | None, shared: int, others: Sequence[PooledText]) -> PooledText:
+        """A new text that uses the same slots for the tokens it has in common with another."""
+        kept = [*others, *([text] if text is not None else [])]
+        while not self._free_tables:
+            self._drop(next(old for old in self._texts if old not in kept))
+        forked = PooledText(self._free_tables.pop(), np.zeros(self.max_length, np.int32))
+        if text is not None:
+            forked.tokens, forked.slots[:shared] = text.tokens[:shared], text.slots[:shared]
+            self.slots.share(text.slots[:shared])
+        self._texts.append(forked)
+        return forked
+
+    def _take(self, count: int, kept: Sequence[PooledText]) -> list[int]:
+        """Take so many slots, from the texts that were not used for the longest time if none are free."""
+        while self.slots.num_free < count:
+            oldest = next((old for old in self._texts if old not in kept), None)
+            if oldest is None:
+                free = self.slots.num_free
+                raise ValueError(f"{count} new tokens: of {self._num_slots} in the KV cache, {free} are free")
+            self._drop(oldest)
+        return self.slots.take(count)
+
+    def _drop(self, text: PooledText) -> None:
+        self._drop_nodes(text)
+        self._truncate(text, 0)
+        self._texts.remove(text)
+        self._free_tables.append(text.table)
+        self._text_of = {key: other for key, other in self._text_of.items() if other is not text}
+
+    def _truncate(self, text: PooledText, length: int) -> None:
+        self.slots.give_back(text.slots[length : len(text.tokens)])
+        del text.tokens[length:]
+        text.in_table = min(text.in_table, length)
+
+    def _drop_nodes(self, text: PooledText) -> None:
+        self.slots.give_back(text.node_slots)
+        text.nodes, text.node_slots = {}, []
+
+    def _accept(self, text: PooledText, tokens: Sequence[int]) -> None:
+        """Make cached nodes that this text goes on with text; keep those below its end, and no others."""
+        length = len(text.tokens)
+        path = cached_path(text.nodes, tokens[length:])
+        if not path:
+            return
+        is_cached = length + len(path) == len(tokens)
+        below, nodes = nodes_below(text.nodes, path[-1]) if is_cached else ([], {})
+        slots = text.node_slots
+        text.slots[length : length + len(path)] = [slots[node] for node in path]
+        text.tokens += tokens[length : length + len(path)]
+        self.slots.give_back([slot for node, slot in enumerate(slots) if node not in {*path, *below}])
+        text.nodes, text.node_slots = nodes, [slots[node] for node in below]

@@ -1,0 +1,102 @@
+"""Attention of packed forwards in Triton's interpreter: run by `test_triton_kernels.py` with TRITON_INTERPRET=1."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dsi.core.tree_shape import END
+from dsi.models.cuda import torch_kernels
+from dsi.models.cuda.packed_attention import attend_packed
+from dsi.models.cuda.packed_rows import TAIL, PackedRows, PlanLayout, SlotRows, fill_plan, split_limits
+from dsi.models.cuda.triton_kernels import attend
+from dsi.models.tree_cache import TreeRows
+
+SIZE, SLOTS, LENGTH, TABLES = 32, 400, 192, 3
+TREE = ((END, 5), (END, 6), (0, 7), (1, 7), (2, 8), (0, 9), (4, 3))  # a chain of four, with siblings on three levels
+SMS = 64
+OPTIONS: dict[str, Any] = {"scale": 0.05, "epsilon": 1e-5}
+
+
+def packed_rows(texts: list[SlotRows], size: int, heads: int, kv_heads: int) -> PackedRows:
+    layout = PlanLayout(size, heads // kv_heads)
+    tails = TABLES * LENGTH
+    tables = np.zeros(tails + size * TAIL + 1, np.int32)
+    plan = layout.fields(np.zeros(layout.length, np.int32))
+    rows = PackedRows(plan, tables, LENGTH, tails, *split_limits(size, heads // kv_heads, kv_heads, LENGTH, SMS))
+    fill_plan(plan, tables[tails:-1].reshape(size, TAIL), texts, layout, rows, 2 * SMS // kv_heads)
+    for text in texts:
+        tables[text.table * LENGTH :][: text.end] = text.slots[: text.end]
+    return PackedRows(
+        type(plan)(*map(torch.from_numpy, plan)), torch.from_numpy(tables), LENGTH, tails, rows.max_splits,
+        rows.max_split_parts,
+    )  # fmt: skip
+
+
+def three_texts(slots: np.ndarray) -> list[SlotRows]:
+    """A long text and a short one, and one whose tree goes on beyond a tile of keys; its first node is cached."""
+    tree = TreeRows.of({}, TREE, range(len(TREE)))
+    return [
+        SlotRows(2, slots[:130], 127, [1, 2, 3]),
+        SlotRows(0, slots[130:141], 10, [4]),
+        SlotRows(1, slots[141:204], 61, [5, 6], tree, slots[204:].tolist()),
+    ]
+
+
+def paths(text: SlotRows) -> list[list[int]]:
+    """The rows of a text that each of its last rows sees, in order."""
+    chain, count = list(range(len(text.tokens))), len(text.tokens)
+    known: list[list[int]] = []
+    for parent, _ in text.tree.nodes:
+        known.append([*(chain if parent == END else known[parent]), count + len(known)])
+    return [chain, *known]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rotary", "window"), [(4, 4, True, 0), (6, 2, True, 40), (20, 1, False, 0)]
+)
+@torch.inference_mode()
+def test_attend_packed_gives_the_bits_of_each_text_alone(
+    heads: int, kv_heads: int, rotary: bool, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on tensor cores, and unlike in numpy, a row's products must not depend on where in its tile it is.
+    monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, None] * b.T[None]).sum(-1, dtype=dtype))
+    generator = torch.Generator().manual_seed(heads + window)
+    texts = three_texts(np.random.default_rng(1).permutation(SLOTS).astype(np.int32))
+    count = sum(text.num_rows for text in texts)
+    qkv = torch.randn(16, (heads + 2 * kv_heads) * SIZE, dtype=torch.float16, generator=generator)
+    half = torch.randn(2, 1, LENGTH, SIZE // 2, dtype=torch.float16, generator=generator)
+    cos, sin = torch.cat((half, half), -1).unbind() if rotary else (None, None)
+    norm = torch.randn(SIZE, dtype=torch.float16, generator=generator) if rotary else None
+    keys, values = torch.randn(2, 1, kv_heads, SLOTS, SIZE, dtype=torch.float16, generator=generator)
+    options = OPTIONS | {"q_norm": norm, "k_norm": norm, "window": window}
+    rows = packed_rows(texts, 16, heads, kv_heads)
+    arrivals = torch.zeros(kv_heads, rows.max_split_parts, dtype=torch.int32)
+    cache = keys.clone(), values.clone()
+    packed = attend_packed(qkv, cos, sin, *cache, rows, arrivals=arrivals, **options)
+    assert int(rows.plan.splits) > 1
+    by_one = attend_packed(qkv, cos, sin, keys.clone(), values.clone(), rows, **options)
+    assert torch.equal(by_one[:count], packed[:count])
+
+    def alone(text: SlotRows, begin: int, path: list[int]) -> Tensor:
+        """The last row of a path, computed as one text whose keys are in order."""
+        own_keys, own_values = torch.zeros(2, 1, kv_heads, LENGTH, SIZE, dtype=torch.float16)
+        cached = torch.from_numpy(text.slots[: text.length]).long()
+        own_keys[:, :, : text.length], own_values[:, :, : text.length] = keys[:, :, cached], values[:, :, cached]
+        inputs = qkv[[begin + row for row in path]]
+        return attend(inputs, cos, sin, own_keys, own_values, torch.tensor(text.length), **options)[-1]
+
+    begin = 0
+    for text in texts:
+        for path in paths(text):
+            assert torch.equal(packed[begin + path[-1]], alone(text, begin, path))
+        begin += text.num_rows
+    tensors = {"qkv": qkv, "cos": cos, "sin": sin, "keys": keys, "values": values, "q_norm": norm, "k_norm": norm}
+    floats = {name: None if x is None else x.float() for name, x in tensors.items()}
+    reference = torch_kernels.attend_packed(rows=rows, **options | floats)
+    assert torch.allclose(packed[:count].float(), reference[:count], atol=5e-3)
+    for cached, new in zip(cache, (keys, values)):
+        unwritten = [slot for slot in range(SLOTS) if slot not in rows.plan.slots[:count].tolist()]
+        assert torch.equal(cached[:, :, unwritten], new[:, :, unwritten])

@@ -1,0 +1,150 @@
+"""Forwards of several texts with their keys and values in slots, in torch on the CPU: only graphs need a GPU."""
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from dsi.core.tree_shape import END, Tree
+from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.protocol import ForwardRequest, tree_path
+
+MAX_LENGTH, VOCAB_SIZE = 192, 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "head_dim": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_LENGTH,
+}
+PHI3 = {**SIZES, "hidden_size": 128, "pad_token_id": 0, "original_max_position_embeddings": MAX_LENGTH}
+CONFIGS: dict[str, Any] = {
+    "llama": lambda: hf.LlamaConfig(**SIZES),
+    "mistral": lambda: hf.MistralConfig(**SIZES, sliding_window=70),
+    "qwen3": lambda: hf.Qwen3Config(**SIZES),
+    "phi3": lambda: hf.Phi3Config(**{name: size for name, size in PHI3.items() if name != "head_dim"}),
+    "bigcode": lambda: hf.GPTBigCodeConfig(n_layer=2, n_head=4, n_embd=128, n_positions=MAX_LENGTH, vocab_size=97),
+}
+TREE: Tree = ((END, 5), (END, 6), (0, 7), (1, 7), (2, 8), (0, 9), (4, 3))
+
+
+def random_model(name: str = "llama") -> Any:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    for weight in model.parameters():
+        weight.data.normal_(0, 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return random_model()
+
+
+def plain_logits(model: Any, request: ForwardRequest) -> Tensor:
+    """One row for each position and node that is asked about, text by text and without a cache."""
+    with torch.inference_mode():
+        tokens = list(request.tokens)
+        rows = [model(torch.tensor([tokens])).logits[0, request.start - 1 :]] if request.start <= len(tokens) else []
+        paths = [[*tokens, *tree_path(request.tree, node)] for node in request.asked]
+        return torch.cat([*rows, *(model(torch.tensor([path])).logits[0, -1:] for path in paths)])
+
+
+def check(model: Any, packed: PackedCudaModel, requests: list[ForwardRequest]) -> None:
+    for request, logits in zip(requests, packed.forward_packed(requests), strict=True):
+        if request.num_positions:
+            expected = plain_logits(model, request)
+            assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
+        else:
+            assert not logits.numel()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_forward_packed_gives_the_logits_of_each_text_alone(name: str) -> None:
+    """New texts, texts that go on, a tree, the path of it that becomes text and the tree that goes on from there."""
+    model = random_model(name)
+    packed = PackedCudaModel(model, MAX_LENGTH, 600)
+    texts = [Random(i).choices(range(1, VOCAB_SIZE), k=length) for i, length in enumerate((5, 62, 130))]
+    check(model, packed, [ForwardRequest(text, len(text) - i) for i, text in enumerate(texts)])
+    check(
+        model, packed, [ForwardRequest([*texts[0], 3, 4], 6), ForwardRequest(texts[1], 62, tree=TREE, asked=range(7))]
+    )
+    grown: Tree = ((END, 8), (0, 3), (0, 4), (2, 11))
+    accepted = [*texts[1], 5, 7]
+    check(model, packed, [ForwardRequest(accepted, 65, tree=grown, asked=(2, 3)), ForwardRequest(texts[2][:100], 101)])
+    assert packed.pool.num_new(ForwardRequest([*accepted, 8, 4], 66)) == 2
+    check(model, packed, [ForwardRequest([*accepted, 8, 4], 66)])
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_forward_packed_computes_any_texts_in_any_order(llama: Any, data: st.DataObject) -> None:
+    """With so few slots and tables that texts drop each other."""
+    packed = PackedCudaModel(llama, MAX_LENGTH, 64, max_texts=3, sizes=(4, 16))
+    texts = [[1, 2], [1, 2, 3], [7]]
+    for _ in range(data.draw(st.integers(1, 6))):
+        requests = []
+        for i in data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3, unique=True)):
+            kept = data.draw(st.integers(1, len(texts[i])))
+            new = data.draw(st.lists(st.integers(1, 4), max_size=6))
+            texts[i] = [*texts[i][:kept], *new][:20]
+            asked = data.draw(st.lists(st.integers(0, 3), unique=True, max_size=4))
+            tree: Tree = ((END, 1), (END, 2), (0, 3), (2, data.draw(st.integers(1, 4))))
+            start = data.draw(st.integers(max(1, len(texts[i]) - 4), len(texts[i]) + 1))
+            requests.append(ForwardRequest(texts[i], start, tree=tree if asked else (), asked=sorted(asked)))
+        check(llama, packed, requests)
+    packed.pool.clear()
+    assert packed.pool.slots.num_free == 64
+
+
+def test_forward_packed_reads_long_prompts_in_several_forwards(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 600, sizes=(1, 16))
+    text = Random(3).choices(range(1, VOCAB_SIZE), k=70)
+    check(llama, packed, [ForwardRequest(text, 1), ForwardRequest(text[:40], 40), ForwardRequest(text[5:], 66)])
+    check(llama, packed, [ForwardRequest(text[:20], 20, tree=TREE, asked=range(7))])
+
+
+def test_texts_share_the_slots_of_their_common_prefix(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 200)
+    text = Random(4).choices(range(1, VOCAB_SIZE), k=100)
+    packed.forward_packed([ForwardRequest(text, 100)])
+    check(llama, packed, [ForwardRequest([*text[:60], 3, 9], 61), ForwardRequest([*text, 5], 101)])
+    assert packed.pool.slots.num_free == 200 - 101 - 2
+    packed.pool.clear()
+    assert packed.pool.slots.num_free == 200
+
+
+def test_nodes_that_are_cached_are_not_computed_again(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 200)
+    text = [3, 1, 4, 1, 5]
+    packed.forward_packed([ForwardRequest(text, 5, tree=TREE, asked=(0, 1))])
+    [begun] = packed.pool.begin([ForwardRequest(text, 6, tree=TREE, asked=(2, 3))])
+    assert (begun.rows.num_rows, begun.rows.tree.tokens, begun.wanted) == (2, [7, 7], [0, 1])
+    packed.pool.cancel([begun])
+    assert packed.pool.slots.num_free == 195
+
+
+def test_forward_packed_refuses_what_does_not_fit(llama: Any) -> None:
+    packed = PackedCudaModel(llama, 80, 20, sizes=(1, 16))
+    with pytest.raises(ValueError, match="an empty text"):
+        packed.forward_packed([ForwardRequest([], 0)])
+    with pytest.raises(ValueError, match="a text of 81 tokens: there is room for 80"):
+        packed.forward_packed([ForwardRequest([1] * 81, 81)])
+    with pytest.raises(ValueError, match="10 new tokens: of 20 in the KV cache, 4 are free"):
+        packed.forward_packed([ForwardRequest([1] * 26, 26)])
+    with pytest.raises(ValueError, match="a tree of 65 levels: there may be 64"):
+        packed.forward_packed([ForwardRequest([1], 1, tree=tuple((i - 1, 2) for i in range(65)), asked=(64,))])
+    check(llama, packed, [ForwardRequest([1, 2, 3], 2)])
+
+
+def test_packed_cuda_model_refuses_models_without_kernels() -> None:
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_head=2, n_embd=64, vocab_size=9))
+    with pytest.raises(ValueError, match="a gpt2 model has no kernels for forwards of several texts"):
+        PackedCudaModel(model, 16, 16)
