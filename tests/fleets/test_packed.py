@@ -19,7 +19,7 @@ from dsi.fleets.loop import EngineLoop
 from dsi.fleets.packed import MAX_TOKENS, MIN_CHUNK, PackedServer
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import Server
-from dsi.models.protocol import Answer, ForwardRequest, Model
+from dsi.models.protocol import Answer, ForwardRequest, Model, top_k_or_answer, tree_answer
 from dsi.models.toy import ToyDrafter, ToyTarget
 
 TARGET, BAD = ToyTarget(5), 1000
@@ -31,6 +31,7 @@ class Packing:
 
     model: Model
     can_pack: bool = True
+    computes_trees: bool = True
     forwards: list[list[int]] = field(default_factory=list)
 
     def answer(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -38,10 +39,15 @@ class Packing:
             raise OSError("a bad token")
         return self.model.answer(request) if request.num_positions else ()
 
+    def top_k(self, request: ForwardRequest, count: int) -> tuple[int, ...]:
+        return top_k_or_answer(self.model, request, count)
+
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        answers = [(self.answer(request), ()) for request in requests]
-        self.forwards.append([len(request.tokens) - (request.num_cached or 0) for request in requests])
-        return answers  # type: ignore[return-value]
+        answers = [tree_answer(self, request) for request in requests]
+        self.forwards.append(
+            [len(request.tokens) - (request.num_cached or 0) + request.num_new_nodes for request in requests]
+        )
+        return answers
 
 
 def text(*tokens: int) -> TokenSequence:
