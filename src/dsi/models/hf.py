@@ -132,13 +132,9 @@ class Transformer:
             self.check_text(tokens, start, tree_depth(request.tree) if request.asked else 0)
             sequence, num_cached = self._sequence(tokens, start)
             if any(text.sequence is sequence for text in texts):  # which has begun with the same tokens
-                sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
+                sequence = sequence.fork(num_cached)
                 self._keep_sequence(sequence, tokens)
-                num_cached = min(num_cached, len(sequence.tokens))
-            tree: TreeRows | None = None
-            if request.asked:
-                nodes = sequence.nodes if len(sequence.tokens) == len(tokens) else {}
-                tree = TreeRows.of(nodes, request.tree, request.asked)
+            tree = TreeRows.of(sequence.nodes, request.tree, request.asked) if request.asked else None
             sequence.truncate(num_cached)
             num_positions = max(0, len(tokens) + 1 - start)
             texts.append(TextRows(sequence, num_cached, list(tokens[num_cached:]), num_positions, tree))
