@@ -285,16 +285,16 @@ def shared(load: Load) -> Request:
     st.lists(
         st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=9
     ),
-    st.integers(0, 4),
+    st.sampled_from([SpecConfig("nonsi"), SpecConfig("si", 1), SpecConfig("si", 4), SpecConfig("si", 3, tree=6)]),
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=40)
 def test_texts_in_shared_forwards_are_those_alone(
-    shared_loop: EngineLoop, asked: list[tuple[int, int, int, bool]], block: int, random: object
+    shared_loop: EngineLoop, asked: list[tuple[int, int, int, bool]], turns: SpecConfig, random: object
 ) -> None:
     """Requests of every algorithm come at any time, and some are cancelled."""
     loop = shared_loop
-    loop.load.shared_block = lambda *_: block
+    loop.load.shared_spec = lambda *_: turns
     trees = (policy_for(SpecConfig(algorithm, 3, tree=6)) for algorithm in ("si", "pearl", "dsi"))
     policies = [autoregressive(), speculative(3), distributed(2), None, *trees]
     submitted = []
@@ -356,7 +356,7 @@ def test_process_fleet_shares_forwards_while_its_workers_die() -> None:
     fleet = packing_fleet()
     try:
         loop, ids = EngineLoop(fleet), count()
-        loop.load.shared_block = lambda *_: 2
+        loop.load.shared_spec = lambda *_: SpecConfig("si", 2)
         running = [loop.submit(replace(shared(loop.load), prompt=(i, 2))) for i in range(6)]
         while any(not active.done for active in running):
             loop.step()
