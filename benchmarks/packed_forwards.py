@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import harness
 from dsi.engine.build import silence_transformers
 from dsi.models.hf import Transformer
+from dsi.models.protocol import ForwardRequest
 
 TEXTS = (2, 4, 8, 16)
 PREFIX = 128  # tokens of each text
@@ -33,13 +34,13 @@ def random_texts(count: int, new: int) -> list[list[int]]:
     return texts
 
 
-def timed(model: Transformer, new: int, forward: Callable[[Sequence[tuple[Sequence[int], int]]], Any]) -> Forward:
+def timed(model: Transformer, new: int, forward: Callable[[Sequence[ForwardRequest]], Any]) -> Forward:
     def milliseconds(count: int) -> float:
         texts = random_texts(count, new)
         for text in texts:
             model.forward(text[:PREFIX], PREFIX)
         began = time.perf_counter()
-        forward([(text, PREFIX + 1) for text in texts])
+        forward([ForwardRequest(text, PREFIX + 1) for text in texts])
         return 1000 * (time.perf_counter() - began)
 
     return milliseconds
@@ -67,7 +68,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = Transformer(GPT2LMHeadModel(GPT2Config(**SHAPE, vocab_size=VOCABULARY)), max_sequences=32)
     forwards = {
-        "alone": timed(model, options.new, lambda texts: [model.forward(*text) for text in texts]),
+        "alone": timed(model, options.new, lambda texts: [model.forward(text.tokens, text.start) for text in texts]),
         "packed": timed(model, options.new, model.forward_packed),
     }
     times = harness.interleave(forwards, TEXTS, options.repeats, warm_up=1)

@@ -21,7 +21,7 @@ from dsi.engine.build import cpu_model, load_for_cpu, silence_transformers
 from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.names import model_path
-from dsi.models.protocol import tree_path
+from dsi.models.protocol import ForwardRequest, tree_path
 
 SIZES = (5, 9, 17, 33)
 PREFIX = 128  # tokens of the text
@@ -52,7 +52,7 @@ def bushy_tree(size: int) -> Tree:
 def timed(model: Transformer, prefix: Sequence[int], kind: str) -> Forward:
     def verify(tree: Tree) -> Any:
         if kind == TREE:
-            return model.forward_tree(prefix, len(prefix) + 1, tree, range(len(tree)))
+            return model.forward_packed([ForwardRequest(prefix, len(prefix) + 1, tree=tree, asked=range(len(tree)))])
         return model.forward([*prefix, *(token for _, token in tree)], len(prefix) + 1)
 
     def forward(size: int) -> tuple[float, float]:

@@ -12,14 +12,16 @@ from dsi.core.messages import DRAFTER, TARGET, Draft, Event, Failed, Job, Prefil
 from dsi.core.policies import autoregressive, distributed, pearl, policy_for, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
+from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.core.stats import ServerUsage
 from dsi.core.tree_shape import END
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
+from dsi.fleets.simulated_shared import SharedSimulatedFleet
 from dsi.fleets.worker import work
-from dsi.models.protocol import ForwardRequest
+from dsi.models.protocol import ForwardRequest, Model
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
 
@@ -224,6 +226,35 @@ def test_lossless_under_any_latencies_servers_and_contexts(
     done = EngineLoop(fleet).run(*asked)
     assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
     assert {server.role for server in servers if fleet.busy[server.name]} <= {TARGET, *NAMES}
+
+
+@pytest.mark.slow
+@given(
+    st.lists(requests, min_size=1, max_size=5),
+    st.lists(st.sampled_from([0.0, 0.5, 0.9, 1.0]), min_size=3, max_size=3),
+    st.sampled_from([0, 8, 32]),
+    st.integers(0, 10**6),
+    contexts,
+)
+@settings(max_examples=150)
+def test_lossless_in_shared_forwards(
+    asked: list[Request], rates: list[float], tree: int, seed: int, contexts: dict[str, int]
+) -> None:
+    """Whatever the policies, and the chains and trees that suit the load: one target and drafters compute for all."""
+    target, dice = ToyTarget(seed), Random(seed)
+    models: dict[str, Model] = {TARGET: target}
+    models |= {
+        name: ToyDrafter(target, rate, seed + i, runner_up_acceptance=0.6)
+        for i, (name, rate) in enumerate(zip(NAMES, rates))
+    }
+    loop = EngineLoop(SharedSimulatedFleet(models, {role: lambda rows: 4 + rows for role in models}))
+    turns = [SpecConfig("nonsi"), SpecConfig("si", 3), SpecConfig("si", 2, tree=5), SpecConfig("si", 4, tree=9)]
+    loop.load.shared_spec = lambda *_: dice.choice(turns)
+    shared = SharedForwards(DRAFTER, loop.load)
+    asked = [replace(request, drafter_contexts=contexts) for request in asked]
+    policies = [shared.policy(request.policy, tree) if dice.random() < 0.5 else request.policy for request in asked]
+    done = loop.run(*(replace(request, policy=policy) for request, policy in zip(asked, policies)))
+    assert [completion.tokens for completion in done] == [alone(target, request) for request in asked]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

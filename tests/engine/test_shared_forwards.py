@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from dsi.core.messages import Sampling
+from dsi.core.policies import autoregressive
 from dsi.core.request import Completion
 from dsi.core.spec import SpecConfig
 from dsi.engine.engine import Engine
@@ -53,6 +55,46 @@ def test_texts_of_requests_at_once_are_those_alone(dtype: str) -> None:
         assert [essence(done) for done in engine.loop.run(*requests(engine))] == alone
 
 
+TREES = tuple(SpecConfig(algorithm, 3, tree=8) for algorithm in ("si", "pearl", "dsi"))
+
+
+def tree_requests(engine: Engine, prompts: Sequence[str], new: int) -> list[Any]:
+    """Every algorithm, greedy and sampled, with trees."""
+    texts = [engine.tokenizer.encode(prompt) for prompt in prompts]
+    return [
+        engine.make_request(text, new, spec, sampling)
+        for sampling in (Sampling(), Sampling(temperature=0.9, seed=3))
+        for spec in TREES
+        for text in texts
+    ]
+
+
+def check_trees_at_once(engine: Engine, prompts: Sequence[str], new: int) -> None:
+    """Each text is that of its request alone, and of non-SI; one is cancelled meanwhile."""
+    fleet, loop = engine.deployment.fleet, engine.loop
+    alone = [loop.run(request)[0].tokens for request in tree_requests(engine, prompts, new)]
+    plain = [replace(request, policy=autoregressive()) for request in tree_requests(engine, prompts, new)]
+    assert alone == [done.tokens for done in loop.run(*plain)]
+    fleet.log = []
+    running = [loop.submit(request) for request in tree_requests(engine, prompts, new)]
+    while not running[0].tokens:
+        loop.step()
+    loop.cancel(running[0])
+    while any(not active.done for active in running):
+        loop.step()
+    assert [active.completion().tokens for active in running[1:]] == alone[1:]
+    assert any(span.texts and span.num_texts > 4 for span in fleet.log)  # trees were verified together...
+    assert any(span.level and span.num_texts > 4 for span in fleet.log)  # ...and drafted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trees_of_requests_at_once_write_the_texts_alone(dtype: str) -> None:
+    with Engine.load(dtype=dtype) as engine:
+        if not engine.deployment.shares_forwards:
+            pytest.skip("forwards of several threads are no faster here")
+        check_trees_at_once(engine, (*PROMPTS[:2], " ".join(PROMPTS * 12)), 24)
+
+
 def test_engine_shares_forwards_of_requests_that_run_at_once() -> None:
     with Engine.load(spec=SpecConfig("nonsi")) as engine:
         if not engine.deployment.shares_forwards:
@@ -87,6 +129,11 @@ def test_texts_at_once_of_a_model_without_compiled_forwards_are_those_alone(gpt2
         alone = [essence(engine.loop.run(request)[0])[:2] for request in requests(engine, specs)]
         assert [essence(done)[:2] for done in engine.loop.run(*requests(engine, specs))] == alone
         assert max(span.num_texts for span in log) > 10
+
+
+def test_trees_at_once_of_a_model_without_compiled_forwards_write_the_texts_alone(gpt2_folder: str) -> None:
+    with Engine.load(gpt2_folder, drafter="builtin", algorithm="nonsi") as engine:
+        check_trees_at_once(engine, PROMPTS[:2], 8)
 
 
 def test_worker_that_is_forked_after_shared_forwards_computes(gpt2_folder: str) -> None:

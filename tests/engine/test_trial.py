@@ -31,8 +31,8 @@ def test_ranked_choices_are_those_of_a_tree_and_take_one_forward() -> None:
     choices = ranked_choices(model, TEXT, 3)
     assert backend.forwards == 1
     chain = tuple((i - 1, token) for i, token in enumerate(TEXT[3:]))
-    request = ForwardRequest(TEXT[:3], 3, tree=chain, asked=range(len(chain)))
-    assert choices == model.expand_tree(request, [3] * (1 + len(chain)))
+    request = ForwardRequest(TEXT[:3], 3, tree=chain, asked=range(len(chain)), num_children=[3] * (1 + len(chain)))
+    assert tuple(choices) == model.answer_tree(request).children
 
 
 def test_run_trial_counts_what_the_first_choice_hits() -> None:

@@ -10,16 +10,19 @@ from itertools import count
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dsi.core.messages import Draft, Drafted, Failed, Prefill, Sampling, Verified, Verify
-from dsi.core.policies import Load, autoregressive, distributed, speculative
+from dsi.core.messages import Draft, Drafted, DraftedLevel, Failed, Prefill, Sampling, Verified, Verify
+from dsi.core.policies import Load, autoregressive, distributed, policy_for, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
 from dsi.core.shared_forwards import SharedForwards
+from dsi.core.spec import SpecConfig
+from dsi.core.tree_shape import END, Tree
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.packed import MAX_TOKENS, MIN_CHUNK, PackedServer
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import Server
-from dsi.models.protocol import Answer, ForwardRequest, Model
+from dsi.fleets.worker import work
+from dsi.models.protocol import Answer, ForwardRequest, Model, SamplingModel, top_k_or_answer, tree_answer
 from dsi.models.toy import ToyDrafter, ToyTarget
 
 TARGET, BAD = ToyTarget(5), 1000
@@ -31,6 +34,7 @@ class Packing:
 
     model: Model
     can_pack: bool = True
+    computes_trees: bool = True
     forwards: list[list[int]] = field(default_factory=list)
 
     def answer(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -38,10 +42,15 @@ class Packing:
             raise OSError("a bad token")
         return self.model.answer(request) if request.num_positions else ()
 
+    def top_k(self, request: ForwardRequest, count: int) -> tuple[int, ...]:
+        return top_k_or_answer(self.model, request, count)
+
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        answers = [(self.answer(request), ()) for request in requests]
-        self.forwards.append([len(request.tokens) - (request.num_cached or 0) for request in requests])
-        return answers  # type: ignore[return-value]
+        answers = [tree_answer(self, request) for request in requests]
+        self.forwards.append(
+            [len(request.tokens) - (request.num_cached or 0) + request.num_new_nodes for request in requests]
+        )
+        return answers
 
 
 def text(*tokens: int) -> TokenSequence:
@@ -119,6 +128,110 @@ def test_packed_server_reads_prompts_where_others_fill_its_forwards() -> None:
     ]
 
 
+TREE: Tree = ((END, 5), (END, 6), (0, 7), (1, 8))  # after a text
+
+
+def tree_after(id: int, *prompt: int, lead: int = 0) -> Verify:
+    """A verification of the root, and of a tree after it."""
+    return Verify(id, text(*prompt), 1, lead, tree=TREE, asked=(0, 1, 2, 3))
+
+
+def after_tree(*prompt: int) -> tuple[int, ...]:
+    paths = ((), (5,), (6,), (5, 7), (6, 8))
+    return tuple(token for path in paths for token in after((*prompt, *path)))
+
+
+def test_packed_server_verifies_trees_beside_other_texts() -> None:
+    server, packing = packed_server()
+    server.add(first := tree_after(0, 1, 2))
+    server.add(Verify(1, text(3), 1))
+    server.add(tree_after(2, 4))
+    assert [event for *_, event in server.step()] == [
+        Verified(0, after_tree(1, 2)),
+        Verified(1, after((3,))),
+        Verified(2, after_tree(4)),
+    ]
+    assert packing.forwards == [[2 + 4, 1, 1 + 4]]
+    assert server.num_computed == 6 + 1 + 5
+    accepted = server.server.prefixes.lookup(first.context.then(6).then(8))
+    assert accepted.num_cached == 4  # a path that was computed as a part of the tree
+
+
+def test_packed_server_drafts_a_level_of_each_tree_in_a_forward() -> None:
+    drafter = ToyDrafter(TARGET, 0.7, 8, runner_up_acceptance=0.5)
+    prompts = [(1, 2), (3,), (4, 5, 6)]
+    expansions = [((END, 2), (0, 2), (1, 1)), ((END, 1),), ((0, 1), (4, 2))]  # the last one after a tree
+    jobs = [
+        Draft(id, text(*prompt), 1, tree=TREE if id == 2 else (), expansions=grown)
+        for id, (prompt, grown) in enumerate(zip(prompts, expansions))
+    ]
+    server, packing = packed_server(drafter)
+    for job in jobs:
+        server.add(job)
+    server.add(Draft(3, text(9), 2))
+    steps = [[event for *_, event in server.step()] for _ in range(2)]
+    alone = [list(work(job, Server("drafter", "drafter", drafter))) for job in jobs]
+    assert [[event for step in steps for event in step if event.id == id] for id in range(3)] == alone
+    assert [[event.id for event in step] for step in steps] == [[0, 1, 2, 3], [0, 2, 3]]
+    assert packing.forwards == [[2, 1, 3 + 1, 1], [2, 1, 1]]
+    assert server.jobs == {}
+
+
+def test_packed_server_goes_on_with_a_tree_whose_drafter_has_no_more_choices() -> None:
+    server, packing = packed_server(SamplingModel(TARGET))
+    only = Sampling(allowed_token_ids=(8,))
+    server.add(Draft(0, text(1, 2), 1, sampling=only, expansions=((END, 2), (1, 3), (3, 1))))
+    events = [event for _ in range(3) for *_, event in server.step()]
+    assert events == [DraftedLevel(0, ((8,),)), DraftedLevel(0, ((),), 1), DraftedLevel(0, ((),), 2)]
+    assert packing.forwards == [[2], [0], [0]]
+
+
+def test_packed_server_reads_the_prompt_of_a_tree_in_chunks() -> None:
+    server, packing = packed_server()
+    prompt = [i % 50 for i in range(130)]
+    server.add(tree_after(0, *prompt))
+    server.add(Verify(1, text(3), 1))
+    assert [[event for *_, event in server.step()] for _ in range(2)] == [
+        [Verified(1, after((3,)))],
+        [Verified(0, after_tree(*prompt))],
+    ]
+    assert packing.forwards == [[1, MAX_TOKENS - 1], [3 + 4]]
+
+
+def test_packed_server_computes_what_somebody_waits_for_before_speculation_and_prompts() -> None:
+    server, packing = packed_server()
+    server.max_tokens = 12
+    server.add(Verify(0, text(*range(40)), 1))  # a prompt
+    server.add(tree_after(1, 1, 2, lead=3))  # six rows
+    server.add(tree_after(2, 3))
+    server.add(Draft(3, text(4), 1))
+    server.add(tree_after(4, 5))
+    assert [event.id for *_, event in server.step()] == [2, 3, 4]
+    assert [event.id for *_, event in server.step()] == [1]
+    assert packing.forwards == [[1 + 4, 1, 1 + 4, MIN_CHUNK], [2 + 4, MIN_CHUNK]]
+
+
+def test_packed_server_computes_a_tree_that_is_larger_than_its_forwards() -> None:
+    server, packing = packed_server()
+    server.max_tokens = 3
+    server.add(tree_after(0, 1))
+    server.add(tree_after(1, 2))
+    assert [[event.id for *_, event in server.step()] for _ in range(2)] == [[0], [1]]
+    assert packing.forwards == [[5], [5]]
+
+
+def test_packed_server_refuses_trees_where_the_model_computes_chains() -> None:
+    server, packing = packed_server()
+    packing.computes_trees = False
+    assert not server.accepts(tree_after(0, 1))
+    assert not server.accepts(Draft(0, text(1), 1, expansions=((END, 2),)))
+    assert server.accepts(Draft(0, text(1), 1))
+    packing.computes_trees = True
+    wide = tuple((END, token) for token in range(MAX_TOKENS))
+    assert not server.accepts(Verify(0, text(1), 1, tree=wide, asked=tuple(range(MAX_TOKENS))))
+    assert server.accepts(Verify(0, text(1), 0, tree=wide, asked=tuple(range(MAX_TOKENS))))
+
+
 def test_packed_server_fails_only_the_job_that_cannot_be_computed() -> None:
     server, _ = packed_server()
     for id, prompt in enumerate([(1,), (2, BAD), (3,)]):
@@ -158,7 +271,7 @@ def shared_loop() -> Iterator[EngineLoop]:
 
 
 def packing_fleet() -> ProcessFleet:
-    drafter = ToyDrafter(TARGET, 0.7, 8)
+    drafter = ToyDrafter(TARGET, 0.7, 8, runner_up_acceptance=0.5)
     servers = [Server(f"target-{i}", "target", TARGET) for i in (1, 2)] + [Server("drafter", "drafter", drafter)]
     inline = {role: Server(role, role, Packing(model)) for role, model in (("target", TARGET), ("drafter", drafter))}
     return ProcessFleet(servers, use_cores=lambda *_: None, inline=inline)
@@ -170,19 +283,20 @@ def shared(load: Load) -> Request:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 3), st.integers(1, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=9
+        st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=9
     ),
-    st.integers(0, 4),
+    st.sampled_from([SpecConfig("nonsi"), SpecConfig("si", 1), SpecConfig("si", 4), SpecConfig("si", 3, tree=6)]),
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=40)
 def test_texts_in_shared_forwards_are_those_alone(
-    shared_loop: EngineLoop, asked: list[tuple[int, int, int, bool]], block: int, random: object
+    shared_loop: EngineLoop, asked: list[tuple[int, int, int, bool]], turns: SpecConfig, random: object
 ) -> None:
     """Requests of every algorithm come at any time, and some are cancelled."""
     loop = shared_loop
-    loop.load.shared_block = lambda *_: block
-    policies = [autoregressive(), speculative(3), distributed(2), None]
+    loop.load.shared_spec = lambda *_: turns
+    trees = (policy_for(SpecConfig(algorithm, 3, tree=6)) for algorithm in ("si", "pearl", "dsi"))
+    policies = [autoregressive(), speculative(3), distributed(2), None, *trees]
     submitted = []
     for kind, prompt_length, new, sampled in asked:
         prompt = tuple(range(prompt_length))
@@ -217,11 +331,32 @@ def test_process_fleet_shares_forwards_of_waiting_requests() -> None:
     fleet.close()
 
 
+def test_process_fleet_shares_forwards_of_trees() -> None:
+    fleet = packing_fleet()
+    try:
+        loop, fleet.log = EngineLoop(fleet), []
+        requests = [Request((i, 2), 20, policy_for(SpecConfig("si", 3, tree=6))) for i in range(8)]
+        running = [loop.submit(request) for request in requests]
+        while len(running[0].tokens) < 8:
+            loop.step()
+        loop.cancel(running[0])
+        while any(not active.done for active in running):
+            loop.step()
+        assert [active.completion().tokens for active in running[1:]] == [after((i, 2), 20) for i in range(1, 8)]
+        assert all(active.completion().tally.accepted for active in running)
+        assert {span.server for span in fleet.log if span.num_texts == 1} <= {"target-1", "drafter"}  # none by others
+        assert sum(span.num_texts > 1 for span in fleet.log) > 0.9 * len(fleet.log)
+        for forwards in (packed._model.forwards for packed in fleet._packed.values()):  # type: ignore[attr-defined]
+            assert max(map(len, forwards)) == 8
+    finally:
+        fleet.close()
+
+
 def test_process_fleet_shares_forwards_while_its_workers_die() -> None:
     fleet = packing_fleet()
     try:
         loop, ids = EngineLoop(fleet), count()
-        loop.load.shared_block = lambda *_: 2
+        loop.load.shared_spec = lambda *_: SpecConfig("si", 2)
         running = [loop.submit(replace(shared(loop.load), prompt=(i, 2))) for i in range(6)]
         while any(not active.done for active in running):
             loop.step()

@@ -1,5 +1,6 @@
 """Trees of draft tokens in transformers models: the logits of plain forwards, and nothing computed twice."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -8,13 +9,14 @@ import torch
 import transformers as hf
 from transformers.cache_utils import Cache
 
+from backend_forwards import forward_packed, forward_tree
 from cancel_flags import CancelAfter
 from dsi.core.tree_shape import END, Tree
 from dsi.models.cpu.transformer import CompiledTransformer
 from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu
+from dsi.models.masked_rows import MaskedRows
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel, tree_path
-from dsi.models.tree_cache import MaskedRows
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -63,8 +65,8 @@ def random_model(config: Any) -> Any:
     return model
 
 
-def plain_rows(model: Transformer, tokens: list[int], start: int, tree: Tree, asked: list[int]) -> torch.Tensor:
-    texts = [(tokens, start)] if start <= len(tokens) else []
+def plain_rows(model: Transformer, tokens: Sequence[int], start: int, tree: Tree, asked: Sequence[int]) -> torch.Tensor:
+    texts: list[tuple[Sequence[int], int]] = [(tokens, start)] if start <= len(tokens) else []
     for node in asked:
         text = [*tokens, *tree_path(tree, node)]
         texts.append((text, len(text)))
@@ -99,7 +101,7 @@ def test_tree_forward_gives_the_logits_of_plain_forwards(name: str, attention: s
         tree: Tree = tuple((max(END, i - random.choice((1, 1, 2, 4))), random.randrange(1, 97)) for i in range(size))
         asked = random.sample(range(size), random.randrange(1, size + 1))
         for start in (len(text) + 1, len(text) - 2):
-            assert_same(trees.forward_tree(text, start, tree, asked), plain_rows(plain, text, start, tree, asked))
+            assert_same(forward_tree(trees, text, start, tree, asked), plain_rows(plain, text, start, tree, asked))
         text = [*text, *tree_path(tree, asked[0]), 3]
 
 
@@ -110,7 +112,7 @@ def test_tree_forward_of_other_implementations(kind: Any) -> None:
     assert trees.supports_trees
     for text, start in ((TOKENS[:20], 15), (TOKENS[:20], 21), ([*TOKENS[:20], 6, 9], 22)):
         expected = plain_rows(plain, text, start, TREE, [6, 0, 3])
-        assert_same(trees.forward_tree(text, start, TREE, [6, 0, 3]), expected)
+        assert_same(forward_tree(trees, text, start, TREE, [6, 0, 3]), expected)
     trees.release()
 
 
@@ -119,7 +121,7 @@ def test_models_with_masks_of_their_own_compute_trees_text_by_text(name: str) ->
     backend = Transformer(random_model(OWN_MASKS[name]))
     assert not backend.supports_trees
     request = ForwardRequest(TOKENS, len(TOKENS), tree=TREE, asked=[2, 6])
-    tokens, _ = SamplingModel(backend).answer_tree(request)
+    tokens, _ = SamplingModel(backend).answer_tree(request)[:2]
     assert tokens == tuple(plain_rows(backend, TOKENS, len(TOKENS), TREE, [2, 6]).argmax(-1).tolist())
 
 
@@ -135,16 +137,16 @@ def test_sampling_model_answers_about_a_tree_in_one_forward() -> None:
     assert backend.supports_trees
     backend.rows = 0
     request = ForwardRequest(TOKENS, len(TOKENS), tree=TREE, asked=range(7))
-    tokens, _ = SamplingModel(backend).answer_tree(request)
+    tokens, _ = SamplingModel(backend).answer_tree(request)[:2]
     assert backend.rows == 7  # those of the prompt came before
     assert tokens == tuple(plain_rows(backend, TOKENS, len(TOKENS), TREE, list(range(7))).argmax(-1).tolist())
 
 
 def test_accepted_path_is_not_recomputed() -> None:
     model = Counting(random_model(CONFIGS["mistral sliding"]))
-    model.forward_tree(TOKENS[:20], 20, TREE, range(7))
+    forward_tree(model, TOKENS[:20], 20, TREE, range(7))
     text, before = [*TOKENS[:20], 6, 9, 10], model.rows
-    logits = model.forward_tree(text, 24, ((END, 11), (0, 12)), [1])  # 11 is cached, too
+    logits = forward_tree(model, text, 24, ((END, 11), (0, 12)), [1])  # 11 is cached, too
     assert model.rows - before == 1
     assert_same(logits, plain_rows(Transformer(model.model), [*text, 11, 12], 25, (), []))
     longer = [*text, 11, 12, 13]
@@ -154,7 +156,9 @@ def test_accepted_path_is_not_recomputed() -> None:
 def test_tree_grown_level_by_level_computes_each_node_once() -> None:
     model = Counting(random_model(CONFIGS["gemma3"]))
     model.forward(TOKENS, 40)
-    rows = [model.forward_tree(TOKENS, 41, TREE[:last], range(first, last)) for first, last in ((0, 2), (2, 5), (5, 7))]
+    rows = [
+        forward_tree(model, TOKENS, 41, TREE[:last], range(first, last)) for first, last in ((0, 2), (2, 5), (5, 7))
+    ]
     assert model.rows == 7
     assert_same(torch.cat(rows), plain_rows(Transformer(model.model), TOKENS, 41, TREE, list(range(7))))
 
@@ -163,16 +167,16 @@ def test_tree_grown_level_by_level_computes_each_node_once() -> None:
 def test_cancelled_tree_forward_leaves_nothing(checks: int) -> None:
     model = Transformer(random_model(CONFIGS["gpt2"]))
     expected = plain_rows(model, TOKENS[:30], 31, TREE, [6]), model.forward(TOKENS, 31)
-    model.forward_tree(TOKENS[:30], 30, TREE, range(7))
+    forward_tree(model, TOKENS[:30], 30, TREE, range(7))
     with pytest.raises(Cancelled):
-        model.forward_tree([*TOKENS[:30], 6], 31, ((END, 9), (END, 3)), [0, 1], CancelAfter(checks))
-    assert_same(model.forward_tree(TOKENS[:30], 31, TREE, [6]), expected[0])
+        forward_tree(model, [*TOKENS[:30], 6], 31, ((END, 9), (END, 3)), [0, 1], CancelAfter(checks))
+    assert_same(forward_tree(model, TOKENS[:30], 31, TREE, [6]), expected[0])
     assert_same(model.forward(TOKENS, 31), expected[1])
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str, attention: str) -> None:
+def test_packed_forward_gives_each_text_and_tree_the_logits_it_has_alone(name: str, attention: str) -> None:
     model = random_model(CONFIGS[name])
     if model._supports_sdpa:
         model.set_attn_implementation(attention)
@@ -180,12 +184,16 @@ def test_packed_forward_gives_each_text_the_logits_it_has_alone(name: str, atten
     assert packed.can_pack
     texts = [TOKENS, TOKENS[::-1], TOKENS[20:] + TOKENS[:20], [*TOKENS[:10], *TOKENS[::-1][:30]]]
     done = [0] * len(texts)
-    for step in ((3, 1, 7, 0), (1, 9, 2, 9), (10, 1, 3, 5), (9, 10, 1, 10)):
+    for number, step in enumerate(((3, 1, 7, 0), (1, 9, 2, 9), (10, 1, 3, 5), (9, 10, 1, 10))):
         ends = [a + b for a, b in zip(done, step)]
-        asked = [i for i, width in enumerate(step) if width]
-        rows = packed.forward_packed([(texts[i][: ends[i]], done[i] + 1) for i in asked])
-        for i, logits in zip(asked, rows):
-            assert_same(logits, plain.forward(texts[i][: ends[i]], done[i] + 1))
+        trees: list[Tree] = [(), TREE, ((END, 1), (END, texts[2][ends[2] % 40]), (1, 8)), TREE[:3]]
+        requests = [
+            ForwardRequest(texts[i][: ends[i]], done[i] + 1, tree=trees[i], asked=range(number % 2, len(trees[i])))
+            for i, width in enumerate(step)
+            if width
+        ]
+        for request, logits in zip(requests, packed.forward_packed(requests)):
+            assert_same(logits, plain_rows(plain, request.tokens, request.start, request.tree, request.asked))
         done = ends
 
 
@@ -196,7 +204,8 @@ def test_packed_forward_attends_text_by_text_where_attention_can_be_replaced(att
     transformer = Transformer(model, 32)
     assert transformer.attends_apart == apart
     transformer.forward(TOKENS[:5], 5)
-    transformer.forward_packed([(TOKENS[:6], 6)])
+    transformer.forward(TOKENS[9:14], 5)
+    forward_packed(transformer, [(TOKENS[:6], 6), (TOKENS[9:15], 6)])
     assert model.config._attn_implementation == attention
 
 
@@ -217,7 +226,7 @@ def test_packed_forward_of_llama_and_of_prompts() -> None:
     expected = [model.forward(text, len(text)) for text in texts]
     model.clear_cache()
     model.forward(TOKENS[:30], 31)
-    prefilled, *logits = model.forward_packed([(TOKENS[:31], 32), *((text, len(text)) for text in texts)])
+    prefilled, *logits = forward_packed(model, [(TOKENS[:31], 32), *((text, len(text)) for text in texts)])
     assert prefilled.numel() == 0
     for own, alone in zip(logits, expected):
         assert_same(own, alone)
@@ -232,8 +241,8 @@ def test_packed_forward_of_chunks_of_prompts_alone() -> None:
         expected = [model.forward(text, len(text)) for text in texts]
         model.clear_cache()
         for end in (10, 20):  # of which no logits are wanted
-            model.forward_packed([(text[:end], end + 1) for text in texts])
-        for own, alone in zip(model.forward_packed([(text, len(text)) for text in texts]), expected):
+            forward_packed(model, [(text[:end], end + 1) for text in texts])
+        for own, alone in zip(forward_packed(model, [(text, len(text)) for text in texts]), expected):
             assert_same(own, alone)
 
 
@@ -249,14 +258,14 @@ def test_packed_forward_that_fails_leaves_nothing() -> None:
     for text in texts:
         model.forward(text, len(text))
     with pytest.raises(IndexError):
-        model.forward_packed([([*texts[0], 3], 20), ([*texts[1], 1000], 41)])
+        forward_packed(model, [([*texts[0], 3], 20), ([*texts[1], 1000], 41)])
     for text, alone in zip(texts, expected):
-        assert_same(model.forward_packed([([*text, 3, 4], len(text) + 1)])[0], alone)
+        assert_same(forward_packed(model, [([*text, 3, 4], len(text) + 1)])[0], alone)
 
 
 def test_tree_forward_in_bfloat16_is_close_to_plain_forwards() -> None:
     model = Transformer(random_model(CONFIGS["qwen2 mixed"]).bfloat16())
     assert model.supports_trees
-    logits = model.forward_tree(TOKENS, 41, TREE, range(7))
+    logits = forward_tree(model, TOKENS, 41, TREE, range(7))
     expected = plain_rows(Transformer(model.model), TOKENS, 41, TREE, list(range(7)))
     torch.testing.assert_close(logits, expected, rtol=0, atol=0.05 * float(expected.abs().max()))

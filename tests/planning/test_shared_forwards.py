@@ -2,31 +2,68 @@
 
 import pytest
 
+from dsi.core.spec import SpecConfig
 from dsi.planning.latency import LatencyModel
-from dsi.planning.shared_forwards import forward_ms, shared_block, tokens_per_ms
+from dsi.planning.shared_forwards import (
+    DRAFT_MS,
+    VERIFY_MS,
+    Shape,
+    chain,
+    draft_ms,
+    forward_ms,
+    shared_spec,
+    tokens_per_ms,
+)
 
 # Nearly free up to 16 rows, then 0.2 ms for each.
 CURVE = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.6, 16: 2.4, 32: 5.6, 64: 12.0}
 LATENCY = LatencyModel.measured(CURVE, 0.05)
 
 
-def test_shared_block_shrinks_with_the_load_down_to_plain_decoding() -> None:
-    blocks = [shared_block(LATENCY, requests, 0.8) for requests in (1, 2, 4, 8, 16, 64)]
+CURVE_OF_A_SLOW_TARGET = {1: 20.0, 2: 20.2, 4: 20.4, 8: 21.0, 16: 22.0, 32: 30.0, 64: 60.0}
+
+
+def block(requests: int, acceptance: float) -> int:
+    """The draft tokens of a chain; 0: none."""
+    return shared_spec(LATENCY, requests, acceptance).lookahead or 0
+
+
+def test_shared_spec_speculates_less_with_the_load_down_to_plain_decoding() -> None:
+    blocks = [block(requests, 0.8) for requests in (1, 2, 4, 8, 16, 64)]
     assert blocks == sorted(blocks, reverse=True)
     assert blocks[0] >= 4
     assert blocks[-1] == 0
 
 
-def test_shared_block_grows_with_the_acceptance_rate() -> None:
-    assert shared_block(LATENCY, 4, 0.1) == 0
-    assert shared_block(LATENCY, 4, 0.6) <= shared_block(LATENCY, 4, 0.95)
+def test_shared_spec_drafts_more_at_higher_acceptance_rates() -> None:
+    assert block(4, 0.1) == 0
+    assert block(4, 0.6) <= block(4, 0.95)
+
+
+def test_shared_spec_has_smaller_trees_with_the_load_and_then_chains() -> None:
+    latency = LatencyModel.measured(CURVE_OF_A_SLOW_TARGET, 1.0)
+    specs = [shared_spec(latency, requests, 0.5, 0.5, tree=32) for requests in (1, 2, 4, 8, 16, 64)]
+    sizes = [spec.tree for spec in specs]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] >= 12
+    assert sizes[-1] == 0
+    assert specs[-1] == SpecConfig("nonsi")
+    assert shared_spec(latency, 1, 0.5, 0.5, tree=6).tree == 6  # as many as a request allows
+    assert shared_spec(latency, 1, 0.5, 0.5).tree == 0
+    assert shared_spec(latency, 1, 0.5, 0.0, tree=32).tree == 0  # runners-up that are never right
+
+
+def test_tokens_per_ms_counts_nodes_of_trees_as_draft_tokens_of_chains() -> None:
+    tree = Shape(SpecConfig("si", 1, tree=2), 2, 1.5, (1,))
+    forwards = forward_ms(LATENCY, 4 * 3) + draft_ms(LATENCY, 4)
+    assert tokens_per_ms(LATENCY, 4, tree) == pytest.approx(4 * 2.5 / (forwards + 4 * (VERIFY_MS + 2 * DRAFT_MS)))
 
 
 @pytest.mark.parametrize("requests", [1, 3, 8, 40])
 @pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.9, 1.0])
-def test_shared_block_is_never_expected_to_be_slower_than_plain_decoding(requests: int, acceptance: float) -> None:
-    block = shared_block(LATENCY, requests, acceptance)
-    assert tokens_per_ms(LATENCY, requests, acceptance, block) >= tokens_per_ms(LATENCY, requests, acceptance, 0)
+def test_shared_spec_is_never_expected_to_be_slower_than_plain_decoding(requests: int, acceptance: float) -> None:
+    best = chain(acceptance, block(requests, acceptance))
+    assert tokens_per_ms(LATENCY, requests, best) >= tokens_per_ms(LATENCY, requests, chain(acceptance, 0))
 
 
 def test_forward_ms_goes_on_along_the_last_line() -> None:

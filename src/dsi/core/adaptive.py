@@ -307,9 +307,8 @@ class RequestController:
         return self._engine.predicted_ms(candidate, self._acceptance[candidate[0]].rate, self._runner_up.rate)
 
     def _learn(self, position: VerifiedPosition) -> None:
-        drafted_by, token, draft_tokens = position
-        if self.spec.tree and len(draft_tokens) > len(drafted_by) and token not in drafted_by.values():
-            is_next = token == next(other for other in draft_tokens if other not in drafted_by.values())
+        drafted_by, token, _ = position
+        if self.spec.tree and (is_next := runner_up_accepted(position)) is not None:
             self._runner_up.add(is_next)
             self._engine.runner_up.add(is_next)
         for drafters, acceptance in self._acceptance.items():
@@ -327,6 +326,14 @@ class RequestController:
                 continue
             if name not in g.root.drafted_by and not g.jobs.drafting(name) and g.room(g.root, name) > 0:
                 g.draft(g.root, 1, name, self.spec)
+
+
+def runner_up_accepted(position: VerifiedPosition) -> bool | None:
+    """Whether the runner-up was right where the first choices were not; None where they were, or there was none."""
+    drafted_by, token, draft_tokens = position
+    if token in drafted_by.values() or len(draft_tokens) <= len(drafted_by):
+        return None
+    return token == next(other for other in draft_tokens if other not in drafted_by.values())
 
 
 def _fits(g: Generation, drafters: DrafterSet) -> bool:

@@ -135,9 +135,9 @@ class Load:
     targets: int = 1
     requests: int = 0
     verifying: int = 0  # verifications in flight
-    # Where requests share forwards: the draft tokens with which each of so many requests is verified best, by their
-    # acceptance rate.
-    shared_block: Callable[[int, float], int] | None = None
+    # Where requests share forwards: how each of so many requests speculates best, by acceptance rate and that of
+    # runners-up, with trees of so many draft tokens at most.
+    shared_spec: Callable[[int, float, float, int], SpecConfig] | None = None
 
     @property
     def idle(self) -> bool:

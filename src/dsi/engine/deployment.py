@@ -19,7 +19,7 @@ from dsi.planning.auto import latency_table
 from dsi.planning.equation_1 import suitable_lookahead
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import DeploymentPlan, device_specs, fastest_min_draft
-from dsi.planning.shared_forwards import shared_block
+from dsi.planning.shared_forwards import shared_spec
 from dsi.planning.simulation import SimulationConfig
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Deployment:
     stream_ms: float | None = None  # per token of a text that a target streams; None: it cannot
     profile_key: str = ""  # under which what is measured of these models is kept; empty: nowhere
     _min_drafts: dict[int, int] = field(default_factory=dict)  # the fastest by lookahead
-    _shared_blocks: dict[tuple[int, float], int] = field(default_factory=dict)  # by requests and acceptance rate
+    _shared_specs: dict[tuple[int, float, float, int], SpecConfig] = field(default_factory=dict)  # by its arguments
 
     def simulation(self, sp: int, tokens: int, **fields: Any) -> SimulationConfig:
         """These servers in virtual time."""
@@ -96,12 +96,12 @@ class Deployment:
         """Whether a target computes several requests in one forward."""
         return isinstance(self.fleet, ProcessFleet) and self.fleet.packs
 
-    def shared_block(self, requests: int, acceptance: float) -> int:
-        """The draft tokens of each of so many requests that share forwards."""
-        key = requests, round(acceptance, 1)
-        if key not in self._shared_blocks:
-            self._shared_blocks[key] = shared_block(self.latency, *key)
-        return self._shared_blocks[key]
+    def shared_spec(self, requests: int, acceptance: float, runner_up: float, tree: int) -> SpecConfig:
+        """How each of so many requests that share forwards speculates."""
+        key = requests, round(acceptance, 1), round(runner_up, 1), tree
+        if key not in self._shared_specs:
+            self._shared_specs[key] = shared_spec(self.latency, *key)
+        return self._shared_specs[key]
 
     def min_draft(self, lookahead: int) -> int:
         """The minimum draft with the lowest expected latency under DSI; the smallest of equals."""

@@ -22,6 +22,7 @@ from dsi.engine.config import DEFAULT_SPEC, EngineConfig, fill_spec, make_config
 from dsi.engine.profile_cache import keep_profile, read_profile
 from dsi.fleets.loop import EngineLoop, Fleet
 from dsi.models.tokenizer import TextOutput, Tokenizer
+from dsi.planning.shared_forwards import TREE_SIZES
 
 if TYPE_CHECKING:
     from dsi.engine.deployment import Deployment
@@ -81,7 +82,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.deployment, self.spec = deployment, spec or DEFAULT_SPEC
         self.loop = EngineLoop(deployment.fleet)
         self.loop.load.targets = deployment.sp
-        self.loop.load.shared_block = deployment.shared_block if deployment.shares_forwards else None
+        self.loop.load.shared_spec = deployment.shared_spec if deployment.shares_forwards else None
         self._shared_forwards = SharedForwards(deployment.drafters[0], self.loop.load)
         self._verified_texts = TextTable()
         self._acceptance = acceptance  # the prior of `auto`; None: that of earlier runs, if any
@@ -288,7 +289,7 @@ class Engine(AbstractContextManager["Engine"]):
         deployment, load = self.deployment, self.loop.load
         shared = SpecConfig(lookahead=deployment.shared_lookahead, drafters=deployment.drafters)
         if spec.algorithm == AUTO and deployment.shares_forwards:
-            return self._shared_forwards.policy(self._controller)
+            return self._shared_forwards.policy(self._controller, TREE_SIZES[-1] if deployment.trees else 0)
         if spec.algorithm == AUTO:
             as_measured = streams or deployment.stream_ms is None
             return load_aware(self._controller if as_measured else self._unstreamed_controller, shared, load)
@@ -297,7 +298,7 @@ class Engine(AbstractContextManager["Engine"]):
         spec = deployment.resolve(spec)
         policy = policy_for(spec)
         if spec.algorithm in ("pearl", "dsi") and deployment.shares_forwards:
-            return self._shared_forwards.policy(policy)
+            return self._shared_forwards.policy(policy, spec.tree)
         if spec.algorithm != "dsi":
             return policy
         lookahead = min(spec.lookahead or 1, deployment.shared_lookahead)

@@ -180,7 +180,7 @@ class EngineLoop:
 
     def _replan_waiting(self) -> None:
         """While a target is idle, let the next request in turn verify its root without more draft tokens."""
-        if self.load.requests < 2 or not self.load.idle or self.load.shared_block is not None:
+        if self.load.requests < 2 or not self.load.idle or self.load.shared_spec is not None:
             return
         for active in [active for active in self._active if active.generation.root_unverified]:
             if not self.load.idle:

@@ -1,8 +1,8 @@
 """Continuous batching on one server: jobs of several requests share each forward.
 
 A job joins between two forwards and leaves with its answer, so nobody waits for another's text to end. A forward
-computes a limited number of new tokens: those of texts that continue come first, and a long prompt is read in chunks
-of what is left.
+computes a limited number of rows, which are new tokens of texts and nodes of the trees after them: first those of
+texts that continue, speculation last, then long prompts in chunks of what is left.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Verified, Verify
 from dsi.core.sequence import TokenSequence
+from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
-from dsi.models.protocol import Answer, ForwardRequest, SupportsPacking
+from dsi.models.protocol import Answer, ForwardRequest, SupportsPacking, computes_trees
 
-MAX_TOKENS = 128  # new tokens of a forward
+MAX_TOKENS = 128  # new tokens of a forward, with nodes of trees
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
 
 SharedJob = Verify | Draft
@@ -27,39 +28,57 @@ class PackedJob:
 
     job: SharedJob
     prefix: CachedPrefix
-    left: int  # answers that are missing: a draft's tokens, or one
+    left: int  # answers that are missing: a draft's tokens, or levels of its tree, or one
+    growth: TreeGrowth | None = None  # of a tree's draft
 
     @property
     def has_begun(self) -> bool:
-        """Whether some of its draft tokens were given."""
-        return isinstance(self.job, Draft) and self.left < self.job.count
+        """Whether some of its answers were given."""
+        return isinstance(self.job, Draft) and self.left < self.job.num_answers
+
+    def forward(self) -> PackedForward:
+        """Its next forward, over all that it takes."""
+        request, prefix = self._request(), self.prefix
+        num_positions = max(0, len(request.tokens) + 1 - request.start)
+        num_new = max(num_positions, len(request.tokens) - (request.num_cached or 0))
+        num_nodes = len({*request.asked, *prefix.new_nodes(request.tree)}) if request.tree else 0
+        return PackedForward(self, request, num_new - num_positions, num_new + num_nodes)
+
+    def _request(self) -> ForwardRequest:
+        if self.growth is not None:
+            return self.growth.request(self.prefix)
+        if isinstance(self.job, Draft):
+            return draft_request(self.job, self.prefix)
+        return verify_request(self.job, self.prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedForward:
+    """A job's share of a forward."""
+
+    packed: PackedJob
+    request: ForwardRequest
+    num_read: int  # new tokens before those whose logits are wanted
+    num_rows: int  # new tokens and nodes
+    is_chunk: bool = False  # whether only a part of a prompt is read
 
     @property
-    def width(self) -> int:
-        return self.job.width if isinstance(self.job, Verify) else 1
+    def reads_prompt(self) -> bool:
+        return self.num_read >= MIN_CHUNK
 
     @property
-    def num_new(self) -> int:
-        """Tokens that its next answer has to compute."""
-        return max(self.width, len(self.prefix.tokens) - (self.prefix.num_cached or 0))
+    def is_speculation(self) -> bool:
+        """Whether nobody waits for it yet."""
+        return isinstance(self.packed.job, Verify) and self.packed.job.lead > 0
 
-    def num_tokens(self, room: int) -> int:
-        """How many of them the next forward computes, where there is room for so many: all, or a chunk of a prompt."""
-        before = self.num_new - self.width  # those whose logits are not wanted
-        return self.num_new if self.num_new <= room or not before else min(room, before)
-
-    def request(self, num_tokens: int) -> ForwardRequest:
-        """The next forward over so many of its new tokens."""
-        tokens, num_cached = self.prefix.tokens, self.prefix.num_cached
-        if num_tokens < self.num_new:
-            chunk = tokens[: (num_cached or 0) + num_tokens]
-            return ForwardRequest(chunk, len(chunk) + 1, num_cached)
-        job, prompt_length = self.job, len(self.job.context.origin)
-        if isinstance(job, Draft):
-            return ForwardRequest(tokens, len(tokens), num_cached, job.sampling, prompt_length=prompt_length)
-        start = len(tokens) + 1 - job.width
-        return ForwardRequest(
-            tokens, start, num_cached, job.sampling, guesses=job.draft_tokens, prompt_length=prompt_length
+    def within(self, room: int) -> PackedForward:
+        """All of it where there is room for so many rows, or a chunk of the prompt."""
+        if self.num_rows <= room or not self.num_read:
+            return self
+        count, num_cached = min(room, self.num_read), self.request.num_cached
+        chunk = self.request.tokens[: (num_cached or 0) + count]
+        return PackedForward(
+            self.packed, ForwardRequest(chunk, len(chunk) + 1, num_cached), count, count, is_chunk=True
         )
 
 
@@ -82,15 +101,16 @@ class PackedServer:
         """Whether a job can join now: one of each request, and only such as give nothing but tokens."""
         if not isinstance(job, SharedJob) or job.context.origin in self._origins:
             return False
-        if job.tree or (isinstance(job, Draft) and job.expansions):
+        if (job.tree or (isinstance(job, Draft) and job.expansions)) and not computes_trees(self._model):
             return False
         if isinstance(job, Verify):
-            return job.width <= MAX_TOKENS
-        return not job.sampling.needs_draft
+            return job.num_positions <= MAX_TOKENS
+        return not job.sampling.needs_draft and len(job.expansions) <= MAX_TOKENS
 
     def add(self, job: SharedJob) -> None:
-        left = job.count if isinstance(job, Draft) else 1
-        self.jobs[job.id] = PackedJob(job, self.server.prefixes.lookup(job.context), left)
+        left = job.num_answers if isinstance(job, Draft) else 1
+        growth = TreeGrowth(job) if isinstance(job, Draft) and job.expansions else None
+        self.jobs[job.id] = PackedJob(job, self.server.prefixes.lookup(job.context), left, growth)
         self._origins.add(job.context.origin)
 
     def discard(self, id: int) -> bool:
@@ -103,33 +123,32 @@ class PackedServer:
     def step(self) -> list[SharedEvent]:
         """Run one forward; return what came of it."""
         taken = self._take()
-        self.num_computed, self.num_texts = sum(num_tokens for _, num_tokens in taken), len(taken)
-        requests = [packed.request(num_tokens) for packed, num_tokens in taken]
+        self.num_computed, self.num_texts = sum(forward.num_rows for forward in taken), len(taken)
         try:
-            answers: list[Answer | Exception] = list(self._model.answer_packed(requests))
+            answers: list[Answer | Exception] = list(self._model.answer_packed([forward.request for forward in taken]))
         except Exception:  # one of them cannot be computed: which?
-            answers = [self._answer_alone(request) for request in requests]
+            answers = [self._answer_alone(forward.request) for forward in taken]
         events = []
-        for (packed, _), request, answer in zip(taken, requests, answers):
-            context = packed.prefix.context
-            if (event := self._finish(packed, request, answer)) is not None:
-                events.append((packed.job, context, event))
+        for forward, answer in zip(taken, answers):
+            context = forward.packed.prefix.context
+            if (event := self._finish(forward, answer)) is not None:
+                events.append((forward.packed.job, context, event))
         return events
 
-    def _take(self) -> list[tuple[PackedJob, int]]:
-        """What the next forward computes: jobs that fit, and how many new tokens of each."""
-        room, taken, long = self.max_tokens, list[tuple[PackedJob, int]](), list[PackedJob]()
-        for packed in self.jobs.values():
-            if (num_new := packed.num_new) > MIN_CHUNK:
-                long.append(packed)
-            elif num_new <= room:
-                taken.append((packed, num_new))
-                room -= num_new
+    def _take(self) -> list[PackedForward]:
+        """What the next forward computes: jobs that fit, and the first even if it does not."""
+        room, taken = self.max_tokens, list[PackedForward]()
+        forwards = [packed.forward() for packed in self.jobs.values()]
+        continuing = [forward for forward in forwards if not forward.reads_prompt]
+        for forward in sorted(continuing, key=lambda forward: forward.is_speculation):
+            if forward.num_rows <= room or not taken:
+                taken.append(forward)
+                room -= forward.num_rows
         room = max(room, MIN_CHUNK)  # prompts are read even where texts that continue fill every forward
-        for packed in long:
-            if room > 0:
-                taken.append((packed, num_tokens := packed.num_tokens(room)))
-                room -= num_tokens
+        for forward in forwards:
+            if forward.reads_prompt and room > 0:
+                taken.append(part := forward.within(room))
+                room -= part.num_rows
         return taken
 
     def _answer_alone(self, request: ForwardRequest) -> Answer | Exception:
@@ -139,22 +158,25 @@ class PackedServer:
             return error
         return answer
 
-    def _finish(self, packed: PackedJob, request: ForwardRequest, answer: Answer | Exception) -> Event | None:
+    def _finish(self, forward: PackedForward, answer: Answer | Exception) -> Event | None:
         """The event of an answer; None for a chunk of a prompt."""
+        packed, request = forward.packed, forward.request
         job, prefix = packed.job, packed.prefix
         if isinstance(answer, Exception):
             self.discard(job.id)
             return Failed(job.id, f"{type(answer).__name__}: {answer}")
         prefix.num_cached = len(request.tokens)
-        if not request.num_positions:
+        prefix.add_tree(request.tree)
+        if forward.is_chunk:
             return None
-        tokens, top_logprobs = answer
         packed.left -= 1
         if not packed.left:
             self.discard(job.id)
+        if packed.growth is not None:
+            return packed.growth.add(answer.children)
         if isinstance(job, Draft):
-            prefix.append(tokens[0])
-            return Drafted(job.id, tokens[0])
-        if not job.fits(tokens):
-            return Failed(job.id, f"{len(tokens)} tokens in answer to {job.width} positions")
-        return Verified(job.id, tokens, top_logprobs)
+            prefix.append(answer.tokens[0])
+            return Drafted(job.id, answer.tokens[0])
+        if not job.fits(answer.tokens):
+            return Failed(job.id, f"{len(answer.tokens)} tokens in answer to {job.num_positions} positions")
+        return Verified(job.id, answer.tokens, answer.top_logprobs)

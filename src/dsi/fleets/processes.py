@@ -264,7 +264,7 @@ class ProcessFleet(RemoteFleet):
     def _is_only_short_job(shared: Sequence[tuple[str, PackedServer]]) -> bool:
         """Whether there is but one job, which has not begun and may as well run to its end."""
         [first, *others] = [job for _, packed in shared for job in packed.jobs.values()]
-        return not others and not first.has_begun and first.num_new <= MAX_INLINE_TOKENS
+        return not others and not first.has_begun and first.forward().num_rows <= MAX_INLINE_TOKENS
 
     def _step_packed(self, role: str, packed: PackedServer) -> None:
         """Run one forward for all jobs that share it."""

@@ -48,10 +48,14 @@ class CachedPrefix:
 
     def num_new_nodes(self, tree: Tree) -> int:
         """How many nodes of a tree after the text were not computed yet."""
+        return len(self.new_nodes(tree))
+
+    def new_nodes(self, tree: Tree) -> list[int]:
+        """Which they are, by number."""
         nodes: dict[int, Trie | None] = {END: self.draft_tokens}
         for i, (parent, token) in enumerate(tree):
             nodes[i] = (nodes[parent] or {}).get(token)
-        return sum(node is None for node in nodes.values())
+        return [i for i, node in nodes.items() if node is None]
 
     def add_tree(self, tree: Tree) -> None:
         """Record that a tree after the text was computed."""

@@ -11,23 +11,24 @@ from dsi.fleets.base import BaseFleet
 from dsi.fleets.packed import PackedServer
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span, span
-from dsi.models.protocol import Answer, ForwardRequest, Model
+from dsi.models.protocol import Answer, ForwardRequest, Model, tree_answer
 
 ForwardTime = Callable[[int], Time]  # of a forward, by its new tokens of all texts
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Any model as one that computes several texts in one forward."""
+    """Any model as one that computes several texts, and trees after them, in one forward."""
 
     model: Model
     can_pack: bool = True
+    computes_trees: bool = True
 
     def answer(self, request: ForwardRequest) -> tuple[int, ...]:
         return self.model.answer(request)
 
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        return [(self.answer(request) if request.num_positions else (), ()) for request in requests]
+        return [tree_answer(self.model, request) for request in requests]
 
 
 class SharedSimulatedFleet(BaseFleet):

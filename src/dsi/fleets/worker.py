@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import TypeGuard
 
 from dsi.core.messages import (
-    GREEDY,
     Draft,
     Drafted,
-    DraftedLevel,
     Event,
     Failed,
     Job,
@@ -20,8 +17,7 @@ from dsi.core.messages import (
     Verified,
     Verify,
 )
-from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import END, Tree, by_level, with_ancestors
+from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
 from dsi.models.protocol import (
     NEVER,
@@ -33,7 +29,6 @@ from dsi.models.protocol import (
     draw_or_answer,
     logprobs_or_answer,
     tree_answer,
-    tree_children,
 )
 
 
@@ -70,27 +65,20 @@ def poll_work(job: Job, server: Server, cancelled: CancelFlag = NEVER) -> Iterat
 def _one_forward(
     job: Prefill | Verify, server: Server, prefix: CachedPrefix, cancelled: CancelFlag
 ) -> Iterator[Event | None]:
-    width = job.width if isinstance(job, Verify) else 0
-    sampling, guesses = (job.sampling, job.draft_tokens) if isinstance(job, Verify) else (GREEDY, ())
-    start = len(prefix.tokens) + 1 - width
-    prompt_length = len(job.context.origin)
-    request = ForwardRequest(prefix.tokens, start, prefix.num_cached, sampling, cancelled, guesses, prompt_length)
-    model = server.model
-    if isinstance(job, Verify) and job.tree:
-        request = replace(request, tree=job.tree, asked=job.asked, num_new_nodes=prefix.num_new_nodes(job.tree))
+    request, model = verify_request(job, prefix, cancelled), server.model
     if server.prefixes.shared_kv:
         prefix.num_cached = len(prefix.tokens)
     top_logprobs: tuple[TopLogprobs, ...] = ()
     if request.tree:
-        tokens, top_logprobs = tree_answer(model, request)
+        tokens, top_logprobs, _ = tree_answer(model, request)
     elif _is_polled(model):
         tokens = yield from model.poll_answer(request)
-    elif sampling.logprobs is None:
+    elif request.sampling.logprobs is None:
         tokens = model.answer(request)
     else:
         tokens, top_logprobs = logprobs_or_answer(model, request)
     if not (job.fits(tokens) if isinstance(job, Verify) else not tokens):
-        raise ValueError(f"{len(tokens)} tokens in answer to {width} positions")
+        raise ValueError(f"{len(tokens)} tokens in answer to {request.num_positions} positions")
     yield Verified(job.id, tokens, top_logprobs) if isinstance(job, Verify) else Prefilled(job.id)
     prefix.num_cached = len(prefix.tokens)
     if isinstance(job, Verify):
@@ -108,65 +96,23 @@ def _draft(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag
 def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Drafted | None]:
     """Draft token by token; the caller appends each to the prefix before it takes the next."""
     if _is_polled(model):
-        request = ForwardRequest(prefix.tokens, len(prefix.tokens), prefix.num_cached, job.sampling, cancelled)
-        for token in model.poll_draft(request, job.count):
+        for token in model.poll_draft(draft_request(job, prefix, cancelled), job.count):
             yield None if token is None else Drafted(job.id, token)
         return
-    prompt_length = len(job.context.origin)
     for _ in range(job.count):
-        at, num_cached = len(prefix.tokens), prefix.num_cached
-        request = ForwardRequest(prefix.tokens, at, num_cached, job.sampling, cancelled, prompt_length=prompt_length)
-        yield _draft_token(job, model, request)
+        yield _draft_token(job, model, draft_request(job, prefix, cancelled))
 
 
 def _draft_tree(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event]:
     """Draft level by level, a forward for each."""
-    tree: list[tuple[int, int]] = list(job.tree)
-    indices: list[int | None] = list(range(len(tree)))  # in `tree`, by number in the job; None: no such choice
-    for forward, level in enumerate(by_level(job.expansions, len(tree))):
-        parents = [END if number == END else indices[number] for number, _ in level]
-        wanted = [(parent, count) for parent, (_, count) in zip(parents, level) if parent is not None]
-        answers = iter(_children(job, model, prefix, cancelled, tree, wanted) if wanted else ())
-        children = [() if parent is None else next(answers) for parent in parents]
-        yield DraftedLevel(job.id, tuple(children), forward)
-        for parent, tokens, (_, count) in zip(parents, children, level):
-            indices += [*range(len(tree), len(tree) + len(tokens)), *[None] * (count - len(tokens))]
-            tree += [(END if parent is None else parent, token) for token in tokens]
-
-
-def _children(
-    job: Draft,
-    model: Model,
-    prefix: CachedPrefix,
-    cancelled: CancelFlag,
-    tree: Sequence[tuple[int, int]],
-    wanted: Sequence[tuple[int, int]],
-) -> list[Tokens]:
-    """The likeliest tokens after these nodes, so many after each, in one forward."""
-    needed, asked = subtree(tree, [node for node, _ in wanted if node != END])
-    start = len(prefix.tokens) + (wanted[0][0] != END)
-    request = ForwardRequest(
-        prefix.tokens,
-        start,
-        prefix.num_cached,
-        job.sampling,
-        cancelled,
-        prompt_length=len(job.context.origin),
-        tree=needed,
-        asked=asked,
-        num_new_nodes=prefix.num_new_nodes(needed),
-    )
-    answers = tree_children(model, request, [count for _, count in wanted])
-    prefix.add_tree(needed)
-    prefix.num_cached = len(prefix.tokens)
-    return [tokens[:count] for tokens, (_, count) in zip(answers, wanted)]
-
-
-def subtree(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Tree, list[int]]:
-    """The part of a tree that ends in these nodes, and their indices in it."""
-    needed = with_ancestors(tree, nodes)
-    index = {node: i for i, node in enumerate(needed)} | {END: END}
-    return tuple((index[tree[node][0]], tree[node][1]) for node in needed), [index[node] for node in nodes]
+    growth = TreeGrowth(job)
+    while not growth.done:
+        request = growth.request(prefix, cancelled)
+        children = tree_answer(model, request).children if request.num_positions else ()
+        if request.num_positions:
+            prefix.add_tree(request.tree)
+            prefix.num_cached = len(prefix.tokens)
+        yield growth.add(children)
 
 
 def _draft_token(job: Draft, model: Model, request: ForwardRequest) -> Drafted:

@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,16 +31,11 @@ from transformers.cache_utils import Cache
 from dsi.core.progress import Status, no_status
 from dsi.core.tree_shape import END, Tree
 from dsi.models.kv_sequence import KVSequence, common_prefix_length
+from dsi.models.masked_rows import MaskedRows, TextRows
 from dsi.models.names import check_exists, gguf_file, pretrained
 from dsi.models.packed_attention import PackedLayer, attending_apart
-from dsi.models.protocol import NEVER, CancelFlag, Cancelled
-from dsi.models.tree_cache import (
-    MaskedRows,
-    TreeRows,
-    masked_rows,
-    packed_rows,
-    tree_depth,
-)
+from dsi.models.protocol import NEVER, CancelFlag, Cancelled, ForwardRequest
+from dsi.models.tree_cache import TreeRows, tree_depth
 
 MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
 MAX_KNOWN_TEXTS = 1024  # of which it is known which sequence they had; others are found by their tokens
@@ -49,15 +44,6 @@ STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"
 MIN_PACKED_SEQUENCES = 32  # with fewer KV caches, texts that share forwards would take them from each other
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers whose masks are known
 PROBE: Tree = ((END, 2), (END, 3), (0, 4), (1, 4))  # after tokens 0 and 1: whether siblings see each other
-
-
-class NewTokens(NamedTuple):
-    """The tokens of a text that are not cached, and for how many of the last ones logits are wanted."""
-
-    sequence: KVSequence
-    length: int  # tokens before them
-    tokens: list[int]
-    num_positions: int
 
 
 class Transformer:
@@ -119,74 +105,82 @@ class Transformer:
         sequence.tokens += new_tokens
         return logits
 
-    def forward_tree(
-        self, tokens: Sequence[int], start: int, tree: Tree, asked: Sequence[int], cancelled: CancelFlag = NEVER
-    ) -> Any:
-        """As `forward`, with rows after these nodes of a tree behind them: what is cached of it is not recomputed."""
-        if not asked:
-            return self.forward(tokens, start, cancelled)
-        self.check_text(tokens, start, tree_depth(tree))
-        self._use_threads()
-        self._cancelled = cancelled
-        sequence, num_cached = self._sequence(tokens, start)
-        rows = TreeRows.of(sequence.nodes if len(sequence.tokens) == len(tokens) else {}, tree, asked)
-        sequence.truncate(num_cached)
-        new_tokens = list(tokens[num_cached:])
-        logits = self._compute_tree(sequence, new_tokens, max(0, len(tokens) + 1 - start), rows)
-        sequence.tokens += new_tokens
-        sequence.nodes = rows.nodes
-        return logits
-
     @property
     def can_pack(self) -> bool:
         """Whether texts can share a forward, and there are KV caches for so many that prompts are not read again."""
         return self._max_sequences >= MIN_PACKED_SEQUENCES and self.supports_trees
 
-    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Any]:
-        """As `forward` for each text and start: those of which something is cached share one forward."""
+    def forward_packed(self, requests: Sequence[ForwardRequest]) -> list[Any]:
+        """The logits of each request in one forward, which only that of one request can cancel.
+
+        What is cached of a text, or of the tree after it, is not computed again.
+        """
         self._use_threads()
-        self._cancelled = NEVER
-        parts = self._new_tokens(texts)
-        shared = [part for part in parts if part.tokens and part.sequence.cache.layers]
-        logits = dict(zip(map(id, shared), self._compute_packed(shared)))
-        for part in parts:
-            if part.tokens and id(part) not in logits:  # the first forward of a text makes its layers
-                logits[id(part)] = self._compute(part.sequence, part.tokens, part.num_positions)
-        for part in parts:
-            part.sequence.tokens += part.tokens
-        return [logits.get(id(part), torch.empty((0, 0))) for part in parts]
+        self._cancelled = requests[0].cancelled if len(requests) == 1 else NEVER
+        texts = self._text_rows(requests)
+        logits = self._compute_texts(texts)
+        for text in texts:
+            text.sequence.tokens += text.tokens
+            text.sequence.nodes = {} if text.tree is None else text.tree.nodes
+        return logits
 
-    def _new_tokens(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[NewTokens]:
+    def _text_rows(self, requests: Sequence[ForwardRequest]) -> list[TextRows]:
         """What is to be computed of each text, each with a sequence of its own."""
-        parts: list[NewTokens] = []
-        for tokens, start in texts:
-            self.check_text(tokens, start)
+        texts: list[TextRows] = []
+        for request in requests:
+            tokens, start = request.tokens, request.start
+            self.check_text(tokens, start, tree_depth(request.tree) if request.asked else 0)
             sequence, num_cached = self._sequence(tokens, start)
-            if any(part.sequence is sequence for part in parts):  # which has begun with the same tokens
-                sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
+            if any(text.sequence is sequence for text in texts):  # which has begun with the same tokens
+                sequence = sequence.fork(num_cached)
                 self._keep_sequence(sequence, tokens)
-            num_cached = min(num_cached, len(sequence.tokens))
+            tree = TreeRows.of(sequence.nodes, request.tree, request.asked) if request.asked else None
             sequence.truncate(num_cached)
-            parts.append(NewTokens(sequence, num_cached, list(tokens[num_cached:]), max(0, len(tokens) + 1 - start)))
-        return parts
+            num_positions = max(0, len(tokens) + 1 - start)
+            texts.append(TextRows(sequence, num_cached, list(tokens[num_cached:]), num_positions, tree))
+        return texts
 
-    def _compute_packed(self, parts: list[NewTokens]) -> Sequence[Any]:
-        """Run one forward over the new tokens of all, each of which sees those of its own text."""
-        if not parts:
-            return ()
-        apart = self.attends_apart
-        layers = zip(*(part.sequence.cache.layers for part in parts))
-        widths = [len(part.tokens) for part in parts]
-        rows = packed_rows([(part.length, part.tokens, part.num_positions) for part in parts])
-        cache = Cache(layers=[PackedLayer(own, widths, apart) for own in layers])
+    def _compute_texts(self, texts: list[TextRows]) -> list[Any]:
+        """The logits of each: those of which something is cached share one forward."""
+        logits: list[list[Any]] = [[] for _ in texts]
+        shared: dict[int, TextRows] = {}
+        for i, text in enumerate(texts):
+            is_alone = len(texts) == 1 and text.tree is None
+            if text.tokens and (is_alone or not text.sequence.cache.layers):  # which the first forward makes
+                logits[i].append(self._compute(text.sequence, text.tokens, text.num_positions))
+                text = TextRows(text.sequence, text.end, [], 0, text.tree)
+            if text.row_tokens:
+                shared[i] = text
+        if shared:
+            for i, rows in zip(shared, self._compute_masked(list(shared.values()))):
+                logits[i].append(rows)
+        return [rows[0] if len(rows) == 1 else torch.cat(rows) if rows else torch.empty((0, 0)) for rows in logits]
+
+    def _compute_masked(self, texts: list[TextRows]) -> Sequence[Any]:
+        """Run one forward over the rows of all, each of which sees those of its own text; if it fails, undo it."""
+        apart = len(texts) > 1 and self.attends_apart
+        widths = [len(text.row_tokens) for text in texts]
+        cache = texts[0].sequence.cache
+        if len(texts) > 1:
+            layers = zip(*(text.sequence.cache.layers for text in texts))
+            cache = Cache(layers=[PackedLayer(own, widths, apart) for own in layers])
+        trees = [text for text in texts if text.tree is not None]
         try:
+            for text in trees:
+                text.sequence.set_slots(torch.tensor(text.slots, device=self.model.device), len(text.key_positions))
             with torch.inference_mode(), attending_apart(self.model.config) if apart else nullcontext():
-                logits = self._run_masked(cache, rows).float()
+                logits = self._run_masked(cache, MaskedRows.of(texts)).float()
         except BaseException:
-            for part in parts:
-                part.sequence.truncate(part.length)
+            for text in texts:
+                text.sequence.truncate(len(text.sequence.tokens))
             raise
-        return torch.split(logits, [part.num_positions for part in parts])
+        finally:
+            for text in trees:
+                text.sequence.set_slots(None)
+        for text in trees:
+            for layer in text.sequence.cache.layers:
+                layer.length = text.end
+        return torch.split(logits, [text.num_logits for text in texts])
 
     def check_text(self, tokens: Sequence[int], start: int, depth: int = 0) -> None:
         """Refuse a text, and a tree of this depth after it, that the model cannot compute."""
@@ -219,8 +213,8 @@ class Transformer:
             return False
         self._cancelled = NEVER
         try:
-            rows = TreeRows.of({}, PROBE, (2, 3))
-            logits = self._compute_tree(KVSequence(), [0, 1], 0, rows)
+            tree = TreeRows.of({}, PROBE, (2, 3))
+            [logits] = self._compute_texts([TextRows(KVSequence(), 0, [0, 1], 0, tree)])
             plain = torch.cat([self._compute(KVSequence(), [0, 1, sibling, 4], 1) for sibling in (2, 3)])
         except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False
@@ -237,7 +231,7 @@ class Transformer:
             plain = torch.cat([self._compute(KVSequence(), tokens, 1) for _, tokens in texts])
             for sequence, tokens in texts:
                 self._compute(sequence, tokens[:2], 0)
-            packed = torch.cat([*self._compute_packed([NewTokens(own, 2, tokens[2:], 1) for own, tokens in texts])])
+            packed = torch.cat([*self._compute_masked([TextRows(own, 2, tokens[2:], 1) for own, tokens in texts])])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             return False
         return self._are_close(packed, plain)
@@ -245,34 +239,6 @@ class Transformer:
     def _are_close(self, logits: Tensor, plain: Tensor) -> bool:
         tolerance = float(plain.abs().max()) * (1e-4 if self.model.dtype == torch.float32 else 2e-2)
         return bool((logits - plain).abs().max() <= tolerance)
-
-    def _compute_tree(self, sequence: KVSequence, new_tokens: list[int], num_positions: int, rows: TreeRows) -> Any:
-        """Run one forward over the new tokens and nodes; if it is cancelled, undo what some layers have cached."""
-        length = len(sequence.tokens)
-        if new_tokens and not sequence.cache.layers:  # which the first forward makes
-            text = self._compute(sequence, new_tokens, num_positions)
-            nodes = self._compute_masked(sequence, masked_rows(len(new_tokens), [], 0, rows), 0)
-            return torch.cat((text.reshape(-1, nodes.shape[-1]), nodes))
-        return self._compute_masked(sequence, masked_rows(length, new_tokens, num_positions, rows), len(new_tokens))
-
-    def _compute_masked(self, sequence: KVSequence, rows: MaskedRows, num_new: int) -> Any:
-        """Run one forward over rows, the first of which are new tokens of the text."""
-        length, layers = len(sequence.tokens), sequence.cache.layers
-        slots = torch.tensor(rows.slots, device=self.model.device), len(rows.key_positions)
-        try:
-            for layer in layers:
-                layer.slots = slots
-            with torch.inference_mode():
-                logits = self._run_masked(sequence.cache, rows)
-        except BaseException:
-            sequence.truncate(length)
-            raise
-        finally:
-            for layer in layers:
-                layer.slots = None
-        for layer in layers:
-            layer.length += num_new
-        return logits.float()
 
     def _run_masked(self, cache: Cache, rows: MaskedRows) -> Any:
         device, masks = self.model.device, self._masks(rows)

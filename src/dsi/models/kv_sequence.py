@@ -115,6 +115,11 @@ class KVSequence:
         for layer in self.cache.layers:
             layer.length = min(layer.length, length)
 
+    def set_slots(self, slots: Tensor | None, end: int = 0) -> None:
+        """Put the next forward's keys and values into these slots, of which it sees those before `end`."""
+        for layer in self.cache.layers:
+            layer.slots = None if slots is None else (slots, end)
+
     def accept(self, tokens: Sequence[int]) -> None:
         """Make cached nodes that this text goes on with text; keep those below its end, and no others."""
         length = len(self.tokens)

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from dsi.models.hf import Transformer
 from dsi.models.kv_sequence import KVLayer, KVSequence
-from dsi.models.tree_cache import MaskedRows
+from dsi.models.masked_rows import MaskedRows
 
 STANDARD = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "model_type": "llama"}
 

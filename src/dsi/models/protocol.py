@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Tree
-from dsi.sampling.logits import greedy_tokens, greedy_top_k, top_k_tokens, top_logprobs
+from dsi.sampling.logits import concatenated, greedy_tokens, greedy_top_k, top_k_tokens, top_logprobs
 from dsi.sampling.noise import Array
 from dsi.sampling.penalties import apply_penalties
 from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
@@ -50,7 +50,8 @@ class ForwardRequest:
     """A request for the token after tokens[:i], for each i from `start` to len(tokens).
 
     A `start` beyond the end only prefills the KV cache. With a tree of draft tokens after the text, it also asks
-    for the token after each of the nodes `asked`, by number.
+    for the token after each of the nodes `asked`, by number. With `num_children` it asks for the likeliest tokens
+    after each position instead, so many of each.
     """
 
     tokens: Sequence[int]
@@ -63,6 +64,7 @@ class ForwardRequest:
     tree: Tree = ()
     asked: Sequence[int] = ()
     num_new_nodes: int = 0  # of the tree that are not in the KV cache
+    num_children: Sequence[int] = ()
 
     @property
     def num_positions(self) -> int:
@@ -70,12 +72,13 @@ class ForwardRequest:
 
     def texts(self) -> Iterator[ForwardRequest]:
         """What is asked as requests without a tree, one for each node after the first: the same answers, slower."""
+        plain = replace(self, tree=(), asked=(), num_new_nodes=0, num_children=())
         if self.start <= len(self.tokens):
-            yield replace(self, tree=(), asked=(), num_new_nodes=0)
+            yield plain
         for node in self.asked:
             text = [*self.tokens, *tree_path(self.tree, node)]
             cached = None if self.num_cached is None else min(self.num_cached, len(text) - 1)
-            yield replace(self, tokens=text, start=len(text), num_cached=cached, tree=(), asked=(), num_new_nodes=0)
+            yield replace(plain, tokens=text, start=len(text), num_cached=cached)
 
 
 def tree_path(tree: Tree, node: int) -> Tokens:
@@ -135,18 +138,26 @@ def logprobs_or_answer(model: Model, request: ForwardRequest) -> tuple[Tokens, t
     return model.answer_with_logprobs(request) if isinstance(model, SupportsLogprobs) else (model.answer(request), ())
 
 
-Answer = tuple[Tokens, tuple[TopLogprobs, ...]]  # a token for each position, and log-probabilities where asked for
+class Answer(NamedTuple):
+    """What a model says about each position: a token, log-probabilities where asked for, or its likeliest tokens."""
+
+    tokens: Tokens = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    children: tuple[Tokens, ...] = ()
 
 
 @runtime_checkable
 class SupportsPacking(Model, Protocol):
-    """A model that can compute several texts in one forward."""
+    """A model that can compute several texts, and trees after them, in one forward."""
 
     @property
     def can_pack(self) -> bool: ...
 
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        """Answer requests about different texts in one forward; none of them is cancelled meanwhile."""
+        """Answer requests about different texts in one forward; none of several is cancelled meanwhile.
+
+        Only a model that `computes_trees` is asked about trees.
+        """
         ...
 
 
@@ -156,10 +167,6 @@ class SupportsTrees(Model, Protocol):
 
     def answer_tree(self, request: ForwardRequest) -> Answer:
         """The answer for the positions of the text, then for the nodes asked about."""
-        ...
-
-    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
-        """The likeliest tokens after the text, if its last position is asked for, and after each node asked."""
         ...
 
 
@@ -172,19 +179,20 @@ def tree_answer(model: Model, request: ForwardRequest) -> Answer:
     """Without `answer_tree`, answer text by text."""
     if isinstance(model, SupportsTrees):
         return model.answer_tree(request)
+    if request.num_children:
+        return Answer(
+            children=tuple(
+                top_k_or_answer(model, text, count) for text, count in zip(request.texts(), request.num_children)
+            )
+        )
     if request.sampling.logprobs is None:
-        return tuple(token for text in request.texts() for token in model.answer(text)), ()
-    answers = [logprobs_or_answer(model, text) for text in request.texts()]
-    return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
+        return Answer(tuple(token for text in request.texts() for token in model.answer(text)))
+    return joined_answers([Answer(*logprobs_or_answer(model, text)) for text in request.texts()])
 
 
-def tree_children(model: Model, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
-    """Without `expand_tree`, ask text by text."""
-    if isinstance(model, SupportsTrees):
-        return model.expand_tree(request, counts)
-    if not isinstance(model, SupportsTopK):
-        return [model.answer(text) for text in request.texts()]
-    return [model.top_k(text, count) for text, count in zip(request.texts(), counts)]
+def joined_answers(answers: Sequence[Answer]) -> Answer:
+    """The answers about the texts of one request as one."""
+    return Answer(*(sum(parts, ()) for parts in zip(*answers))) if answers else Answer()
 
 
 @runtime_checkable
@@ -207,16 +215,8 @@ class Backend(Protocol):
 
 
 class PackingBackend(Backend, Protocol):
-    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Array]:
-        """As `forward` for each text and its start, in one forward over the new tokens of all."""
-        ...
-
-
-class TreeBackend(Backend, Protocol):
-    def forward_tree(
-        self, tokens: Sequence[int], start: int, tree: Tree, asked: Sequence[int], cancelled: CancelFlag
-    ) -> Array:
-        """As `forward`, with rows after these nodes of a tree behind them, all in one forward."""
+    def forward_packed(self, requests: Sequence[ForwardRequest]) -> list[Array]:
+        """As `forward` for each request, then rows after the nodes asked of its tree: one forward for all."""
         ...
 
 
@@ -237,79 +237,78 @@ class SamplingModel:
         return self._verify(request, self._logits(request))
 
     def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
-        return self._with_logprobs(request, self._forward(request))
+        return self._with_logprobs(request, self._forward(request))[:2]
 
     @property
     def can_pack(self) -> bool:
         return bool(getattr(self.backend, "can_pack", hasattr(self.backend, "forward_packed")))
 
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        backend: PackingBackend = self.backend  # type: ignore[assignment]
-        logits = backend.forward_packed([(request.tokens, request.start) for request in requests])
-        plain = [i for i, request in enumerate(requests) if request.num_positions and self._is_plain(request.sampling)]
-        best = iter(greedy_tokens([logits[i] for i in plain]))
-        greedy = {i: tuple(islice(best, requests[i].num_positions)) for i in plain}
+        logits = self._packed_logits(requests)
+        answers = self._greedy_answers(requests, logits)
         return [
-            (greedy[i], ()) if i in greedy else self._packed_answer(request, rows)
+            answers[i] if i in answers else self._answer_rows(request, rows)
             for i, (request, rows) in enumerate(zip(requests, logits))
         ]
+
+    def answer_tree(self, request: ForwardRequest) -> Answer:
+        [answer] = self.answer_packed([request])
+        return answer
+
+    @property
+    def computes_trees(self) -> bool:
+        """Whether a tree takes one forward."""
+        return getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_packed"))
+
+    def _packed_logits(self, requests: Sequence[ForwardRequest]) -> Sequence[Array]:
+        """The rows of each request: of all in one forward, where the backend can."""
+        if self.can_pack or self.computes_trees:
+            backend: PackingBackend = self.backend  # type: ignore[assignment]
+            return backend.forward_packed(requests)
+        return [concatenated([self._forward(text) for text in request.texts()]) for request in requests]
+
+    def _greedy_answers(self, requests: Sequence[ForwardRequest], logits: Sequence[Array]) -> dict[int, Answer]:
+        """By number, the answers that are the likeliest tokens: of all requests at once, which is faster."""
+        plain = [i for i, request in enumerate(requests) if request.num_positions and self._is_plain(request.sampling)]
+        drafts = [i for i in plain if requests[i].num_children]
+        others = [i for i in plain if not requests[i].num_children]
+        best = iter(greedy_tokens([logits[i] for i in others]))
+        answers = {i: Answer(tuple(islice(best, requests[i].num_positions))) for i in others}
+        if drafts:
+            counts = [count for i in drafts for count in requests[i].num_children]
+            children = iter(greedy_top_k([logits[i] for i in drafts], counts))
+            answers |= {i: Answer(children=tuple(islice(children, requests[i].num_positions))) for i in drafts}
+        return answers
 
     def _is_plain(self, sampling: Sampling) -> bool:
         """Whether the likeliest token is the answer."""
         special = self.process is not None or sampling.has_penalties or sampling.logprobs is not None
         return sampling.temperature == 0 and not special
 
-    def _packed_answer(self, request: ForwardRequest, logits: Array) -> Answer:
-        if not request.num_positions:
-            return (), ()
+    def _answer_rows(self, request: ForwardRequest, logits: Array) -> Answer:
+        """The answer by rows of logits: those of the text, then one for each node asked about."""
+        texts = list(request.texts())
+        ends = accumulate(text.num_positions for text in texts)
+        rows = [logits[end - text.num_positions : end] for text, end in zip(texts, ends)]
+        if request.num_children:
+            return Answer(children=tuple(map(self._top_k, texts, rows, request.num_children)))
         if request.sampling.logprobs is not None:
-            return self._with_logprobs(request, logits)
-        return self._verify(request, self._processed(request, logits)), ()
+            return joined_answers(list(map(self._with_logprobs, texts, rows)))
+        tokens = (self._verify(text, self._processed(text, row)) for text, row in zip(texts, rows))
+        return Answer(tuple(token for each in tokens for token in each))
 
     def _with_logprobs(self, request: ForwardRequest, logits: Array) -> Answer:
         tokens = self._verify(request, self._processed(request, logits))
         guesses = request.guesses or ((),) * len(tokens)
         required = [(token, *(guess for guess, _ in position)) for token, position in zip(tokens, guesses)]
-        return tokens, top_logprobs(logits, request.sampling.logprobs or 0, required)
+        return Answer(tokens, top_logprobs(logits, request.sampling.logprobs or 0, required))
 
     def top_k(self, request: ForwardRequest, count: int) -> Tokens:
-        [row] = self._logits(request)
+        return self._top_k(request, self._forward(request), count)
+
+    def _top_k(self, request: ForwardRequest, logits: Array, count: int) -> Tokens:
+        [row] = self._processed(request, logits)
         return top_k_tokens(row, request.sampling, request.start, count)
-
-    def answer_tree(self, request: ForwardRequest) -> Answer:
-        if self._is_plain(request.sampling) and self.computes_trees:
-            return tuple(greedy_tokens([self._tree_logits(request)])), ()
-        rows = self._tree_rows(request)
-        if request.sampling.logprobs is None:
-            return tuple(token for text, row in rows for token in self._verify(text, self._processed(text, row))), ()
-        answers = [self._with_logprobs(text, row) for text, row in rows]
-        return tuple(token for tokens, _ in answers for token in tokens), sum((logprobs for _, logprobs in answers), ())
-
-    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
-        if self._is_plain(request.sampling) and self.computes_trees:
-            return greedy_top_k([self._tree_logits(request)], counts)
-        children = []
-        for (text, logits), count in zip(self._tree_rows(request), counts):
-            [row] = self._processed(text, logits)
-            children.append(top_k_tokens(row, text.sampling, text.start, count))
-        return children
-
-    def _tree_rows(self, request: ForwardRequest) -> list[tuple[ForwardRequest, Array]]:
-        """The texts that are asked about, and their logits: computed in one forward where the backend can."""
-        texts = list(request.texts())
-        if not self.computes_trees:
-            return [(text, self._forward(text)) for text in texts]
-        logits, ends = self._tree_logits(request), accumulate(text.num_positions for text in texts)
-        return [(text, logits[end - text.num_positions : end]) for text, end in zip(texts, ends)]
-
-    @property
-    def computes_trees(self) -> bool:
-        """Whether a tree takes one forward."""
-        return getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_tree"))
-
-    def _tree_logits(self, request: ForwardRequest) -> Array:
-        backend: TreeBackend = self.backend  # type: ignore[assignment]
-        return backend.forward_tree(request.tokens, request.start, request.tree, request.asked, request.cancelled)
 
     def draw(self, request: ForwardRequest, start: int) -> tuple[Sequence[int], DraftProbs | None]:
         [row] = self._logits(request)

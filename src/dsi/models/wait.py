@@ -16,7 +16,6 @@ from dsi.models.protocol import (
     draw_or_answer,
     top_k_or_answer,
     tree_answer,
-    tree_children,
 )
 from dsi.sampling.verify import DraftProbs
 
@@ -86,10 +85,6 @@ class Wait:
     def answer_tree(self, request: ForwardRequest) -> Answer:
         self._wait(request)
         return tree_answer(self.model, request)
-
-    def expand_tree(self, request: ForwardRequest, counts: Sequence[int]) -> list[Tokens]:
-        self._wait(request)
-        return tree_children(self.model, request, counts)
 
     def _wait(self, request: ForwardRequest) -> None:
         seconds = self.latency.forward(request)

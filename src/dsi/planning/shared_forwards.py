@@ -1,37 +1,84 @@
-"""How many draft tokens pay for requests that share forwards: expected tokens per time, by the measured latencies."""
+"""What pays for requests that share forwards: expected tokens per time, by the measured latencies.
+
+Draft tokens are rows of the forwards that all requests share, those of a tree like those of a chain.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
+from dsi.core.spec import SpecConfig
+from dsi.core.tree_shape import TREE_BRANCHES, Chances, best_paths, levels, num_accepted, rank_chances
 from dsi.planning.latency import LatencyModel
 
 MAX_BLOCK = 8
+TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 MIN_GAIN = 0.05
-DRAFT_ROW = 0.4  # of a draft forward that each text after the first adds to it
+MIN_TREE_GAIN = 0.1  # of a tree over a chain: its forwards, and the engine's work for it, take a bit more
+DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it
 VERIFY_MS, DRAFT_MS = 0.06, 0.025  # that the engine takes to handle a verification and a draft token of one request
 
 
-def shared_block(latency: LatencyModel, requests: int, acceptance: float) -> int:
-    """The block, 0 for none, with which this many requests in shared forwards get the most tokens per time.
+class Shape(NamedTuple):
+    """What each request has drafted when it is verified."""
+
+    spec: SpecConfig
+    num_drafted: int
+    num_accepted: float  # of them, on average
+    levels: tuple[int, ...]  # rows of each draft forward
+
+
+def chain(acceptance: float, block: int) -> Shape:
+    spec = SpecConfig("si", block) if block else SpecConfig("nonsi")
+    return Shape(spec, block, sum(acceptance**i for i in range(1, block + 1)), (1,) * block)
+
+
+@lru_cache(256)
+def trees(chances: Chances, most: int) -> tuple[Shape, ...]:
+    """The best trees of each size up to `most` and each depth, but for those that are chains."""
+    shapes = []
+    for size in (size for size in TREE_SIZES if size <= most):
+        for depth in range(1, min(size, MAX_BLOCK + 1)):
+            if any(path[-1] for path, _ in best_paths(chances, size, depth)):
+                spec = SpecConfig("si", depth, max_targets=1, tree=size, chances=chances)
+                accepted = num_accepted(chances, size, depth)
+                shapes.append(Shape(spec, size, accepted, tuple(levels(chances, size, depth))))
+    return tuple(shapes)
+
+
+def shared_spec(
+    latency: LatencyModel, requests: int, acceptance: float, runner_up: float = 0.0, tree: int = 0
+) -> SpecConfig:
+    """How this many requests in shared forwards get the most tokens per time, with trees of `tree` nodes at most.
 
     Plain decoding is left for a clear gain only: its cost does not depend on what was estimated.
     """
-    plain, *others = (tokens_per_ms(latency, requests, acceptance, block) for block in range(MAX_BLOCK + 1))
-    best = max(others)
-    return 1 + others.index(best) if best > (1 + MIN_GAIN) * plain else 0
+
+    def speed(shape: Shape) -> float:
+        return tokens_per_ms(latency, requests, shape)
+
+    plain, *blocks = (chain(acceptance, block) for block in range(MAX_BLOCK + 1))
+    best = max(blocks, key=speed)
+    if speed(best) <= (1 + MIN_GAIN) * speed(plain):
+        best = plain
+    shapes = trees(rank_chances(acceptance, runner_up, TREE_BRANCHES), tree) if tree and runner_up else ()
+    widest = max(shapes, key=speed, default=best)
+    return (widest if speed(widest) > (1 + MIN_TREE_GAIN) * speed(best) else best).spec
 
 
-def tokens_per_ms(latency: LatencyModel, requests: int, acceptance: float, block: int) -> float:
-    """The expected tokens per ms of all requests: a draft forward for each token of a block, then the target's."""
+def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
+    """The expected tokens per ms of all requests: a draft forward for each level, then the target's."""
     turns = latency.alone or latency
-    tokens = sum(acceptance**i for i in range(block + 1))
-    engine_ms = requests * (VERIFY_MS + DRAFT_MS * block)
-    computed_ms = forward_ms(turns, requests * (block + 1)) + block * draft_ms(turns, requests)
-    return requests * tokens / (computed_ms + engine_ms)
+    engine_ms = requests * (VERIFY_MS + DRAFT_MS * shape.num_drafted)
+    drafting_ms = sum(draft_ms(turns, requests * rows) for rows in shape.levels)
+    verifying_ms = forward_ms(turns, requests * (shape.num_drafted + 1))
+    return requests * (1 + shape.num_accepted) / (drafting_ms + verifying_ms + engine_ms)
 
 
-def draft_ms(latency: LatencyModel, texts: int) -> float:
-    """A draft forward over one token of each of so many texts."""
-    return float(latency.drafter_ms) * (1 + DRAFT_ROW * (texts - 1))
+def draft_ms(latency: LatencyModel, rows: int) -> float:
+    """A draft forward over so many rows, of texts or of their trees."""
+    return float(latency.drafter_ms) * (1 + DRAFT_ROW * (rows - 1))
 
 
 def forward_ms(latency: LatencyModel, width: int) -> float:

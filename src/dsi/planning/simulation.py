@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dsi.core.fields import option
 from dsi.core.generation import Policy
 from dsi.core.messages import DRAFTER, TARGET, Sampling, Time
-from dsi.core.policies import Load, autoregressive, load_aware, policy_for, speculative
+from dsi.core.policies import Load, load_aware, policy_for
 from dsi.core.request import Completion, Request
 from dsi.core.sequence import Tokens
 from dsi.core.shared_forwards import SharedForwards
@@ -22,7 +22,7 @@ from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
 from dsi.fleets.loop import EngineLoop
 from dsi.planning.equation_1 import Number, suitable_lookahead
 from dsi.planning.latency import MOST_MS, LatencyModel, check_ranges
-from dsi.planning.shared_forwards import draft_ms, forward_ms, shared_block
+from dsi.planning.shared_forwards import draft_ms, forward_ms, shared_spec
 
 if TYPE_CHECKING:  # these import numpy, which the help of a command does without
     from dsi.fleets.servers import Server
@@ -145,9 +145,10 @@ class SimulationConfig:
             spec = replace(spec, chances=rank_chances(self.acceptance, self.runner_up_acceptance, TREE_BRANCHES))
         alone = policy_for(spec)
         if load is not None and self.share_forwards and algorithm in ("pearl", "dsi"):
-            block = shared_block(self.latency, 1, self.acceptance)  # there is no overlap for a request alone, either
+            # There is no overlap for a request alone, either.
+            spec = shared_spec(self.latency, 1, self.acceptance, self.runner_up_acceptance, self.spec.tree)
             shared = SharedForwards(DRAFTER, load) if shared is None else shared
-            return shared.policy(speculative(block) if block else autoregressive())
+            return shared.policy(policy_for(spec), self.spec.tree)
         if load is None or self.requests == 1 or algorithm != "dsi":
             return alone
         return load_aware(alone, replace(spec, lookahead=self.lookahead_for("dsi")), load)
@@ -206,7 +207,7 @@ class SimulationConfig:
 
             algorithm = adaptive(cached_latency_table(self), self)
         if self.share_forwards:
-            loop.load.shared_block = partial(shared_block, self.latency)
+            loop.load.shared_spec = partial(shared_spec, self.latency)
         try:
             done = loop.run(*self._requests(algorithm, loop, unit))
         finally:

@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from hypothesis import given, settings, strategies as st
 
+from backend_forwards import forward_packed
 from cancel_flags import CancelAfter
 from dsi.engine.build import cpu_model
 from dsi.models.cpu.decoder import CompiledDecoder
@@ -91,7 +92,7 @@ def test_packed_forward_gives_each_text_the_bits_it_has_alone(shape: str, dtype:
         for step in widths:
             ends = [a + b for a, b in zip(done, step)]
             asked = [i for i, width in enumerate(step) if width]
-            rows = packed.forward_packed([(texts[i][: ends[i]], done[i] + 1) for i in asked])
+            rows = forward_packed(packed, [(texts[i][: ends[i]], done[i] + 1) for i in asked])
             for i, logits in zip(asked, rows):
                 assert torch.equal(logits, alone[i][done[i] : ends[i]])
             done = ends
@@ -110,7 +111,7 @@ def test_packed_forward_gives_the_same_bits_for_any_packing(data: st.DataObject)
             end = data.draw(st.integers(1, len(TOKENS)))
             texts[i][:] = [*TOKENS[:end]] if i < 3 else [*TOKENS[: end // 2], *range(1, end - end // 2 + 1)]
             requests.append((texts[i], data.draw(st.integers(1, len(texts[i]) + 1))))
-        for (text, start), logits in zip(requests, packed.forward_packed(requests)):
+        for (text, start), logits in zip(requests, forward_packed(packed, requests)):
             assert torch.equal(logits, SHARED.forward(list(text), 1)[start - 1 :])
 
 
@@ -121,7 +122,7 @@ def test_packed_forward_of_many_tokens_takes_several(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("dsi.models.kv_sequence.GROWTH", 1)  # room for what is needed alone
     for start in (1, 20, 64, 80, 81):
         decoder.clear_cache()
-        first, second = decoder.forward_packed([(TOKENS, start), (TOKENS[::-1], 1)])
+        first, second = forward_packed(decoder, [(TOKENS, start), (TOKENS[::-1], 1)])
         assert torch.equal(first, whole[start - 1 :])
         assert torch.equal(second, other)
 
@@ -130,8 +131,8 @@ def test_packed_forward_refuses_a_bad_text_before_it_computes() -> None:
     decoder = CompiledDecoder(random_model("llama"))
     expected = decoder.forward(TOKENS, 80)
     with pytest.raises(IndexError, match="must be below 97"):
-        decoder.forward_packed([(TOKENS, 80), ([1, 99], 2)])
-    assert torch.equal(decoder.forward_packed([(TOKENS, 80)])[0], expected)
+        forward_packed(decoder, [(TOKENS, 80), ([1, 99], 2)])
+    assert torch.equal(forward_packed(decoder, [(TOKENS, 80)])[0], expected)
 
 
 def test_decoder_returns_to_an_earlier_token() -> None:

@@ -23,6 +23,7 @@ from dsi.models.cpu.compiler import declare, kernel, why_unavailable
 from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
 from dsi.models.hf import Transformer, is_of_transformers, sliding_window
 from dsi.models.kv_sequence import GROWTH, KVLayer, KVSequence
+from dsi.models.masked_rows import TextRows
 from dsi.models.protocol import NEVER, Cancelled
 from dsi.models.tree_cache import TreeRows
 
@@ -152,6 +153,10 @@ class TextPart:
     num_positions: int
     tree: TreePart | None = None  # behind them
 
+    @classmethod
+    def of(cls, text: TextRows) -> TextPart:
+        return cls(*text[:4], None if text.tree is None else TreePart.of(text.tree))
+
     @property
     def tokens(self) -> list[int]:
         return self.new_tokens if self.tree is None else self.new_tokens + self.tree.tokens
@@ -176,19 +181,20 @@ class TextPart:
         return self.end if self.tree is None else self.end + self.tree.depth
 
     def split(self) -> Iterator[TextPart]:
-        """In parts that one forward can compute."""
-        rows = len(self.new_tokens)
-        if self.tree is not None and rows + len(self.tree.tokens) > MAX_ROWS:
-            yield from TextPart(self.sequence, self.length, self.new_tokens, self.num_positions).split()
-            yield TextPart(self.sequence, self.end, [], 0, self.tree)
-            return
-        if rows <= MAX_ROWS:
+        """In parts that one forward can compute, one each: a part sees what those before it have cached."""
+        if len(self.tokens) <= MAX_ROWS:
             yield self
             return
+        rows, tree = len(self.new_tokens), self.tree
         for start in range(0, rows, MAX_ROWS):
             tokens = self.new_tokens[start : start + MAX_ROWS]
             wanted = max(0, min(len(tokens), start + len(tokens) + self.num_positions - rows))
-            yield TextPart(self.sequence, self.length + start, tokens, wanted)
+            part = TextPart(self.sequence, self.length + start, tokens, wanted)
+            if tree is not None and start + MAX_ROWS >= rows and len(tokens) + len(tree.tokens) <= MAX_ROWS:
+                part.tree, tree = tree, None
+            yield part
+        if tree is not None:
+            yield TextPart(self.sequence, self.end, [], 0, tree)
 
 
 class CompiledDecoder(Transformer):
@@ -282,21 +288,11 @@ class CompiledDecoder(Transformer):
         self._tensors.append(tensor.contiguous())
         return self._tensors[-1].data_ptr()
 
-    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
-        """As `forward` for each text and start, in one forward over the new tokens of all, if they are not too many."""
-        self._cancelled = NEVER
-        parts = [TextPart(*part) for part in self._new_tokens(texts)]
-        logits = self._compute_parts(parts)
-        for part in parts:
-            part.sequence.tokens += part.new_tokens
-        return logits
-
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
         return self._compute_parts([TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)])[0]
 
-    def _compute_tree(self, sequence: KVSequence, new_tokens: list[int], num_positions: int, rows: TreeRows) -> Any:
-        part = TextPart(sequence, len(sequence.tokens), new_tokens, num_positions, TreePart.of(rows))
-        return self._compute_parts([part])[0]
+    def _compute_texts(self, texts: list[TextRows]) -> list[Tensor]:
+        return self._compute_parts([TextPart.of(text) for text in texts])
 
     def _compute_parts(self, parts: list[TextPart]) -> list[Tensor]:
         """Lengths change once all layers have run: a cancelled forward leaves nothing."""

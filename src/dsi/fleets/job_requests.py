@@ -1,0 +1,86 @@
+"""What jobs ask of a model: the request of each forward, whether it computes one text or several."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from dsi.core.messages import GREEDY, Draft, DraftedLevel, Prefill, Verify
+from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import END, Tree, by_level, with_ancestors
+from dsi.fleets.servers import CachedPrefix
+from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
+
+
+def verify_request(job: Prefill | Verify, prefix: CachedPrefix, cancelled: CancelFlag = NEVER) -> ForwardRequest:
+    """The forward of a verification, or of a prefill."""
+    tokens, prompt_length = prefix.tokens, len(job.context.origin)
+    if isinstance(job, Prefill):
+        return ForwardRequest(tokens, len(tokens) + 1, prefix.num_cached, GREEDY, cancelled, (), prompt_length)
+    start = len(tokens) + 1 - job.width
+    request = ForwardRequest(tokens, start, prefix.num_cached, job.sampling, cancelled, job.draft_tokens, prompt_length)
+    if job.tree:
+        request.tree, request.asked, request.num_new_nodes = job.tree, job.asked, prefix.num_new_nodes(job.tree)
+    return request
+
+
+def draft_request(job: Draft, prefix: CachedPrefix, cancelled: CancelFlag = NEVER) -> ForwardRequest:
+    """The forward of the next draft token."""
+    tokens, prompt_length = prefix.tokens, len(job.context.origin)
+    return ForwardRequest(tokens, len(tokens), prefix.num_cached, job.sampling, cancelled, prompt_length=prompt_length)
+
+
+class TreeGrowth:
+    """The tree of a draft, which grows by a level with each forward."""
+
+    def __init__(self, job: Draft) -> None:
+        self._job = job
+        self._tree = list(job.tree)
+        self._indices: list[int | None] = list(range(len(job.tree)))  # in the tree, by number in the job; None: no node
+        self._levels = deque(by_level(job.expansions, len(job.tree)))
+        self._num_grown = 0
+
+    @property
+    def done(self) -> bool:
+        return not self._levels
+
+    def _level(self) -> list[tuple[int | None, int]]:
+        """The nodes that the next forward expands, those that the drafter had no choice for too, and their counts."""
+        return [(END if number == END else self._indices[number], count) for number, count in self._levels[0]]
+
+    def request(self, prefix: CachedPrefix, cancelled: CancelFlag = NEVER) -> ForwardRequest:
+        """The forward of the next level; it asks for nothing where there is no node to expand."""
+        wanted = [(node, count) for node, count in self._level() if node is not None]
+        tree, asked = subtree(self._tree, [node for node, _ in wanted if node != END])
+        at_end = bool(wanted) and wanted[0][0] == END
+        return ForwardRequest(
+            prefix.tokens,
+            len(prefix.tokens) + (not at_end),
+            prefix.num_cached,
+            self._job.sampling,
+            cancelled,
+            prompt_length=len(self._job.context.origin),
+            tree=tree,
+            asked=asked,
+            num_new_nodes=prefix.num_new_nodes(tree),
+            num_children=[count for _, count in wanted],
+        )
+
+    def add(self, answers: Sequence[Tokens]) -> DraftedLevel:
+        """Add the children that the forward returned."""
+        remaining, level = iter(answers), list[Tokens]()
+        for node, count in self._level():
+            tokens = () if node is None else next(remaining)[:count]
+            self._indices += [*range(len(self._tree), len(self._tree) + len(tokens)), *[None] * (count - len(tokens))]
+            self._tree += [(node, token) for token in tokens if node is not None]
+            level.append(tokens)
+        self._levels.popleft()
+        self._num_grown += 1
+        return DraftedLevel(self._job.id, tuple(level), self._num_grown - 1)
+
+
+def subtree(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Tree, list[int]]:
+    """The part of a tree that ends in these nodes, and their indices in it."""
+    needed = with_ancestors(tree, nodes)
+    index = {node: i for i, node in enumerate(needed)} | {END: END}
+    return tuple((index[tree[node][0]], tree[node][1]) for node in needed), [index[node] for node in nodes]
