@@ -16,18 +16,25 @@ from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
 from dsi.engine.devices import Device, Placement, check_available
 from dsi.engine.profile_cuda import latency_model, order_by_contention
 from dsi.fleets.cuda import CudaFleet
-from dsi.fleets.servers import make_servers
+from dsi.fleets.servers import PrefixTable, Server, make_servers
+from dsi.models.cuda.decoder_triton import supports_triton
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
+from dsi.models.cuda.packed import MAX_TEXTS, PackedCudaModel
 from dsi.models.device_map import split_layers
-from dsi.models.hf import load_model
+from dsi.models.hf import kv_bytes, load_model
 from dsi.models.names import model_path
+from dsi.models.protocol import SamplingModel
 from dsi.models.shapes import random_model
 from dsi.planning.latency import LatencyModel, monotone
 from dsi.planning.search import DEVICE_SP, search_devices
 
 MAX_CONTEXT = 4096  # tokens: a KV cache of this length is allocated from the start
 EXACT_SIZE, EXACT_SLICE_SIZE = 64, 16  # new tokens of every exact forward on a whole GPU, and on a slice of one
+MIN_TEXTS = 2  # of the whole context for which there must be memory
+CPU_TEXTS = 8  # the same where it is the CPU's
+KV_SHARE = 0.8  # of the free memory that their KV caches may take
+ALIGNMENT = 16  # slots
 PROMPT = 32  # tokens of the prompts by which latencies are measured
 
 
@@ -47,9 +54,10 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
     fastest = search_devices(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)
     plans = {plan.algorithm: plan for plan in fastest}
     sp = plans["dsi"].sp
+    packed = packed_servers(targets[:sp], drafter)
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
     return Deployment(
-        CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv)),
+        CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv), packed=packed),
         info.tokenizer,
         targets[0].context,
         sp,
@@ -57,6 +65,8 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
         plans=plans,
         warnings=eager_warnings([*targets, drafter]) + exact_warnings(config, targets, latency),
         exact=are_exact(targets),
+        trees=bool(packed),
+        max_running=MAX_TEXTS if packed else None,
         drafter_contexts={DRAFTER: drafter.context},
         vocab_size=info.vocab_size,
     )
@@ -81,6 +91,45 @@ def load_models(
     draft_context = shortest_context([drafter.context, context])  # no text is longer than the target's context
     draft_model = cuda_model(drafter_weights, draft_context, placement.drafter, slices, drafts=True)
     return target, targets, draft_model
+
+
+def packed_servers(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) -> dict[str, Server]:
+    """Servers for the forwards that several texts share, and for draft trees: of one target on a whole device.
+
+    They have the weights of the other two, and KV caches of their own; without memory for these there are none.
+    """
+    models = {TARGET: targets[0], DRAFTER: drafter}
+    if len(targets) > 1 or not all(map(has_packed_forwards, models.values())):
+        return {}
+    num_slots = {role: slots_for(model) // len(models) for role, model in models.items()}
+    if any(num_slots[role] < MIN_TEXTS * model.context for role, model in models.items()):
+        return {}
+    return {
+        role: Server(
+            role,
+            role,
+            SamplingModel(PackedCudaModel(model.model, model.context, num_slots[role])),
+            PrefixTable(MAX_TEXTS),
+        )
+        for role, model in models.items()
+    }
+
+
+def has_packed_forwards(model: CudaGraphModel) -> bool:
+    """Whether the forward of several texts gives each the bits, in float32 the text, that it has alone."""
+    same_bits = model.exact and model.exact_size is None
+    captured = not (model.on_gpu and (model.eager_reason or model.slower_reason))
+    float32 = model.model.dtype == torch.float32
+    return supports_triton(model.model) and captured and (float32 or same_bits) and not model.is_slice
+
+
+def slots_for(model: CudaGraphModel) -> int:
+    """How many tokens of all texts there is room for."""
+    if not model.on_gpu:
+        return CPU_TEXTS * model.context
+    most = MAX_TEXTS * model.context
+    free, _ = torch.cuda.mem_get_info(model.model.device)
+    return min(most, int(KV_SHARE * free) // kv_bytes(model.model)) // ALIGNMENT * ALIGNMENT
 
 
 def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:

@@ -94,7 +94,7 @@ class Deployment:
     @property
     def shares_forwards(self) -> bool:
         """Whether a target computes several requests in one forward."""
-        return isinstance(self.fleet, ProcessFleet) and self.fleet.packs
+        return isinstance(self.fleet, ProcessFleet | CudaFleet) and self.fleet.packs
 
     def shared_spec(self, requests: int, acceptance: float, runner_up: float, tree: int) -> SpecConfig:
         """How each of so many requests that share forwards speculates."""

@@ -1,19 +1,21 @@
 """A fleet on GPUs: one thread polls the forwards in flight on all of them.
 
 No thread has to be woken and no lock is contended: the next poll sees what a GPU has finished, and the GPU gets
-its next forward before the last answer is handled.
+its next forward before the last answer is handled. Draft trees, and requests beside which others run, share forwards
+where there are models for them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 
-from dsi.core.messages import WOKEN, Draft, Drafted, Event, Failed, Job
+from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
+from dsi.fleets.packed import PackedServer, SharedEvent
 from dsi.fleets.servers import Server
-from dsi.fleets.spans import Span
+from dsi.fleets.spans import Span, span
 from dsi.fleets.worker import poll_work
 from dsi.models.protocol import Cancelled
 
@@ -45,7 +47,7 @@ class CudaWorker:
         self.events: Iterator[Event | None] = poll_work(job, server, self.cancel_flag)
         self.context: TokenSequence = job.context
         self.forward_start = now
-        self.remaining = job.count if isinstance(job, Draft) else 1  # events to come
+        self.remaining = job.num_answers if isinstance(job, Draft) else 1  # events to come
 
     def poll(self) -> tuple[Event | None, bool]:
         """Return the event that has come since the last poll, if any, and whether the server is idle."""
@@ -57,39 +59,142 @@ class CudaWorker:
             return (Failed(self.job.id, "interrupted") if self.remaining else None), True
         if event is None:
             return None, False
-        last = not isinstance(event, Drafted)
+        last = not isinstance(event, Drafted | DraftedLevel)
         self.remaining = 0 if last else self.remaining - 1
         if last:
             next(self.events, None)  # runs what follows the last event
         return event, last
 
 
-class CudaFleet(RealTimeFleet):
-    """Polls models that compute on GPUs; any other model computes during its poll, and blocks the rest."""
+class SharedForward:
+    """The forward that a server with packed forwards is computing."""
 
-    def __init__(self, servers: Iterable[Server], *, log: list[Span] | None = None) -> None:
+    __slots__ = ("began", "steps")
+
+    def __init__(self, packed: PackedServer, began: float) -> None:
+        self.began = began
+        self.steps: Generator[None, None, list[SharedEvent]] = packed.poll_step()
+
+    def poll(self) -> list[SharedEvent] | None:
+        """What came of it; None while it is being computed."""
+        try:
+            next(self.steps)
+        except StopIteration as end:
+            events: list[SharedEvent] = end.value
+            return events
+        return None
+
+
+class CudaFleet(RealTimeFleet):
+    """Polls models that compute on GPUs; any other model computes during its poll, and blocks the rest.
+
+    `packed` has, for each role, the server whose model computes several texts and trees in one forward.
+    """
+
+    def __init__(
+        self, servers: Iterable[Server], *, packed: Mapping[str, Server] | None = None, log: list[Span] | None = None
+    ) -> None:
         super().__init__(servers, log)
         self._workers: dict[str, CudaWorker] = {}
+        shared = {role: PackedServer.of(server) for role, server in (packed or {}).items()}
+        self._packed = {role: server for role, server in shared.items() if server is not None}
+        self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
+        self._forwards: dict[str, SharedForward] = {}  # in flight, by role
+
+    @property
+    def packs(self) -> bool:
+        """Whether targets compute several requests in one forward."""
+        return TARGET in self._packed
 
     def _assign(self, name: str, job: Job) -> None:
+        packed = self._packed.get(self._servers[name].role)
+        if packed is not None and self._is_packed(job) and packed.accepts(job):
+            self._packed_jobs[name] = job
+            packed.add(job)  # type: ignore[arg-type]
+            return
         self._workers[name] = CudaWorker(self._servers[name], job, self.now())
         self._poll(name)  # which launches the first forward
 
+    def _is_packed(self, job: Job) -> bool:
+        """Whether a job shares forwards with those of other requests, or has a tree."""
+        if isinstance(job, Prefill):
+            return False
+        has_tree = bool(job.tree or (isinstance(job, Draft) and job.expansions))
+        return has_tree or (self.num_requests > 1 and job.alone)
+
+    def cancel(self, id: int) -> None:
+        for packed in self._packed.values():
+            packed.discard(id)
+        super().cancel(id)
+
     def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
+        if name in self._packed_jobs:
+            self._release_packed()
+            return
         self._workers[name].cancel_flag.cancelled = True
         self._poll(name)  # a server that stops at once is idle for the next job
 
     def _on_worker_death(self, name: str) -> None:
         self._workers.pop(name, None)
+        if job := self._packed_jobs.pop(name, None):
+            self._packed[self._servers[name].role].discard(job.id)
 
     def wake(self) -> None:
         self._events.append(WOKEN)
 
+    @property
+    def _has_work(self) -> bool:
+        return super()._has_work or any(packed.jobs for packed in self._packed.values())
+
     def _wait_for_events(self) -> None:
         for name in list(self._workers):
             self._poll(name)
+        for role, packed in self._packed.items():
+            self._take_waiting(role, packed)
+            self._poll_packed(role, packed)
         if not self._events and self._scheduler.changed:
             self._start_jobs()
+
+    def _take_waiting(self, role: str, packed: PackedServer) -> None:
+        """Let waiting jobs join those that share forwards."""
+        if self.num_requests > 1:
+            for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_packed(job)):
+                if packed.accepts(job):  # there may be two of one request
+                    packed.add(job)  # type: ignore[arg-type]
+                else:
+                    self._scheduler.enqueue(job)
+
+    def _poll_packed(self, role: str, packed: PackedServer) -> None:
+        if role not in self._forwards:
+            if not packed.jobs:
+                return
+            self._forwards[role] = SharedForward(packed, self.now())
+        forward = self._forwards.pop(role)
+        if (events := forward.poll()) is None:  # an interrupt drops it: its jobs begin another
+            self._forwards[role] = forward
+        else:
+            self._take_answers(role, packed, events, forward.began)
+
+    def _take_answers(self, role: str, packed: PackedServer, events: list[SharedEvent], began: float) -> None:
+        names = {job.id: name for name, job in self._packed_jobs.items()}
+        default = next(name for name, server in self._servers.items() if server.role == role)
+        for job, context, event in events:
+            name, now = names.get(job.id, default), self.now()
+            if len(events) == 1:
+                self._record(name, job, context, began, now, event)
+            else:  # each has its share of the time
+                self.usage[name].end(now - (now - began) / len(events), now, event)
+                if self.log is not None:
+                    self.log.append(span(name, role, job, context, began, now, event, packed.num_texts))
+            self._events.append(event)
+        self._release_packed()
+
+    def _release_packed(self) -> None:
+        """Servers whose job is done, or was given up, are idle."""
+        for name, job in list(self._packed_jobs.items()):
+            if job.id not in self._packed[self._servers[name].role].jobs:
+                del self._packed_jobs[name]
+                self._scheduler.release(name, computed=False)
 
     def _poll(self, name: str) -> None:
         worker = self._workers[name]

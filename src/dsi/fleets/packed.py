@@ -7,13 +7,14 @@ texts that continue, speculation last, then long prompts in chunks of what is le
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Verified, Verify
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
-from dsi.models.protocol import Answer, ForwardRequest, SupportsPacking, computes_trees
+from dsi.models.protocol import Answer, ForwardRequest, PollsPacked, SupportsPacking, computes_trees
 
 MAX_TOKENS = 128  # new tokens of a forward, with nodes of trees
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
@@ -89,6 +90,8 @@ class PackedServer:
         self.server, self._model, self.max_tokens = server, model, max_tokens
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
         self._origins: set[TokenSequence] = set()  # whose jobs they are
+        self._in_flight: frozenset[int] = frozenset()  # jobs of the forward that is being computed
+        self._discarded: set[int] = set()  # of these
         self.num_computed = self.num_texts = 0  # new tokens of the last forward, and texts that they belong to
 
     @classmethod
@@ -114,7 +117,10 @@ class PackedServer:
         self._origins.add(job.context.origin)
 
     def discard(self, id: int) -> bool:
-        """Drop a job; return whether it was here."""
+        """Drop a job, at the end of its forward if it is being computed; return whether it was here."""
+        if id in self._in_flight and id in self.jobs:
+            self._discarded.add(id)
+            return True
         if (packed := self.jobs.pop(id, None)) is None:
             return False
         self._origins.discard(packed.job.context.origin)
@@ -122,14 +128,41 @@ class PackedServer:
 
     def step(self) -> list[SharedEvent]:
         """Run one forward; return what came of it."""
+        steps = self.poll_step()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                events: list[SharedEvent] = end.value
+                return events
+
+    def poll_step(self) -> Generator[None, None, list[SharedEvent]]:
+        """The same, but yield while a model that computes asynchronously does so."""
         taken = self._take()
         self.num_computed, self.num_texts = sum(forward.num_rows for forward in taken), len(taken)
+        self._in_flight = frozenset(forward.packed.job.id for forward in taken)
         try:
-            answers: list[Answer | Exception] = list(self._model.answer_packed([forward.request for forward in taken]))
+            answers = yield from self._poll_answers([forward.request for forward in taken])
+        finally:
+            self._in_flight = frozenset()
+        discarded, self._discarded = self._discarded, set()
+        for id in discarded:
+            self.discard(id)
+        return self._events(
+            [(forward, answer) for forward, answer in zip(taken, answers) if forward.packed.job.id not in discarded]
+        )
+
+    def _poll_answers(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, Sequence[Answer | Exception]]:
+        try:
+            if isinstance(self._model, PollsPacked):
+                return (yield from self._model.poll_packed(requests))
+            return self._model.answer_packed(requests)
         except Exception:  # one of them cannot be computed: which?
-            answers = [self._answer_alone(forward.request) for forward in taken]
+            return [self._answer_alone(request) for request in requests]
+
+    def _events(self, answered: Sequence[tuple[PackedForward, Answer | Exception]]) -> list[SharedEvent]:
         events = []
-        for forward, answer in zip(taken, answers):
+        for forward, answer in answered:
             context = forward.packed.prefix.context
             if (event := self._finish(forward, answer)) is not None:
                 events.append((forward.packed.job, context, event))

@@ -76,12 +76,8 @@ class Transformer:
 
     @property
     def kv_bytes(self) -> int:
-        """The KV cache of one token, by the configuration."""
-        config = self.model.config
-        heads = config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return int(2 * self.model.dtype.itemsize * config.num_hidden_layers * kv_heads * head_dim)
+        """The KV cache of one token."""
+        return kv_bytes(self.model)
 
     def _use_threads(self) -> None:
         """Which torch counts for each thread of Python: the engine's may not be the one that loaded the model."""
@@ -329,6 +325,15 @@ def attention_windows(config: Any) -> dict[str, int]:
 def is_of_transformers(model: Any) -> bool:
     """Whether a model has transformers' own class, and not somebody's that computes something else."""
     return type(model) is MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), None)
+
+
+def kv_bytes(model: Any) -> int:
+    """The KV cache of one token, by the configuration."""
+    config = model.config
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return int(2 * model.dtype.itemsize * config.num_hidden_layers * kv_heads * head_dim)
 
 
 def sliding_window(config: Any, attention: Any) -> int:

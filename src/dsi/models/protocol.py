@@ -162,6 +162,15 @@ class SupportsPacking(Model, Protocol):
 
 
 @runtime_checkable
+class PollsPacked(SupportsPacking, Protocol):
+    """One that may compute asynchronously, for example on a GPU, and is polled."""
+
+    def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
+        """As `answer_packed`, but yield while the answers are being computed."""
+        ...
+
+
+@runtime_checkable
 class SupportsTrees(Model, Protocol):
     """A model that answers about a tree of draft tokens in one forward."""
 
@@ -244,7 +253,15 @@ class SamplingModel:
         return bool(getattr(self.backend, "can_pack", hasattr(self.backend, "forward_packed")))
 
     def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        logits = self._packed_logits(requests)
+        return self._answers(requests, self._packed_logits(requests))
+
+    def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
+        """As `answer_packed`, but yield while a backend that computes asynchronously does so."""
+        poll = getattr(self.backend, "poll_forward_packed", None)
+        logits = self._packed_logits(requests) if poll is None else (yield from poll(requests))
+        return self._answers(requests, logits)
+
+    def _answers(self, requests: Sequence[ForwardRequest], logits: Sequence[Array]) -> list[Answer]:
         answers = self._greedy_answers(requests, logits)
         return [
             answers[i] if i in answers else self._answer_rows(request, rows)

@@ -259,6 +259,11 @@ class CudaGraphModel:
         return max(1, self.segments // 3)
 
     @property
+    def is_slice(self) -> bool:
+        """Whether it has only a part of a GPU's multiprocessors."""
+        return bool(self.on_gpu and stream_sms(self._stream))
+
+    @property
     def on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
 

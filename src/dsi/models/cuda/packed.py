@@ -31,10 +31,10 @@ from dsi.models.cuda.packed_rows import (
     fill_plan,
     split_limits,
 )
-from dsi.models.protocol import NEVER, ForwardRequest
+from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of the forwards that are captured
-MAX_TEXTS = 128
+MAX_TEXTS = 64
 
 
 class PackedForward:
@@ -139,6 +139,10 @@ class PackedCudaModel:
             past_key_values=self._cache,
             use_cache=True,
         ).logits[0]
+        return logits
+
+    def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Tensor:
+        [logits] = self.forward_packed([ForwardRequest(tokens, start, cancelled=cancelled)])
         return logits
 
     def forward_packed(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
