@@ -122,14 +122,15 @@ class Transformer:
 
     def _text_rows(self, requests: Sequence[ForwardRequest]) -> list[TextRows]:
         """What is to be computed of each text, each with a sequence of its own."""
-        texts: list[TextRows] = []
+        texts, used = list[TextRows](), set[int]()
         for request in requests:
             tokens, start = request.tokens, request.start
             self.check_text(tokens, start, tree_depth(request.tree) if request.asked else 0)
             sequence, num_cached = self._sequence(tokens, start)
-            if any(text.sequence is sequence for text in texts):  # which has begun with the same tokens
+            if id(sequence) in used:  # by a text that has begun with the same tokens
                 sequence = sequence.fork(num_cached)
                 self._keep_sequence(sequence, tokens)
+            used.add(id(sequence))
             tree = TreeRows.of(sequence.nodes, request.tree, request.asked) if request.asked else None
             sequence.truncate(num_cached)
             num_positions = max(0, len(tokens) + 1 - start)

@@ -162,6 +162,10 @@ class TextPart:
         return self.new_tokens if self.tree is None else self.new_tokens + self.tree.tokens
 
     @property
+    def num_rows(self) -> int:
+        return len(self.new_tokens) if self.tree is None else len(self.new_tokens) + len(self.tree.tokens)
+
+    @property
     def num_logits(self) -> int:
         return self.num_positions if self.tree is None else self.num_positions + self.tree.num_asked
 
@@ -182,7 +186,7 @@ class TextPart:
 
     def split(self) -> Iterator[TextPart]:
         """In parts that one forward can compute, one each: a part sees what those before it have cached."""
-        if len(self.tokens) <= MAX_ROWS:
+        if self.num_rows <= MAX_ROWS:
             yield self
             return
         rows, tree = len(self.new_tokens), self.tree
@@ -314,7 +318,7 @@ class CompiledDecoder(Transformer):
         rows = 0
         for whole in parts:
             for part in whole.split():
-                width = len(part.tokens)
+                width = part.num_rows
                 if forward and rows + width > MAX_ROWS:
                     yield forward
                     forward, rows = [], 0
