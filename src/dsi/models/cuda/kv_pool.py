@@ -130,9 +130,8 @@ class TextPool:
     def _begin(self, request: ForwardRequest, others: Sequence[PooledText]) -> PooledRows:
         self.check(request)
         tokens = list(request.tokens)
-        text = self._text_for(request.tokens, others)
+        shared, text = self._text_for(request.tokens, others)
         self._know(request.tokens, text)
-        shared = common_prefix_length(text.tokens, tokens)
         num_cached = min(shared, request.start - 1)
         if not request.asked or not shared == len(text.tokens) == len(tokens):  # nodes are after another text
             self._drop_nodes(text)
@@ -148,8 +147,8 @@ class TextPool:
         rows = SlotRows(text.table, text.slots, num_cached, tokens[num_cached:], tree, text.node_slots)
         return PooledRows(text, rows, max(0, len(tokens) + 1 - request.start))
 
-    def _text_for(self, tokens: Sequence[int], others: Sequence[PooledText]) -> PooledText:
-        """The text that has most of these tokens, or a fork of it if it is in use or has much else."""
+    def _text_for(self, tokens: Sequence[int], others: Sequence[PooledText]) -> tuple[int, PooledText]:
+        """The text that has most of these tokens, or a fork of it if it is in use or has much else; and how many."""
         shared, text = self._find(tokens)
         if text is not None and text not in others:
             if shared == len(text.tokens):
@@ -158,8 +157,8 @@ class TextPool:
             if len(text.tokens) - shared <= MAX_OVERWRITE:
                 self._texts.remove(text)
                 self._texts.append(text)
-                return text
-        return self._fork(text, shared, others)
+                return shared, text
+        return shared, self._fork(text, shared, others)
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, PooledText | None]:
         """The text with the longest common prefix: the one that this list of tokens had, if it has most of them."""

@@ -157,11 +157,11 @@ class PackedCudaModel:
     def poll_forward_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Tensor]]:
         """The logits of each request: those that fit share a forward. Yield while the device computes."""
         logits: list[list[Tensor]] = []
-        last: list[ForwardRequest] = []
+        last: list[tuple[int, ForwardRequest]] = []
         for request in requests:
             *pieces, rest = self._pieces(request)
             logits.append([])
-            for piece in pieces:
+            for _, piece in pieces:
                 logits[-1] += yield from self._compute([piece])
                 self.pool.continue_with(request.tokens, piece.tokens)
             last.append(rest)
@@ -177,23 +177,26 @@ class PackedCudaModel:
         with torch.inference_mode(), on(self._stream):
             return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
-    def _pieces(self, request: ForwardRequest) -> Iterator[ForwardRequest]:
-        """A request as several, each of which fits into a forward: what comes before the last is read first."""
+    def _pieces(self, request: ForwardRequest) -> Iterator[tuple[int, ForwardRequest]]:
+        """A request as several that fit into a forward, each with its rows at most: the last ends with the text."""
         self.pool.check(request)
-        tokens, start, largest = list(request.tokens), request.start, max(self._forwards)
+        tokens, start, largest = request.tokens, request.start, max(self._forwards)
         if len(request.tree) >= largest:
             raise ValueError(f"a tree of {len(request.tree)} draft tokens: there may be {largest - 1}")
         begin = len(tokens) - self.pool.num_new(request)
         while len(tokens) - begin + len(request.tree) > largest and begin < len(tokens) - 1:
             end = min(begin + largest, len(tokens) - 1)
-            yield ForwardRequest(tokens[:end], min(max(start, begin + 1), end + 1))
+            yield end - begin, ForwardRequest(list(tokens[:end]), min(max(start, begin + 1), end + 1))
             begin, start = end, max(start, end + 1)
-        yield replace(request, start=start)
+        yield (
+            len(tokens) - begin + len(request.tree),
+            request if start == request.start else replace(request, start=start),
+        )
 
-    def _groups(self, requests: Sequence[ForwardRequest]) -> Iterator[list[ForwardRequest]]:
+    def _groups(self, requests: Sequence[tuple[int, ForwardRequest]]) -> Iterator[list[ForwardRequest]]:
+        """Those that share a forward."""
         group, room = list[ForwardRequest](), max(self._forwards)
-        for request in requests:
-            rows = self.pool.num_new(request) + len(request.tree)
+        for rows, request in requests:
             if group and rows > room:
                 yield group
                 group, room = [], max(self._forwards)

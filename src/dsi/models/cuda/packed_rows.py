@@ -6,13 +6,12 @@ a draft tree stands at a position of a path of its own, so its row has a table o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dsi.core.tree_shape import END
 from dsi.models.tree_cache import TreeRows
 
 KEYS = 64  # of a tile: keys are attended to in tiles, which begin at multiples of it
@@ -47,19 +46,22 @@ class SlotRows:
         """Where the tile begins in which the text ends."""
         return self.end // KEYS * KEYS
 
-    def node_tails(self) -> Iterator[np.ndarray]:
-        """The end of each node's path: the slots of its positions from `tail` on."""
-        known: list[np.ndarray] = []
-        for (parent, _), depth, slot in zip(self.tree.nodes, self.tree.depths, self.node_slots):
-            own = self.text_tail() if parent == END else known[parent].copy()
-            own[self.end - self.tail + depth] = slot
-            known.append(own)
-            yield own
-
     def text_tail(self) -> np.ndarray:
+        """The slots of the positions from `tail` on."""
         own = np.zeros(TAIL, np.int32)
         own[: self.end - self.tail] = self.slots[self.tail : self.end]
         return own
+
+    def node_tails(self) -> np.ndarray:
+        """The same of the path of each node: level by level, those of its parent and its own."""
+        depths, parents, slots = map(np.array, (self.tree.depths, self.tree.parents, self.node_slots))
+        tails = np.tile(self.text_tail(), (len(parents), 1))
+        for depth in range(depths.max() + 1):
+            [nodes] = np.nonzero(depths == depth)
+            if depth:
+                tails[nodes] = tails[parents[nodes]]
+            tails[nodes, self.end - self.tail + depth] = slots[nodes]
+        return tails
 
 
 class Part(NamedTuple):
@@ -140,37 +142,43 @@ def fill_plan(
     plan: PlanFields, tails: np.ndarray, texts: Sequence[SlotRows], layout: PlanLayout, rows: PackedRows, programs: int
 ) -> None:
     """Lay the rows of all texts one behind another; so many `programs` for each head keep the device busy."""
-    for array in plan:
-        array[...] = 0
-    plan.places[:] = len(rows.tables) - 1
-    begin, parts = 0, list[Part]()
+    begin, last_place, parts = 0, len(rows.tables) - 1, list[Part]()
+    by_row: tuple[list[int], ...] = ([], [], [], [])
     for text in texts:
-        fill_rows(plan, begin, text, rows.table_length)
-        fill_tails(tails[begin : begin + text.num_rows], text, layout.groups)
-        end = text.end + max((text.tree.depths[node] + 1 for node in text.tree.computed), default=0)
+        fill_rows(by_row, text, rows.table_length, last_place)
+        end = text.end
+        if text.tree.computed:
+            fill_tails(tails[begin : begin + text.num_rows], text, layout.groups)
+            depths = text.tree.depths
+            end += max(depths[node] for node in text.tree.computed) + 1
         common = len(text.tokens), text.length, text.table, end
         parts += [Part(begin, text.num_rows, i, *common) for i in range(num_parts(text.num_rows, layout.groups))]
         begin += text.num_rows
+    for array, values, padding in zip(plan, by_row, (0, 0, 0, last_place)):
+        array[:begin] = values
+        array[begin:] = padding
     plan.parts[: len(parts)] = parts
+    plan.parts[len(parts) :] = 0
     plan.splits[0] = max(1, min(rows.max_splits, programs // len(parts)))
 
 
-def fill_rows(plan: PlanFields, begin: int, text: SlotRows, table_length: int) -> None:
-    tree, end = text.tree, begin + text.num_rows
-    depths = tree.depths if tree.computed else []
-    positions = np.arange(text.length, text.end)
-    plan.ids[begin:end] = [*text.tokens, *tree.tokens]
-    plan.positions[begin:end] = [*positions, *(text.end + depths[node] for node in tree.computed)]
-    plan.slots[begin:end] = [*text.slots[text.length : text.end], *(text.node_slots[node] for node in tree.computed)]
-    plan.places[begin : begin + len(positions)] = text.table * table_length + positions
+def fill_rows(by_row: tuple[list[int], ...], text: SlotRows, table_length: int, last_place: int) -> None:
+    """Add the rows of a text to the lists of ids, positions, slots and places."""
+    ids, positions, slots, places = by_row
+    ids += text.tokens
+    positions += range(text.length, text.end)
+    slots += text.slots[text.length : text.end].tolist()
+    places += range(text.table * table_length + text.length, text.table * table_length + text.end)
+    if computed := text.tree.computed:
+        depths = text.tree.depths
+        ids += text.tree.tokens
+        positions += [text.end + depths[node] for node in computed]
+        slots += [text.node_slots[node] for node in computed]
+        places += [last_place] * len(computed)
 
 
 def fill_tails(tails: np.ndarray, text: SlotRows, groups: int) -> None:
     """The tables of nodes, and of tokens that share a part with them."""
-    if not text.tree.computed:
-        return
     count = len(text.tokens)
     tails[count * groups // ROWS * ROWS // groups : count] = text.text_tail()
-    by_node = list(text.node_tails())
-    for row, node in enumerate(text.tree.computed, count):
-        tails[row] = by_node[node]
+    tails[count:] = text.node_tails()[text.tree.computed]
