@@ -13,7 +13,15 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Tree
-from dsi.sampling.logits import concatenated, greedy_tokens, greedy_top_k, top_k_tokens, top_logprobs
+from dsi.sampling.logits import (
+    concatenated,
+    greedy_tokens,
+    greedy_top_k,
+    sample_texts,
+    samples_at_once,
+    top_k_tokens,
+    top_logprobs,
+)
 from dsi.sampling.noise import Array
 from dsi.sampling.penalties import apply_penalties
 from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
@@ -69,6 +77,12 @@ class ForwardRequest:
     @property
     def num_positions(self) -> int:
         return len(self.tokens) + 1 - self.start + len(self.asked)
+
+    @property
+    def positions(self) -> list[int]:
+        """Those of the tokens asked for, in the text."""
+        end = len(self.tokens)
+        return [*range(self.start, end + 1), *(end + len(tree_path(self.tree, node)) for node in self.asked)]
 
     def texts(self) -> Iterator[ForwardRequest]:
         """What is asked as requests without a tree, one for each node after the first: the same answers, slower."""
@@ -262,7 +276,7 @@ class SamplingModel:
         return self._answers(requests, logits)
 
     def _answers(self, requests: Sequence[ForwardRequest], logits: Sequence[Array]) -> list[Answer]:
-        answers = self._greedy_answers(requests, logits)
+        answers = self._greedy_answers(requests, logits) | self._sampled_answers(requests, logits)
         return [
             answers[i] if i in answers else self._answer_rows(request, rows)
             for i, (request, rows) in enumerate(zip(requests, logits))
@@ -296,6 +310,23 @@ class SamplingModel:
             children = iter(greedy_top_k([logits[i] for i in drafts], counts))
             answers |= {i: Answer(children=tuple(islice(children, requests[i].num_positions))) for i in drafts}
         return answers
+
+    def _sampled_answers(self, requests: Sequence[ForwardRequest], logits: Sequence[Array]) -> dict[int, Answer]:
+        """By number, the answers that are sampled together, on devices."""
+        together = [
+            i
+            for i, request in enumerate(requests)
+            if request.num_positions and not request.num_children and self._is_matched(request.sampling, logits[i])
+        ]
+        asked = [requests[i] for i in together]
+        positions = [request.positions for request in asked]
+        tokens = sample_texts([logits[i] for i in together], [request.sampling for request in asked], positions)
+        return dict(zip(together, map(Answer, tokens)))
+
+    def _is_matched(self, sampling: Sampling, logits: Array) -> bool:
+        """Whether the answer is a sample under the rule `match` that can be drawn with others'."""
+        special = self.process is not None or sampling.has_penalties or sampling.logprobs is not None
+        return sampling.rule == "match" and not special and samples_at_once(logits, sampling)
 
     def _is_plain(self, sampling: Sampling) -> bool:
         """Whether the likeliest token is the answer."""

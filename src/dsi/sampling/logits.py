@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -46,6 +47,28 @@ def sample_rows(logits: Array, sampling: Sampling, position: int) -> tuple[int, 
     return race_of_rows(
         weights_of_rows(logits, sampling), [noise_key(sampling.seed, position + i) for i in range(len(logits))]
     )
+
+
+def samples_at_once(logits: Array, sampling: Sampling) -> bool:
+    """Whether rows of several texts are sampled together: on a device, where each call takes long for one row."""
+    return _is_on_device(logits) and sampling.temperature > 0 and sampling.top_p == 1
+
+
+def sample_texts(
+    logits: Sequence[Array], samplings: Sequence[Sampling], positions: Sequence[Sequence[int]]
+) -> list[tuple[int, ...]]:
+    """Sample a token for each of the positions of each text, on a device: rows with the same settings at once."""
+    by_settings: dict[Sampling, list[int]] = {}
+    for i, sampling in enumerate(samplings):
+        settings = Sampling(sampling.temperature, sampling.top_k, min_p=sampling.min_p)
+        by_settings.setdefault(settings, []).append(i)
+    sampled: list[tuple[int, ...]] = [()] * len(logits)
+    for settings, texts in by_settings.items():
+        keys = [noise_key(samplings[i].seed, position) for i in texts for position in positions[i]]
+        tokens = iter(race_of_rows(weights_of_rows(concatenated([logits[i] for i in texts]), settings), keys))
+        for i in texts:
+            sampled[i] = tuple(islice(tokens, len(positions[i])))
+    return sampled
 
 
 def weights_of_rows(logits: Array, sampling: Sampling) -> Array:

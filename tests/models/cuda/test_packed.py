@@ -9,9 +9,10 @@ import transformers as hf
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from dsi.core.messages import Sampling
 from dsi.core.tree_shape import END, Tree
 from dsi.models.cuda.packed import PackedCudaModel
-from dsi.models.protocol import ForwardRequest, tree_path
+from dsi.models.protocol import ForwardRequest, SamplingModel, tree_path
 
 MAX_LENGTH, VOCAB_SIZE = 192, 97
 SIZES: dict[str, Any] = {
@@ -102,6 +103,20 @@ def test_forward_packed_computes_any_texts_in_any_order(llama: Any, data: st.Dat
         check(llama, packed, requests)
     packed.pool.clear()
     assert packed.pool.slots.num_free == 64
+
+
+def test_sampled_rows_of_several_texts_are_drawn_at_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices, of texts and of trees, with different seeds and settings."""
+    model = SamplingModel(PackedCudaModel(llama, MAX_LENGTH, 200))
+    samplings = (Sampling(0.8, seed=3), Sampling(0.8, seed=4), Sampling(1.3, 20, min_p=0.01), Sampling(0.9, top_p=0.8))
+    requests = [
+        ForwardRequest([i + 1, 5, 9], 2, sampling=sampling, tree=TREE[:i], asked=range(i))
+        for i, sampling in enumerate((*samplings, Sampling()))
+    ]
+    one_by_one = model.answer_packed(requests)
+    monkeypatch.setattr("dsi.sampling.logits._is_on_device", lambda logits: True)  # noqa: ARG005
+    assert model.answer_packed(requests) == one_by_one
+    assert len({answer.tokens for answer in one_by_one}) == len(requests)
 
 
 def test_forward_packed_reads_long_prompts_in_several_forwards(llama: Any) -> None:

@@ -256,7 +256,7 @@ class PackedCudaModel:
 
     def _wanted(self, logits: Tensor, begun: Sequence[PooledRows]) -> Iterator[Tensor]:
         with torch.inference_mode(), on(self._stream):
-            begin = 0
+            begin, logits = 0, logits.float()  # as what is sampled from everywhere
             for pooled in begun:
                 wanted = [begin + row for row in pooled.wanted]
                 consecutive = all(b == a + 1 for a, b in pairwise(wanted))
