@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from dsi.engine.build import PARTING, ModelInfo, check_same_vocabulary, shortest
 from dsi.engine.config import DTYPES, FLOAT32, INT8, EngineConfig, check_dtype
 from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
 from dsi.engine.devices import Device, Placement, check_available
-from dsi.engine.profile_cuda import latency_model, order_by_contention
+from dsi.engine.profile_cuda import latency_model, order_by_contention, packed_row_ms
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.servers import PrefixTable, Server, make_servers
 from dsi.models.cuda.decoder_triton import supports_triton
@@ -54,10 +54,11 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
     fastest = search_devices(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)
     plans = {plan.algorithm: plan for plan in fastest}
     sp = plans["dsi"].sp
-    packed = packed_servers(targets[:sp], drafter)
+    if packed := packed_models(targets[:sp], drafter):
+        latency = replace(latency, drafter_per_token_ms=packed_row_ms(packed[DRAFTER], prompt))
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
     return Deployment(
-        CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv), packed=packed),
+        CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv), packed=packed_servers(packed)),
         info.tokenizer,
         targets[0].context,
         sp,
@@ -93,8 +94,8 @@ def load_models(
     return target, targets, draft_model
 
 
-def packed_servers(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) -> dict[str, Server]:
-    """Servers for the forwards that several texts share, and for draft trees: of one target on a whole device.
+def packed_models(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) -> dict[str, PackedCudaModel]:
+    """Models, by role, for forwards that several texts share and for draft trees: of one target on a whole device.
 
     They have the weights of the other two, and KV caches of their own; without memory for these there are none.
     """
@@ -104,15 +105,11 @@ def packed_servers(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) -
     num_slots = {role: slots_for(model) // len(models) for role, model in models.items()}
     if any(num_slots[role] < MIN_TEXTS * model.context for role, model in models.items()):
         return {}
-    return {
-        role: Server(
-            role,
-            role,
-            SamplingModel(PackedCudaModel(model.model, model.context, num_slots[role])),
-            PrefixTable(MAX_TEXTS),
-        )
-        for role, model in models.items()
-    }
+    return {role: PackedCudaModel(model.model, model.context, num_slots[role]) for role, model in models.items()}
+
+
+def packed_servers(models: Mapping[str, PackedCudaModel]) -> dict[str, Server]:
+    return {role: Server(role, role, SamplingModel(model), PrefixTable(MAX_TEXTS)) for role, model in models.items()}
 
 
 def has_packed_forwards(model: CudaGraphModel) -> bool:

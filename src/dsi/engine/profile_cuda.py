@@ -8,6 +8,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from dsi.models.cuda.packed import PackedCudaModel
 from dsi.models.protocol import ForwardRequest, Pollable
 from dsi.planning.latency import LatencyModel, without_noise
 
@@ -17,6 +18,7 @@ ROUNDS = 8
 ORDERING_ROUNDS = 4
 MAX_ORDERED = 5  # targets; the order of more hardly matters
 TOKEN = 1  # any will do
+PACKED_ROWS = 32
 DONE = object()
 
 
@@ -99,6 +101,25 @@ class BusyModel:
             if self._counts:
                 self.times.append(perf_counter() - self._began)
             self._begin()
+
+
+def packed_row_ms(model: PackedCudaModel, prompt: int = 128) -> float:
+    """What each further row adds to a forward of one token of each of several texts."""
+    texts = [[TOKEN] * prompt + [i] for i in range(min(PACKED_ROWS, model.pool.max_texts))]
+    requests = [ForwardRequest(text, len(text)) for text in texts]
+    one, all_rows = (packed_forward_ms(model, requests[:count]) for count in (1, len(requests)))
+    model.pool.clear()
+    return max(0.0, all_rows - one) / (len(requests) - 1)
+
+
+def packed_forward_ms(model: PackedCudaModel, requests: Sequence[ForwardRequest]) -> float:
+    """The median time of a forward whose texts are cached but for their last token."""
+    times = []
+    for _ in range(ROUNDS + 1):  # the first reads the prompts
+        began = perf_counter()
+        model.forward_packed(requests)
+        times.append(perf_counter() - began)
+    return 1000 * median(times[1:])
 
 
 def finish(models: Iterable[BusyModel]) -> None:

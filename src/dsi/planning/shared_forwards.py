@@ -16,7 +16,7 @@ MAX_BLOCK = 8
 TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 MIN_GAIN = 0.05
 MIN_TREE_GAIN = 0.1  # of a tree over a chain: its forwards, and the engine's work for it, take a bit more
-DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it
+DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it, where that was not measured
 VERIFY_MS, DRAFT_MS = 0.06, 0.025  # that the engine takes to handle a verification and a draft token of one request
 
 
@@ -78,7 +78,8 @@ def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
 
 def draft_ms(latency: LatencyModel, rows: int) -> float:
     """A draft forward over so many rows, of texts or of their trees."""
-    return float(latency.drafter_ms) * (1 + DRAFT_ROW * (rows - 1))
+    row_ms = latency.drafter_per_token_ms or DRAFT_ROW * latency.drafter_ms
+    return float(latency.drafter_ms + row_ms * (rows - 1))
 
 
 def forward_ms(latency: LatencyModel, width: int) -> float:
