@@ -1,10 +1,11 @@
 """Whether a token's logits, and with them a text, are the same to the bit under every algorithm. Measured.
 
 First the logits: a text is cut into forwards of every width up to 64 and at random, and each position's logits are
-compared with those of another cut, bit by bit. Then texts: the built-in pair, greedy and sampled, under non-SI, SI,
-PEARL, DSI with 1 to 7 targets, and auto. Exits with status 1 if anything differs. `--device cuda:0` does both on a
-GPU: the logits of models of real shapes with random weights, on the whole GPU, in one slice of it and in seven at once,
-and the texts in slices.
+compared with those of another cut, bit by bit. On a GPU, then packed forwards: new tokens of several texts, and of
+draft trees behind them, beside those of each text alone. Then texts: the built-in pair, greedy and sampled, under
+non-SI, SI, PEARL, DSI with 1 to 7 targets, and auto. Exits with status 1 if anything differs. `--device cuda:0` does
+all on a GPU: the logits of models of real shapes with random weights, on the whole GPU, in one slice of it and in
+seven at once, and the texts in slices.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import harness
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.sequence import Tokens
 from dsi.core.spec import SpecConfig
+from dsi.core.tree_shape import END, Tree
 from dsi.engine.build import cpu_model, load_for_cpu, silence_transformers
 from dsi.engine.config import DTYPES
 from dsi.engine.engine import Engine
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
+from dsi.models.cuda.packed import PackedCudaModel
 from dsi.models.hf import load_model
 from dsi.models.names import BUILTIN, model_path
-from dsi.models.protocol import ForwardRequest
+from dsi.models.protocol import ForwardRequest, tree_path
 from dsi.models.shapes import SHAPES, random_model
 
 CPU = "cpu"
@@ -37,7 +40,8 @@ LENGTH, MAX_WIDTH = 192, 64  # tokens of the text that is cut, and of its forwar
 MAX_SP, SLICES = 7, 16
 GPU_DTYPE = "bfloat16"
 ON_GPU = (TARGET, DRAFTER, *SHAPES)
-PARTS = ("logits", "texts")
+PARTS = ("logits", "packed", "texts")
+TEXTS, TREE_NODES = 8, 24  # of packed forwards
 DONE = object()
 OPENINGS = ("Once upon a time", "One day", "In a small town", "Long ago", "On a rainy night")
 NAMES = ("Lily", "Tom", "a brave dog", "the old king", "Mia and her friend", "a tiny robot", "Sam", "the red fox")
@@ -117,17 +121,19 @@ class GpuComparison:
         self.differing += int((logits != self.expected).any(1).sum())
 
 
+def weights_of(name: str, device: str) -> Any:
+    """A model of the built-in pair, or of a shape with random weights."""
+    if name in (TARGET, DRAFTER):
+        return load_model(model_path(BUILTIN, name), GPU_DTYPE, device)
+    return random_model(name, GPU_DTYPE, device, LENGTH + MAX_WIDTH)
+
+
 def differing_on_gpu(name: str, device: str, random_cuts: int, slices: int = SLICES) -> list[Row]:
     """Of a shape with random weights, or of the built-in pair: on the whole GPU, alone in a slice, and in all at once.
 
     All of them compare with what the whole GPU computes token by token.
     """
-    room = LENGTH + MAX_WIDTH
-    if name in (TARGET, DRAFTER):
-        weights = load_model(model_path(BUILTIN, name), GPU_DTYPE, device)
-    else:
-        weights = random_model(name, GPU_DTYPE, device, room)
-    random = Random(1)
+    room, weights, random = LENGTH + MAX_WIDTH, weights_of(name, device), Random(1)
     comparison = GpuComparison(random.choices(range(1, 4000), k=LENGTH))
     every, few = list(cuts(random, random_cuts)), list(cuts(random, 0))[8::8]
     servers = [CudaGraphModel(weights, room, segments=1)]
@@ -143,6 +149,60 @@ def differing_on_gpu(name: str, device: str, random_cuts: int, slices: int = SLI
     rows.append(run_together(comparison, sliced[:1], few, name, "one slice"))
     rows.append(run_together(comparison, sliced, every, name, f"{len(sliced)} slices at once"))
     return rows
+
+
+def differing_packed(name: str, device: str, forwards: int) -> Row:
+    """Rows of forwards that texts and trees share, beside those of each text alone, token by token."""
+    weights, random = weights_of(name, device), Random(4)
+    alone = CudaGraphModel(weights, LENGTH + MAX_WIDTH, segments=1)
+    packed = PackedCudaModel(weights, LENGTH + MAX_WIDTH, 4 * TEXTS * LENGTH, 2 * TEXTS)
+    texts = [random.choices(range(1, 4000), k=LENGTH) for _ in range(TEXTS)]
+    expected = [rows_alone(alone, text, 1) for text in texts]
+    lengths, rows, differing = [1] * TEXTS, 0, 0
+    for _ in range(forwards):
+        requests, wanted = [], []
+        for i, text in enumerate(texts):
+            new = min(random.choice((0, 1, 1, 2, 5, 9)), LENGTH - lengths[i])
+            lengths[i] = lengths[i] + new if lengths[i] < LENGTH else random.randrange(1, LENGTH)
+            request = ForwardRequest(text[: lengths[i]], max(1, lengths[i] + 1 - max(1, new)))
+            wanted.append(expected[i][request.start - 1 : lengths[i]])
+            if i == 0 and lengths[i] < LENGTH - TREE_NODES:
+                request.tree = random_tree(random, text[lengths[i] :])
+                request.asked = range(len(request.tree))
+                paths = [[*request.tokens, *tree_path(request.tree, node)] for node in request.asked]
+                wanted[-1] = torch.cat([wanted[-1], *(rows_alone(alone, path, len(path)) for path in paths)])
+            requests.append(request)
+        for logits, own in zip(packed.forward_packed(requests), wanted):
+            rows += len(own)
+            differing += int((logits != own.float()).any(1).sum())
+    return {
+        "model": name,
+        "dtype": GPU_DTYPE,
+        "where": "packed",
+        "cuts": forwards,
+        "rows": rows,
+        "differing": differing,
+    }
+
+
+def rows_alone(model: CudaGraphModel, text: list[int], start: int) -> torch.Tensor:
+    """The logits after text[:i] from `start` on, a forward for each."""
+    rows = []
+    for end in range(start, len(text) + 1):
+        model.answer(ForwardRequest(text[:end], end))
+        rows.append(model.last_logits()[:1])
+    return torch.cat(rows)
+
+
+def random_tree(random: Random, continuation: Sequence[int]) -> Tree:
+    """Some nodes of the text that follows, and others beside them."""
+    tree: list[tuple[int, int]] = []
+    depths: list[int] = []
+    for _ in range(TREE_NODES):
+        parent = random.randrange(-1, len(tree))
+        depths.append(depths[parent] + 1 if parent != END else 0)
+        tree.append((parent, random.choice((continuation[depths[-1]], random.randrange(1, 4000)))))
+    return tuple(tree)
 
 
 def run_together(
@@ -186,7 +246,7 @@ def differing_texts(
 def main() -> None:
     parser = harness.arguments(__doc__, "--prompts 20 --tokens 32", prompts=200, tokens=48, cuts=100)
     parser.add_argument("--device", default=CPU, help="cpu, or cuda:0")
-    parser.add_argument("--only", type=harness.names(*PARTS), default=list(PARTS), help="logits or texts")
+    parser.add_argument("--only", type=harness.names(*PARTS), default=list(PARTS), help=", ".join(PARTS))
     parser.add_argument("--dtype", type=harness.names(*DTYPES), default=list(DTYPES), help="of logits on the CPU; all")
     parser.add_argument("--shapes", type=harness.names(*ON_GPU), default=list(ON_GPU), help="on a GPU; all")
     parser.add_argument("--text-dtype", type=harness.names(*DTYPES), default=["bfloat16"], help="of the texts")
@@ -195,11 +255,17 @@ def main() -> None:
     if options.prompts > len(asked):
         parser.error(f"{options.prompts} prompts: there are {len(asked)}")
     silence_transformers()
-    results: dict[str, Any] = {"device": options.device, "tokens": options.tokens, "logits": [], "texts": []}
+    results: dict[str, Any] = {
+        "device": options.device,
+        "tokens": options.tokens,
+        "logits": [],
+        "packed": [],
+        "texts": [],
+    }
     for name, rows in parts(options, asked):
         results[name] = rows
         harness.save(options, "measured", results)  # a run may be cut off
-    tables = [results[name] for name in ("logits", "texts") if results[name]]
+    tables = [results[name] for name in PARTS if results[name]]
     lines = [line for part in tables for line in harness.table(list(part[0]), [list(row.values()) for row in part])]
     harness.report(options, "measured", results, lines)
     if total := sum(row["differing"] for part in tables for row in part):
@@ -214,6 +280,12 @@ def parts(options: argparse.Namespace, asked: Sequence[str]) -> Iterator[tuple[s
             harness.log(f"  {row}")
             logits.append(row)
             yield "logits", logits
+    if "packed" in options.only and options.device != CPU:
+        packed: list[Row] = []
+        for name in harness.tracked(options.shapes, len(options.shapes), "shapes"):
+            packed.append(differing_packed(name, options.device, options.cuts))
+            harness.log(f"  {packed[-1]}")
+            yield "packed", packed
     if "texts" in options.only:
         before: list[Row] = []
         for dtype in options.text_dtype:

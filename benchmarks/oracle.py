@@ -5,12 +5,12 @@ Random weights take as long as trained ones but agree on nothing; this gives the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 from dsi.core.sequence import Tokens
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.protocol import ForwardRequest, Model
+from dsi.models.protocol import Answer, ForwardRequest, Model, SamplingModel, tree_answer
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,31 @@ class Oracle:
 
     def _teach(self, request: ForwardRequest) -> Tokens:
         return self.teacher.answer(request) if request.num_positions else ()
+
+
+@dataclass(frozen=True)
+class PackedOracle:
+    """The same for forwards that texts and draft trees share."""
+
+    model: SamplingModel
+    teacher: Model
+    can_pack = computes_trees = True
+
+    def answer(self, request: ForwardRequest) -> Tokens:
+        [answer] = self.answer_packed([request])
+        return answer.tokens
+
+    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+        self.model.answer_packed(requests)
+        return self._teach(requests)
+
+    def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
+        answers: list[Answer] | None = None
+        steps = self.model.poll_packed(requests)
+        for _ in steps:
+            yield None
+            answers = self._teach(requests) if answers is None else answers
+        return self._teach(requests) if answers is None else answers
+
+    def _teach(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+        return [tree_answer(self.teacher, request) if request.num_positions else Answer() for request in requests]

@@ -1,0 +1,214 @@
+"""Many requests, and draft trees, on one whole GPU: real forwards that texts and trees share. Measured.
+
+Models of real shapes with random weights; an oracle accepts draft tokens at a chosen rate, and the drafter's next
+choice where the one before is wrong. First the tokens per second of all requests at once, under plain decoding and
+under the policy that `auto` has there, beside one request alone; texts are compared. Then one request: SI with trees
+beside SI with chains, each at the best of several sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from time import perf_counter
+from typing import Any
+
+import torch
+
+import harness
+from dsi.core.generation import Policy
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.policies import autoregressive, policy_for
+from dsi.core.request import Request
+from dsi.core.shared_forwards import SharedForwards
+from dsi.core.spec import SpecConfig
+from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
+from dsi.engine.build import silence_transformers
+from dsi.engine.profile_cuda import latency_model, packed_row_ms
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import PrefixTable, Server, make_servers
+from dsi.models.cuda.graphs import CudaGraphModel
+from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.protocol import Model, SamplingModel
+from dsi.models.shapes import SHAPES, random_model
+from dsi.models.toy import ToyDrafter, ToyTarget
+from dsi.planning.latency import LatencyModel
+from dsi.planning.shared_forwards import shared_spec
+from oracle import Oracle, PackedOracle
+
+LABEL = "measured, random weights, acceptance by an oracle"
+PROMPT, ROOM = 128, 512
+CHAINS = (2, 3, 4, 6, 8, 12, 16, 24, 31)  # lookaheads of SI
+MAX_TREE = 32  # of requests at once
+TREES = tuple(product((7, 15, 31, 63), (3, 4, 6, 8, 12)))  # nodes and depth
+
+
+@dataclass
+class Pair:
+    """A target and a drafter on one device, each with forwards of one text and of several."""
+
+    target: CudaGraphModel
+    drafter: CudaGraphModel
+    packed: dict[str, PackedCudaModel]
+    latency: LatencyModel
+
+    @classmethod
+    def of(cls, shape: str, drafter_shape: str, device: str, streams: int) -> Pair:
+        target, drafter = (random_model(name, "bfloat16", device, ROOM) for name in (shape, drafter_shape))
+        single = CudaGraphModel(target, ROOM, segments=1), CudaGraphModel(drafter, ROOM, segments=1, drafts=True)
+        packed = {
+            role: PackedCudaModel(model, ROOM, (streams + 2) * ROOM, streams + 2)
+            for role, model in ((TARGET, target), (DRAFTER, drafter))
+        }
+        latency = latency_model(single[:1], single[1], PROMPT, context=ROOM)
+        row_ms = packed_row_ms(packed[DRAFTER], PROMPT)
+        return cls(*single, packed, replace(latency.with_targets(1), drafter_per_token_ms=row_ms))
+
+    def loop(self, acceptance: float, runner_up: float, seed: int) -> EngineLoop:
+        teacher = ToyTarget(seed)
+        guess = ToyDrafter(teacher, acceptance, seed * 1013, runner_up)
+        models: dict[str, Model] = {TARGET: teacher, DRAFTER: guess}
+        packed = {
+            role: Server(role, role, PackedOracle(SamplingModel(self.packed[role]), model), PrefixTable(256))
+            for role, model in models.items()
+        }
+        servers = make_servers([Oracle(self.target, teacher)], {DRAFTER: Oracle(self.drafter, guess)})
+        loop = EngineLoop(CudaFleet(servers, packed=packed))
+        loop.load.shared_spec = lambda *key: shared_spec(self.latency, *key)
+        return loop
+
+
+def prompt(seed: int, number: int) -> tuple[int, ...]:
+    return (1 + seed, 2 + number, *[3] * (PROMPT - 2))
+
+
+def run(loop: EngineLoop, seed: int, tokens: int, policies: Sequence[Policy]) -> tuple[float, list[Any]]:
+    """The seconds that requests with these policies take together, and their texts."""
+    requests = [Request(prompt(seed, i), tokens, policy) for i, policy in enumerate(policies)]
+    began = perf_counter()
+    done = loop.run(*requests)
+    seconds = perf_counter() - began
+    loop.fleet.close()
+    return seconds, [completion.tokens for completion in done]
+
+
+def chosen_policies(loop: EngineLoop, lookahead: int, count: int) -> list[Policy]:
+    """What an engine with `auto` gives to requests at once; one alone has SI."""
+    shared, alone = SharedForwards(DRAFTER, loop.load), policy_for(SpecConfig("si", lookahead))
+    return [shared.policy(alone, MAX_TREE) for _ in range(count)]
+
+
+def stream_row(pair: Pair, streams: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per second of one request alone, of all under plain decoding, and of all as the engine chooses."""
+    speeds: dict[str, list[float]] = {"one": [], "plain": [], "chosen": []}
+    for seed in range(options.repeats + 1):  # the first warms up
+        texts = []
+        for name in speeds if seed % 2 else reversed(speeds):
+            loop = pair.loop(options.acceptance, options.runner_up, seed)
+            count = 1 if name == "one" else streams
+            policies = [autoregressive() for _ in range(count)]
+            if name == "chosen":
+                policies = chosen_policies(loop, options.lookahead, count)
+            seconds, written = run(loop, seed, options.tokens, policies)
+            texts.append(written[0])
+            if seed:
+                speeds[name].append(count * options.tokens / seconds)
+        if len(set(texts)) > 1:
+            harness.fail(f"seed {seed}, {streams} streams: different texts")
+    return {"streams": streams, "tokens_per_second": speeds}
+
+
+def trees_row(pair: Pair, acceptance: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of one request under SI with chains and trees of several sizes, by configuration."""
+    chances = rank_chances(acceptance, options.runner_up, TREE_BRANCHES)
+    specs = {f"chain {block}": SpecConfig("si", block) for block in CHAINS}
+    for size, depth in TREES:
+        if size > depth:
+            specs[f"tree {size}, {depth} deep"] = SpecConfig("si", depth, tree=size, chances=chances)
+    seconds: dict[str, list[float]] = {name: [] for name in specs}
+    for seed in range(options.repeats + 1):
+        texts = set()
+        for name, spec in specs.items():
+            loop = pair.loop(acceptance, options.runner_up, seed)
+            taken, [written] = run(loop, seed, options.tokens, [policy_for(spec)])
+            texts.add(written)
+            if seed:
+                seconds[name].append(taken)
+        if len(texts) > 1:
+            harness.fail(f"seed {seed}, acceptance {acceptance}: different texts")
+    return {"acceptance": acceptance, "runner_up": options.runner_up, "seconds": seconds}
+
+
+def best(seconds: dict[str, list[float]], kind: str) -> tuple[str, list[float]]:
+    return min(((name, runs) for name, runs in seconds.items() if name.startswith(kind)), key=lambda row: sum(row[1]))
+
+
+def lines(results: dict[str, Any]) -> list[str]:
+    streams, trees = [], []
+    for shape, part in results["shapes"].items():
+        for row in part["streams"]:
+            one, plain, chosen = row["tokens_per_second"].values()
+            over = (harness.spread(harness.ratios(*pair), 2) for pair in ((plain, one), (chosen, one), (chosen, plain)))
+            streams.append([shape, row["streams"], *over])
+        for row in part["trees"]:
+            (chain, slow), (tree, fast) = (best(row["seconds"], kind) for kind in ("chain", "tree"))
+            trees.append([shape, row["acceptance"], chain, tree, f"{sum(slow) / sum(fast):.2f}"])
+    heads = ["shape", "streams", "plain over one", "chosen over one", "chosen over plain"]
+    tree_heads = ["shape", "acceptance", "best chain", "best tree", "tree over chain"]
+    return [*harness.table(heads, streams), "", *harness.table(tree_heads, trees)]
+
+
+def measured(shape: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The results of a target, as far as they are there."""
+    part: dict[str, Any] = {"streams": [], "trees": []}
+    pair = Pair.of(shape, options.drafter, options.device, max(options.streams))
+    part["latency"] = pair.latency.json()
+    harness.log(f"{shape}: {part['latency']}")
+    for streams in options.streams:
+        part["streams"].append(stream_row(pair, streams, options))
+        harness.log(f"  {part['streams'][-1]}")
+        yield part
+    for acceptance in options.acceptances:
+        part["trees"].append(trees_row(pair, acceptance, options))
+        harness.log(f"  {part['trees'][-1]}")
+        yield part
+
+
+def numbers(text: str) -> Sequence[int]:
+    return [harness.positive(number) for number in text.split(",")]
+
+
+def shares(text: str) -> Sequence[float]:
+    return [harness.share(number) for number in text.split(",") if number]
+
+
+def main() -> None:
+    parser = harness.arguments(__doc__, "--shapes vicuna-7b --streams 64", tokens=100, repeats=3, lookahead=4)
+    parser.add_argument("--shapes", type=harness.names(*SHAPES), default=["vicuna-7b", "vicuna-13b"])
+    parser.add_argument("--drafter", choices=list(SHAPES), default="vicuna-68m")
+    parser.add_argument("--device", default="cuda:0", help="cpu: the same in torch, to try the script")
+    parser.add_argument("--streams", type=numbers, default=[1, 8, 32, 64])
+    parser.add_argument("--acceptance", type=harness.share, default=0.8, help="of the requests at once")
+    parser.add_argument("--runner-up", type=harness.share, default=0.5)
+    parser.add_argument("--acceptances", type=shares, default=[0.63, 0.8, 0.93], help="of the trees; empty: none")
+    options = parser.parse_args()
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error("there is no GPU here")
+    if PROMPT + options.tokens + max(TREES)[1] > ROOM:
+        parser.error(f"--tokens {options.tokens}: must be at most {ROOM - PROMPT - max(TREES)[1]}")
+    silence_transformers()
+    device = torch.cuda.get_device_name(0) if options.device != "cpu" else "CPU"
+    results: dict[str, Any] = {"device": device, "tokens": options.tokens, "shapes": {}}
+
+    for shape in harness.tracked(options.shapes, len(options.shapes), "shapes"):
+        for part in measured(shape, options):
+            results["shapes"][shape] = part
+            harness.save(options, LABEL, results)  # a run may be cut off
+    harness.report(options, LABEL, results, lines(results))
+
+
+if __name__ == "__main__":
+    main()
