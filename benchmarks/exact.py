@@ -170,7 +170,8 @@ def differing_packed(name: str, device: str, forwards: int) -> Row:
                 request.tree = random_tree(random, text[lengths[i] :])
                 request.asked = range(len(request.tree))
                 paths = [[*request.tokens, *tree_path(request.tree, node)] for node in request.asked]
-                wanted[-1] = torch.cat([wanted[-1], *(rows_alone(alone, path, len(path)) for path in paths)])
+                ends = (rows_alone(alone, path, len(request.tokens))[-1:] for path in paths)
+                wanted[-1] = torch.cat([wanted[-1], *ends])
             requests.append(request)
         for logits, own in zip(packed.forward_packed(requests), wanted):
             rows += len(own)
@@ -186,7 +187,7 @@ def differing_packed(name: str, device: str, forwards: int) -> Row:
 
 
 def rows_alone(model: CudaGraphModel, text: list[int], start: int) -> torch.Tensor:
-    """The logits after text[:i] from `start` on, a forward for each."""
+    """The logits after text[:i] from `start` on, a forward for each token: those before are cached, or `start` is 1."""
     rows = []
     for end in range(start, len(text) + 1):
         model.answer(ForwardRequest(text[:end], end))
