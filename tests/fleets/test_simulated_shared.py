@@ -82,6 +82,12 @@ def test_shared_simulated_fleet_counts_nodes_of_trees_as_rows() -> None:
     assert first.end - first.start == 10 + 2 * (1 + 1 + 4)  # there is nothing to draft before the only token
 
 
+@pytest.mark.parametrize("spec", [SpecConfig("si", 150), SpecConfig("si", 9, tree=150, chances=(0.5, 0.3, 0.2))])
+def test_shared_simulated_fleet_computes_wide_verifications(spec: SpecConfig) -> None:
+    requests = [Request((i, 9), 152, policy_for(spec)) for i in range(2)]
+    assert [done.tokens for done in EngineLoop(fleet()).run(*requests)] == texts(*map(replaced, requests))
+
+
 def test_simulated_trees_in_shared_forwards_pay_while_few_requests_share_them() -> None:
     config = SimulationConfig(
         LatencyModel.measured(CURVE, 1.0), 0.5, sp=1, tokens=30, share_forwards=True, runner_up_acceptance=0.6

@@ -86,8 +86,9 @@ class PackedForward:
 class PackedServer:
     """Runs the jobs that have joined, one forward at a time for all of them."""
 
-    def __init__(self, server: Server, model: SupportsPacking, max_tokens: int = MAX_TOKENS) -> None:
-        self.server, self._model, self.max_tokens = server, model, max_tokens
+    def __init__(self, server: Server, model: SupportsPacking, max_positions: float = MAX_TOKENS) -> None:
+        self.server, self._model, self.max_tokens = server, model, MAX_TOKENS
+        self._max_positions = max_positions  # of a job; a wider one would make the others wait
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
         self._origins: set[TokenSequence] = set()  # whose jobs they are
         self._in_flight: frozenset[int] = frozenset()  # jobs of the forward that is being computed
@@ -107,8 +108,8 @@ class PackedServer:
         if (job.tree or (isinstance(job, Draft) and job.expansions)) and not computes_trees(self._model):
             return False
         if isinstance(job, Verify):
-            return job.num_positions <= MAX_TOKENS
-        return not job.sampling.needs_draft and len(job.expansions) <= MAX_TOKENS
+            return job.num_positions <= self._max_positions
+        return not job.sampling.needs_draft and len(job.expansions) <= self._max_positions
 
     def add(self, job: SharedJob) -> None:
         left = job.num_answers if isinstance(job, Draft) else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from dsi.core.messages import TARGET, WOKEN, Event, Job, Prefill, Time
 from dsi.core.scheduler import role_of
@@ -39,7 +40,8 @@ class SharedSimulatedFleet(BaseFleet):
     ) -> None:
         servers = [Server(_name(role), role, PackedModel(model)) for role, model in models.items()]
         super().__init__(servers, log)
-        self._packed = {server.role: PackedServer(server, server.model) for server in servers}  # type: ignore[arg-type]
+        # There is no other server that a wide job could run on.
+        self._packed = {server.role: PackedServer(server, server.model, inf) for server in servers}  # type: ignore[arg-type]
         self._times = times
         self._waiting: dict[int, Job] = {}  # whose request has another job that shares a forward
         self._now: Time = 0
