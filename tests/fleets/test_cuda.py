@@ -1,14 +1,20 @@
 """What only a fleet that is looked at can do wrong."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
-from dsi.core.messages import Failed, Verify
+from dsi.core.messages import DRAFTER, TARGET, Failed, Verified, Verify
+from dsi.core.policies import autoregressive, policy_for
+from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.spec import SpecConfig
 from dsi.fleets.cuda import CudaFleet
-from dsi.fleets.servers import Server
-from dsi.models.protocol import ForwardRequest
+from dsi.fleets.loop import EngineLoop
+from dsi.fleets.servers import Server, make_servers
+from dsi.models.protocol import Answer, ForwardRequest, tree_answer
+from dsi.models.toy import ToyDrafter, ToyTarget
 
 
 class Interrupted:
@@ -31,4 +37,96 @@ def test_cuda_fleet_fails_an_interrupted_job() -> None:
     with pytest.raises(KeyboardInterrupt):
         fleet.next_event()
     assert fleet.next_event() == Failed(7, "interrupted")
+    fleet.close()
+
+
+class PolledPair:
+    """A toy model that answers about several texts and trees after so many polls."""
+
+    can_pack = computes_trees = True
+
+    def __init__(self, model: ToyTarget | ToyDrafter, polls: int) -> None:
+        self._model, self._polls = model, polls
+        self.forwards: list[int] = []  # texts of each
+
+    def answer(self, request: ForwardRequest) -> Tokens:
+        return self._model.answer(request)
+
+    def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
+        yield from [None] * self._polls
+        return self._model.answer(request) if request.num_positions else ()
+
+    def poll_draft(self, request: ForwardRequest, count: int) -> Iterator[int | None]:
+        text = list(request.tokens)
+        for _ in range(count):
+            yield from [None] * self._polls
+            text += self._model.answer(ForwardRequest(text, len(text)))
+            yield text[-1]
+
+    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+        return [tree_answer(self._model, request) if request.num_positions else Answer() for request in requests]
+
+    def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
+        self.forwards.append(len(requests))
+        yield from [None] * self._polls
+        return self.answer_packed(requests)
+
+
+def packed_fleet() -> tuple[CudaFleet, dict[str, PolledPair]]:
+    target = ToyTarget(3)
+    drafter = ToyDrafter(target, 0.7, 5, runner_up_acceptance=0.5)
+    models = {TARGET: PolledPair(target, 6), DRAFTER: PolledPair(drafter, 1)}
+    packed = {role: Server(role, role, model) for role, model in models.items()}
+    return CudaFleet(make_servers([models[TARGET]], {DRAFTER: models[DRAFTER]}), packed=packed), models
+
+
+def test_cuda_fleet_shares_forwards_of_requests_and_trees() -> None:
+    specs = [SpecConfig("nonsi"), SpecConfig("si", 3), SpecConfig("si", 3, tree=6), SpecConfig("dsi", 2, 1, tree=8)]
+    fleet, models = packed_fleet()
+    requests = [Request((1, 2, i), 20, policy_for(spec)) for i, spec in enumerate(specs)]
+    done = EngineLoop(fleet).run(*requests)
+    for request, completion in zip(requests, done):
+        plain, _ = packed_fleet()
+        [alone] = EngineLoop(plain).run(replace(request, policy=autoregressive()))
+        assert completion.tokens == alone.tokens
+    assert max(models[TARGET].forwards) > 2
+    assert max(models[DRAFTER].forwards) > 1
+
+
+def test_cuda_fleet_computes_trees_of_one_request() -> None:
+    fleet, models = packed_fleet()
+    for spec in (SpecConfig("si", 3, tree=6), SpecConfig("pearl", 2, tree=6), SpecConfig("dsi", 2, 1, tree=8)):
+        [done] = EngineLoop(fleet).run(Request((4, 2), 20, policy_for(spec)))
+        assert done.tally.accepted > 0
+    assert set(models[TARGET].forwards) == {1}
+
+
+def verification(id: int, prompt: tuple[int, ...]) -> Verify:
+    return Verify(id, TokenSequence.of(prompt), 1, alone=True)
+
+
+def test_cuda_fleet_drops_a_job_of_a_forward_in_flight_at_its_end() -> None:
+    """Until then no other job of the same text joins, since the forward writes that text's keys and values."""
+    fleet, models = packed_fleet()
+    fleet.num_requests = 2
+    first, second = verification(1, (1, 2)), verification(2, (3, 4))
+    fleet.start(first)
+    fleet.start(second)
+    fleet._wait_for_events()  # both are in flight
+    fleet.cancel(1)
+    again = replace(first, id=3)
+    fleet.start(again)
+    assert fleet.next_event() == Verified(2, ToyTarget(3).answer(ForwardRequest([3, 4], 2)))
+    assert fleet.next_event() == Verified(3, ToyTarget(3).answer(ForwardRequest([1, 2], 2)))
+    assert models[TARGET].forwards == [2, 1]
+    fleet.close()
+
+
+def test_cuda_fleet_fails_the_jobs_of_a_server_that_is_killed_in_a_shared_forward() -> None:
+    fleet, _ = packed_fleet()
+    fleet.num_requests = 2
+    fleet.start(verification(1, (1, 2)))
+    fleet._wait_for_events()
+    fleet.kill("target-1")
+    assert isinstance(fleet.next_event(), Failed)
     fleet.close()

@@ -99,6 +99,7 @@ class CudaFleet(RealTimeFleet):
         shared = {role: PackedServer.of(server) for role, server in (packed or {}).items()}
         self._packed = {role: server for role, server in shared.items() if server is not None}
         self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
+        self._joined: set[int] = set()  # of these, those that did not have to wait
         self._forwards: dict[str, SharedForward] = {}  # in flight, by role
 
     @property
@@ -108,12 +109,19 @@ class CudaFleet(RealTimeFleet):
 
     def _assign(self, name: str, job: Job) -> None:
         packed = self._packed.get(self._servers[name].role)
-        if packed is not None and self._is_packed(job) and packed.accepts(job):
+        if packed is not None and self._is_packed(job) and packed.suits(job):
             self._packed_jobs[name] = job
-            packed.add(job)  # type: ignore[arg-type]
+            self._join(name, packed)
             return
         self._workers[name] = CudaWorker(self._servers[name], job, self.now())
         self._poll(name)  # which launches the first forward
+
+    def _join(self, name: str, packed: PackedServer) -> None:
+        """Let a server's job join the shared forwards, unless one that was given up still computes its text."""
+        job = self._packed_jobs[name]
+        if packed.accepts(job):
+            packed.add(job)  # type: ignore[arg-type]
+            self._joined.add(job.id)
 
     def _is_packed(self, job: Job) -> bool:
         """Whether a job shares forwards with those of other requests, or has a tree."""
@@ -127,8 +135,9 @@ class CudaFleet(RealTimeFleet):
             packed.discard(id)
         super().cancel(id)
 
-    def _cancel_job(self, name: str, id: int) -> None:  # noqa: ARG002
+    def _cancel_job(self, name: str, id: int) -> None:
         if name in self._packed_jobs:
+            self._joined.add(id)  # it joins no forward from now on
             self._release_packed()
             return
         self._workers[name].cancel_flag.cancelled = True
@@ -137,6 +146,7 @@ class CudaFleet(RealTimeFleet):
     def _on_worker_death(self, name: str) -> None:
         self._workers.pop(name, None)
         if job := self._packed_jobs.pop(name, None):
+            self._joined.discard(job.id)
             self._packed[self._servers[name].role].discard(job.id)
 
     def wake(self) -> None:
@@ -150,6 +160,9 @@ class CudaFleet(RealTimeFleet):
         for name in list(self._workers):
             self._poll(name)
         for role, packed in self._packed.items():
+            for name, job in self._packed_jobs.items():
+                if job.id not in self._joined and self._servers[name].role == role:
+                    self._join(name, packed)
             self._take_waiting(role, packed)
             self._poll_packed(role, packed)
         if not self._events and self._scheduler.changed:
@@ -192,8 +205,9 @@ class CudaFleet(RealTimeFleet):
     def _release_packed(self) -> None:
         """Servers whose job is done, or was given up, are idle."""
         for name, job in list(self._packed_jobs.items()):
-            if job.id not in self._packed[self._servers[name].role].jobs:
+            if job.id in self._joined and job.id not in self._packed[self._servers[name].role].jobs:
                 del self._packed_jobs[name]
+                self._joined.discard(job.id)
                 self._scheduler.release(name, computed=False)
 
     def _poll(self, name: str) -> None:

@@ -102,8 +102,12 @@ class PackedServer:
         return cls(server, model) if isinstance(model, SupportsPacking) and model.can_pack else None
 
     def accepts(self, job: object) -> bool:
-        """Whether a job can join now: one of each request, and only such as give nothing but tokens."""
-        if not isinstance(job, SharedJob) or job.context.origin in self._origins:
+        """Whether a job can join now: there is one of each request."""
+        return isinstance(job, SharedJob) and job.context.origin not in self._origins and self.suits(job)
+
+    def suits(self, job: object) -> bool:
+        """Whether a job can share forwards: one that gives nothing but tokens."""
+        if not isinstance(job, SharedJob):
             return False
         if (job.tree or (isinstance(job, Draft) and job.expansions)) and not computes_trees(self._model):
             return False
