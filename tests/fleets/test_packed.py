@@ -31,6 +31,7 @@ class Packing:
 
     model: Model
     can_pack: bool = True
+    forwards_at_once: int = 1
     forwards: list[list[int]] = field(default_factory=list)
 
     def answer(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -38,7 +39,7 @@ class Packing:
             raise OSError("a bad token")
         return self.model.answer(request) if request.num_positions else ()
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:  # noqa: ARG002
         answers = [(self.answer(request), ()) for request in requests]
         self.forwards.append([len(request.tokens) - (request.num_cached or 0) for request in requests])
         return answers  # type: ignore[return-value]

@@ -7,6 +7,7 @@ of what is left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Verified, Verify
@@ -28,6 +29,7 @@ class PackedJob:
     job: SharedJob
     prefix: CachedPrefix
     left: int  # answers that are missing: a draft's tokens, or one
+    computing: bool = False  # whether a forward computes its next answer now
 
     @property
     def has_begun(self) -> bool:
@@ -63,20 +65,41 @@ class PackedJob:
         )
 
 
+@dataclass(eq=False, slots=True)
+class PackedForward:
+    """A forward over new tokens of several texts, and what it answered once it has run."""
+
+    taken: list[tuple[PackedJob, int]]  # jobs, and how many new tokens of each
+    requests: list[ForwardRequest]
+    answers: Sequence[Answer | Exception] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(num_tokens for _, num_tokens in self.taken)
+
+
 class PackedServer:
-    """Runs the jobs that have joined, one forward at a time for all of them."""
+    """Runs the jobs that have joined in forwards that they share, one at a time with `step`.
+
+    `begin` and `finish` are its two ends: `run`, between them, may take place in another thread, where the model can
+    compute several forwards at once.
+    """
 
     def __init__(self, server: Server, model: SupportsPacking, max_tokens: int = MAX_TOKENS) -> None:
         self.server, self._model, self.max_tokens = server, model, max_tokens
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
-        self._origins: set[TokenSequence] = set()  # whose jobs they are
-        self.num_computed = self.num_texts = 0  # new tokens of the last forward, and texts that they belong to
+        self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
 
     @classmethod
     def of(cls, server: Server) -> PackedServer | None:
         """None: its model computes one text at a time."""
         model = server.model
         return cls(server, model) if isinstance(model, SupportsPacking) and model.can_pack else None
+
+    @property
+    def forwards_at_once(self) -> int:
+        """How many forwards its model can compute at once, in threads of their own."""
+        return self._model.forwards_at_once
 
     def accepts(self, job: object) -> bool:
         """Whether a job can join now: one of each request, and only such as give nothing but tokens."""
@@ -97,29 +120,57 @@ class PackedServer:
         """Drop a job; return whether it was here."""
         if (packed := self.jobs.pop(id, None)) is None:
             return False
-        self._origins.discard(packed.job.context.origin)
+        if not packed.computing:  # or another job of its request would share the KV cache with that forward
+            self._origins.discard(packed.job.context.origin)
         return True
+
+    @property
+    def has_ready_jobs(self) -> bool:
+        """Whether there are jobs that no forward computes."""
+        return any(not packed.computing for packed in self.jobs.values())
+
+    @property
+    def num_new(self) -> int:
+        """New tokens of all jobs, those that are computed now included."""
+        return sum(packed.num_new for packed in self.jobs.values())
 
     def step(self) -> list[SharedEvent]:
         """Run one forward; return what came of it."""
-        taken = self._take()
-        self.num_computed, self.num_texts = sum(num_tokens for _, num_tokens in taken), len(taken)
-        requests = [packed.request(num_tokens) for packed, num_tokens in taken]
+        forward = self.begin(self.max_tokens)
+        self.run(forward)
+        return self.finish(forward)
+
+    def begin(self, max_tokens: int) -> PackedForward:
+        """Take the jobs of the next forward."""
+        taken = self._take(max_tokens)
+        for packed, _ in taken:
+            packed.computing = True
+        return PackedForward(taken, [packed.request(num_tokens) for packed, num_tokens in taken])
+
+    def run(self, forward: PackedForward, at_once: int = 1) -> None:
+        """Compute the forward, one of so many that run at once."""
         try:
-            answers: list[Answer | Exception] = list(self._model.answer_packed(requests))
+            forward.answers = self._model.answer_packed(forward.requests, at_once)
         except Exception:  # one of them cannot be computed: which?
-            answers = [self._answer_alone(request) for request in requests]
+            forward.answers = [self._answer_alone(request, at_once) for request in forward.requests]
+
+    def finish(self, forward: PackedForward) -> list[SharedEvent]:
+        """Return what came of a forward that has run, but for jobs that were dropped meanwhile."""
         events = []
-        for (packed, _), request, answer in zip(taken, requests, answers):
-            context = packed.prefix.context
-            if (event := self._finish(packed, request, answer)) is not None:
+        for (packed, _), request, answer in zip(forward.taken, forward.requests, forward.answers):
+            context, packed.computing = packed.prefix.context, False
+            if self.jobs.get(packed.job.id) is not packed:
+                self._origins.discard(packed.job.context.origin)
+            elif (event := self._finish(packed, request, answer)) is not None:
                 events.append((packed.job, context, event))
         return events
 
-    def _take(self) -> list[tuple[PackedJob, int]]:
+    def _take(self, room: int) -> list[tuple[PackedJob, int]]:
         """What the next forward computes: jobs that fit, and how many new tokens of each."""
-        room, taken, long = self.max_tokens, list[tuple[PackedJob, int]](), list[PackedJob]()
+        taken, long = list[tuple[PackedJob, int]](), list[PackedJob]()
         for packed in self.jobs.values():
+            if packed.computing:
+                continue
             if (num_new := packed.num_new) > MIN_CHUNK:
                 long.append(packed)
             elif num_new <= room:
@@ -132,9 +183,9 @@ class PackedServer:
                 room -= num_tokens
         return taken
 
-    def _answer_alone(self, request: ForwardRequest) -> Answer | Exception:
+    def _answer_alone(self, request: ForwardRequest, at_once: int) -> Answer | Exception:
         try:
-            [answer] = self._model.answer_packed([request])
+            [answer] = self._model.answer_packed([request], at_once)
         except Exception as error:
             return error
         return answer

@@ -142,7 +142,7 @@ class Transformer:
         """Whether texts can share a forward, and there are KV caches for so many that prompts are not read again."""
         return self._max_sequences >= MIN_PACKED_SEQUENCES and self.supports_trees
 
-    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Any]:
+    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]], at_once: int = 1) -> list[Any]:  # noqa: ARG002
         """As `forward` for each text and start: those of which something is cached share one forward."""
         self._use_threads()
         self._cancelled = NEVER
@@ -156,15 +156,18 @@ class Transformer:
             part.sequence.tokens += part.tokens
         return [logits.get(id(part), torch.empty((0, 0))) for part in parts]
 
-    def _new_tokens(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[NewTokens]:
-        """What is to be computed of each text, each with a sequence of its own."""
-        parts: list[NewTokens] = []
+    def _new_tokens(
+        self, texts: Sequence[tuple[Sequence[int], int]], in_use: Collection[KVSequence] = ()
+    ) -> list[NewTokens]:
+        """What is to be computed of each text, each with a sequence of its own, and none that is `in_use`."""
+        parts, taken = list[NewTokens](), set(in_use)
         for tokens, start in texts:
             self.check_text(tokens, start)
             sequence, num_cached = self._sequence(tokens, start)
-            if any(part.sequence is sequence for part in parts):  # which has begun with the same tokens
+            if sequence in taken:  # which has begun with the same tokens
                 sequence = sequence.fork(min(num_cached, len(sequence.tokens)))
                 self._keep_sequence(sequence, tokens)
+            taken.add(sequence)
             num_cached = min(num_cached, len(sequence.tokens))
             sequence.truncate(num_cached)
             parts.append(NewTokens(sequence, num_cached, list(tokens[num_cached:]), max(0, len(tokens) + 1 - start)))

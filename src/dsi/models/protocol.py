@@ -145,8 +145,16 @@ class SupportsPacking(Model, Protocol):
     @property
     def can_pack(self) -> bool: ...
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        """Answer requests about different texts in one forward; none of them is cancelled meanwhile."""
+    @property
+    def forwards_at_once(self) -> int:
+        """How many such forwards it can compute at once, each in a thread of its own."""
+        ...
+
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        """Answer requests about different texts in one forward, one of so many that share the cores.
+
+        None of them is cancelled meanwhile.
+        """
         ...
 
 
@@ -207,8 +215,11 @@ class Backend(Protocol):
 
 
 class PackingBackend(Backend, Protocol):
-    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Array]:
-        """As `forward` for each text and its start, in one forward over the new tokens of all."""
+    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]], at_once: int = 1) -> list[Array]:
+        """As `forward` for each text and its start, in one forward over the new tokens of all.
+
+        It is one of so many that run at once, if the backend can.
+        """
         ...
 
 
@@ -243,9 +254,13 @@ class SamplingModel:
     def can_pack(self) -> bool:
         return bool(getattr(self.backend, "can_pack", hasattr(self.backend, "forward_packed")))
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+    @property
+    def forwards_at_once(self) -> int:
+        return int(getattr(self.backend, "forwards_at_once", 1))
+
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
         backend: PackingBackend = self.backend  # type: ignore[assignment]
-        logits = backend.forward_packed([(request.tokens, request.start) for request in requests])
+        logits = backend.forward_packed([(request.tokens, request.start) for request in requests], at_once)
         plain = [i for i, request in enumerate(requests) if request.num_positions and self._is_plain(request.sampling)]
         best = iter(greedy_tokens([logits[i] for i in plain]))
         greedy = {i: tuple(islice(best, requests[i].num_positions)) for i in plain}

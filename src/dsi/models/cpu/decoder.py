@@ -14,6 +14,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_float, c_i
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate
+from threading import Lock
 from typing import Any
 
 import torch
@@ -195,6 +196,7 @@ class CompiledDecoder(Transformer):
     """`CompiledDecoder.supports` says which models can run this way. Without `threads`, it has as many as torch."""
 
     supports_trees = can_pack = True
+    forwards_at_once = 2  # of `forward_packed`, each in a thread of its own; of all others only one
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -237,9 +239,11 @@ class CompiledDecoder(Transformer):
             activation=ACTIVATIONS[activation(config)],
         )
         self._callback = IsCancelled(lambda: self._cancelled.is_set())
-        self._scratch = floats(0)
+        self._scratch: list[Tensor] = []  # that no forward uses
+        self._lock = Lock()
+        self._in_use: set[KVSequence] = set()  # by packed forwards that run
         self._positions = 0  # for which the rotary embedding is known
-        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}  # by type of layer
+        self._rotary: list[dict[str, tuple[Tensor, Tensor]]] = []  # by type of layer; forwards that run use older ones
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is made anew from a copy of the model: addresses are those of one object."""
@@ -282,29 +286,46 @@ class CompiledDecoder(Transformer):
         self._tensors.append(tensor.contiguous())
         return self._tensors[-1].data_ptr()
 
-    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]]) -> list[Tensor]:
-        """As `forward` for each text and start, in one forward over the new tokens of all, if they are not too many."""
+    def forward_packed(self, texts: Sequence[tuple[Sequence[int], int]], at_once: int = 1) -> list[Tensor]:
+        """As `forward` for each text and start, in one forward over the new tokens of all, if they are not too many.
+
+        It uses its share of the threads.
+        """
         self._cancelled = NEVER
-        parts = [TextPart(*part) for part in self._new_tokens(texts)]
-        logits = self._compute_parts(parts)
-        for part in parts:
-            part.sequence.tokens += part.new_tokens
+        with self._lock:
+            parts = [TextPart(*part) for part in self._new_tokens(texts, self._in_use)]
+            sequences = {part.sequence for part in parts}
+            self._in_use |= sequences
+            self._reserve_all(parts)
+        try:
+            logits = self._compute_parts(parts, at_once)
+            for part in parts:
+                part.sequence.tokens += part.new_tokens
+        finally:
+            with self._lock:
+                self._in_use -= sequences
         return logits
 
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
-        return self._compute_parts([TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)])[0]
+        parts = [TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)]
+        self._reserve_all(parts)
+        return self._compute_parts(parts)[0]
 
     def _compute_tree(self, sequence: KVSequence, new_tokens: list[int], num_positions: int, rows: TreeRows) -> Any:
-        part = TextPart(sequence, len(sequence.tokens), new_tokens, num_positions, TreePart.of(rows))
-        return self._compute_parts([part])[0]
+        parts = [TextPart(sequence, len(sequence.tokens), new_tokens, num_positions, TreePart.of(rows))]
+        self._reserve_all(parts)
+        return self._compute_parts(parts)[0]
 
-    def _compute_parts(self, parts: list[TextPart]) -> list[Tensor]:
+    def _reserve_all(self, parts: Sequence[TextPart]) -> None:
+        """Make room for all of their tokens, or what a first forward caches would not be copied."""
+        for part in parts:
+            self._reserve(part.sequence, part.num_slots)
+
+    def _compute_parts(self, parts: list[TextPart], at_once: int = 1) -> list[Tensor]:
         """Lengths change once all layers have run: a cancelled forward leaves nothing."""
         logits: dict[int, list[Tensor]] = {}
-        for part in parts:  # for all of its tokens, or what the first forward caches would not be copied
-            self._reserve(part.sequence, part.num_slots)
         for forward in self._forwards(parts):
-            for part, rows in zip(forward, self._run(forward)):
+            for part, rows in zip(forward, self._run(forward, at_once)):
                 logits.setdefault(id(part.sequence), []).append(rows)
         for part in parts:
             for kv_layer in part.sequence.cache.layers:
@@ -328,23 +349,28 @@ class CompiledDecoder(Transformer):
         if forward:
             yield forward
 
-    def _run(self, parts: list[TextPart]) -> Sequence[Tensor]:
+    def _run(self, parts: list[TextPart], at_once: int) -> Sequence[Tensor]:
         """Run one forward; return the logits of each part."""
-        threads, tokens = self._threads or torch.get_num_threads(), parts[0].tokens
+        threads, tokens = max(1, (self._threads or torch.get_num_threads()) // at_once), parts[0].tokens
         if len(parts) > 1:
             tokens = [token for part in parts for token in part.tokens]
         if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: must be below {self._vocab_size}")
         self._reserve_rotary(max(part.longest for part in parts))
         structs = (SequenceStruct * len(parts))(*map(self._sequence_struct, parts))
-        self._reserve_scratch(structs, threads)
+        scratch = self._take_scratch(structs, threads)
+        struct = ModelStruct.from_buffer_copy(self._struct)
+        struct.scratch = scratch.data_ptr()
         ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         counts = [part.num_logits for part in parts]
         logits = floats(sum(counts), self._struct.head.out_features)
-        model, callback = byref(self._struct), NEVER_CALLED if self._cancelled is NEVER else self._callback
+        model, callback = byref(struct), NEVER_CALLED if self._cancelled is NEVER else self._callback
         sizes = len(parts), len(self._layers)
-        if kernel("run_decoder")(model, ids.data_ptr(), structs, *sizes, logits.data_ptr(), threads, callback):
-            raise Cancelled
+        try:
+            if kernel("run_decoder")(model, ids.data_ptr(), structs, *sizes, logits.data_ptr(), threads, callback):
+                raise Cancelled
+        finally:
+            self._scratch.append(scratch)
         if len(parts) == 1:
             return [logits]
         return [logits[end - count : end] for count, end in zip(counts, accumulate(counts))]
@@ -369,11 +395,14 @@ class CompiledDecoder(Transformer):
         sequence.addresses = addresses = KVAddresses.of(layers)
         return addresses
 
-    def _reserve_scratch(self, structs: Any, threads: int) -> None:
+    def _take_scratch(self, structs: Any, threads: int) -> Tensor:
+        """Memory for one forward, as large as it needs."""
         size = kernel("scratch_size")(byref(self._struct), structs, len(structs), threads)
-        if size > len(self._scratch):
-            self._scratch = floats(size)
-            self._struct.scratch = self._scratch.data_ptr()
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = floats(size)
+        return scratch if len(scratch) >= size else floats(size)
 
     def _reserve_rotary(self, length: int) -> None:
         """Compute the rotary embedding of all positions below `length`, and some more."""
@@ -385,7 +414,8 @@ class CompiledDecoder(Transformer):
         for layer, name in zip(self._layers, types):
             layer.cos, layer.sin = map(address, tables[name])
         self._struct.rotary_dim = tables[types[0]][0].shape[1]
-        self._rotary, self._positions = tables, positions
+        self._rotary.append(tables)
+        self._positions = positions
 
 
 def rotary_embedding(model: Any, positions: int, layer_type: str) -> tuple[Tensor, Tensor]:
