@@ -47,8 +47,9 @@ class PackedJob:
 
     def num_tokens(self, room: int) -> int:
         """How many of them the next forward computes, where there is room for so many: all, or a chunk of a prompt."""
-        before = self.num_new - self.width  # those whose logits are not wanted
-        return self.num_new if self.num_new <= room or not before else min(room, before)
+        num_new = self.num_new
+        before = num_new - self.width  # those whose logits are not wanted
+        return num_new if num_new <= room or not before else min(room, before)
 
     def request(self, num_tokens: int) -> ForwardRequest:
         """The next forward over so many of its new tokens."""

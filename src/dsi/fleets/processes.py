@@ -299,7 +299,9 @@ class ProcessFleet(RemoteFleet):
     def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
         """Whether only targets are to compute, and so many tokens that two forwards take no longer than one."""
         [(role, packed), *others] = shared
-        return role == TARGET and not others and packed.forwards_at_once > 1 and packed.num_new >= MIN_SPLIT
+        if role != TARGET or others or packed.forwards_at_once == 1:
+            return False
+        return len(packed.jobs) >= MIN_SPLIT or packed.num_new >= MIN_SPLIT
 
     def _begin_forward(self, shared: Sequence[tuple[str, PackedServer]]) -> bool:
         """Begin another forward beside the one that runs, if it is large enough, or run one of a drafter."""
