@@ -43,7 +43,8 @@ class PackedJob:
     @property
     def num_new(self) -> int:
         """Tokens that its next answer has to compute."""
-        return max(self.width, len(self.prefix.tokens) - (self.prefix.num_cached or 0))
+        width, missing = self.width, len(self.prefix.tokens) - (self.prefix.num_cached or 0)
+        return width if width > missing else missing
 
     def num_tokens(self, room: int) -> int:
         """How many of them the next forward computes, where there is room for so many: all, or a chunk of a prompt."""

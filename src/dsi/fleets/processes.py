@@ -166,7 +166,7 @@ class ProcessFleet(RemoteFleet):
         self._inflight: dict[Future[None], InflightForward] = {}
         self._ended: deque[Future[None]] = deque()
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "forward")
-        self._recorded_until = 0.0  # end of the last shared forward that was counted
+        self._unshared_is_next = False  # whether a job that shares no forward runs before the next shared one
         self.every_core = frozenset(self._servers if use_cores else ())
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
         for name in self._servers:
@@ -265,10 +265,14 @@ class ProcessFleet(RemoteFleet):
         if self.num_requests > 1:
             self._take_waiting()
         shared = [(role, packed) for role, packed in self._packed.items() if packed.has_ready_jobs]
-        if shared and (self._inflight or self._can_split(shared)):
+        unshared = self._unshared_job() if self._unshared_is_next or not shared else None
+        if shared and unshared is None and (self._inflight or self._can_split(shared)):
             return self._begin_forward(shared)
         if self._inflight:
             return False
+        if unshared is not None:
+            self._run_job_inline(unshared, self._inline_jobs.pop(unshared))
+            return True
         if shared and (len(self._inline_jobs) != 1 or not self._is_only_short_job(shared)):
             self._step_packed(*min(shared, key=lambda item: item[0] == TARGET))
             return True
@@ -309,7 +313,7 @@ class ProcessFleet(RemoteFleet):
         if role != TARGET:
             self._step_packed(role, packed, MAX_AT_ONCE)
             return True
-        if len(self._inflight) == MAX_AT_ONCE or not self._can_split([(role, packed)]) or self._has_unshared_jobs:
+        if len(self._inflight) == MAX_AT_ONCE or not self._can_split([(role, packed)]):
             return False
         half = (packed.num_new + MAX_AT_ONCE - 1) // MAX_AT_ONCE
         forward = packed.begin(max(MIN_CHUNK, min(half, packed.max_tokens // MAX_AT_ONCE)))
@@ -319,11 +323,11 @@ class ProcessFleet(RemoteFleet):
         future.add_done_callback(self._on_ended)
         return True
 
-    @property
-    def _has_unshared_jobs(self) -> bool:
-        """Whether a job waits to run alone in this process."""
+    def _unshared_job(self) -> str | None:
+        """The server of a job that cannot share forwards and runs in this process, in turn with those that can."""
         shared = [packed.jobs for packed in self._packed.values()]
-        return any(not any(job.id in jobs for jobs in shared) for job in self._inline_jobs.values())
+        waiting = (name for name, job in self._inline_jobs.items() if not any(job.id in jobs for jobs in shared))
+        return next(waiting, None)
 
     def _run_inflight(self, packed: PackedServer, inflight: InflightForward) -> None:
         packed.run(inflight.forward, MAX_AT_ONCE)
@@ -351,7 +355,7 @@ class ProcessFleet(RemoteFleet):
 
     def _finish_forward(self, role: str, forward: PackedForward, start: float, end: float) -> None:
         """Record the answers of a shared forward."""
-        packed = self._packed[role]
+        self._unshared_is_next, packed = True, self._packed[role]
         events = packed.finish(forward)
         share, num_texts = len(events), len(forward.taken)
         names = {job.id: name for name, job in self._inline_jobs.items()}
@@ -384,6 +388,7 @@ class ProcessFleet(RemoteFleet):
             self.log.append(span(name, self._servers[name].role, job, context, start, end, event, num_texts))
 
     def _run_job_inline(self, name: str, job: Job) -> None:
+        self._unshared_is_next = False
         server, context, start = self._inline[self._servers[name].role], job.context, self.now()
         try:
             for event in work(job, server):

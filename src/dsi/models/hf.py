@@ -67,7 +67,7 @@ class Transformer:
         check_supported(model.config, f"a model of class {type(model).__name__}")
         self.model = model.eval()
         self.context = context_length(model.config)
-        self._sequences: list[KVSequence]  # the most recently used last
+        self._sequences: dict[KVSequence, None]  # the most recently used last
         self.clear_cache()
         self._max_sequences = max_sequences
         self.max_overwrite = MAX_OVERWRITE
@@ -103,7 +103,7 @@ class Transformer:
             torch.set_num_threads(self.torch_threads)
 
     def clear_cache(self) -> None:
-        self._sequences = []
+        self._sequences = {}
         self._sequence_of = WeakValueDictionary[int, KVSequence]()  # by the identity of a text's list of tokens
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
@@ -315,9 +315,10 @@ class Transformer:
 
     def _keep_sequence(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
         """It is the most recently used now, and the one of this text."""
-        if not self._sequences or self._sequences[-1] is not sequence:
-            others = [other for other in self._sequences if other is not sequence][-(self._max_sequences - 1) :]
-            self._sequences = [*others, sequence] if self._max_sequences > 1 else [sequence]
+        self._sequences.pop(sequence, None)
+        self._sequences[sequence] = None
+        if len(self._sequences) > self._max_sequences:
+            del self._sequences[next(iter(self._sequences))]
         if len(self._sequence_of) > MAX_KNOWN_TEXTS:
             self._sequence_of.clear()
         self._sequence_of[id(tokens)] = sequence
@@ -333,9 +334,9 @@ class Transformer:
     def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int, KVSequence]:
         """Return the sequence that shares the longest prefix; if the last one is extended, skip the others."""
         longest, best = 0, KVSequence()
-        for sequence in reversed(self._sequences):
+        for number, sequence in enumerate(reversed(self._sequences)):
             shared = common_prefix_length(sequence.tokens, tokens)
-            if shared and shared == len(sequence.tokens) and sequence is self._sequences[-1]:
+            if shared and shared == len(sequence.tokens) and not number:
                 return shared, sequence
             if shared > longest or (shared and shared == longest and len(sequence.tokens) < len(best.tokens)):
                 longest, best = shared, sequence

@@ -112,8 +112,10 @@ class KVSequence:
     def truncate(self, length: int) -> None:
         del self.tokens[length:]
         self.nodes = {}
-        for layer in self.cache.layers:
-            layer.length = min(layer.length, length)
+        layers = self.cache.layers
+        if layers and layers[0].length > length:  # the first grows first
+            for layer in layers:
+                layer.length = min(layer.length, length)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Make cached nodes that this text goes on with text; keep those below its end, and no others."""

@@ -295,8 +295,8 @@ class CompiledDecoder(Transformer):
         with self._lock:
             parts = [TextPart(*part) for part in self._new_tokens(texts, self._in_use)]
             sequences = {part.sequence for part in parts}
-            self._in_use |= sequences
             self._reserve_all(parts)
+            self._in_use |= sequences
         try:
             logits = self._compute_parts(parts, at_once)
             for part in parts:
