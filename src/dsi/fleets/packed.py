@@ -175,7 +175,7 @@ class PackedServer:
                 continue
             if (num_new := packed.num_new) > MIN_CHUNK:
                 long.append(packed)
-            elif num_new <= room:
+            elif num_new <= room or not taken:
                 taken.append((packed, num_new))
                 room -= num_new
         room = max(room, MIN_CHUNK)  # prompts are read even where texts that continue fill every forward

@@ -24,7 +24,7 @@ from typing import Any
 from dsi.core.messages import TARGET, Drafted, Event, Job, Prefill
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.connection import Connection, JobDecoder
-from dsi.fleets.packed import MIN_CHUNK, PackedForward, PackedServer
+from dsi.fleets.packed import PackedForward, PackedServer
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span, span
@@ -37,7 +37,7 @@ UseCores = Callable[[Server, bool], None]  # whether every core may be used, or 
 JOIN_SECONDS = 2.0
 MAX_INLINE_TOKENS = 256  # that a job in this process may have to compute; a longer prompt is read by a worker
 MAX_AT_ONCE = 2  # shared forwards
-MIN_SPLIT = 32  # new tokens of all texts from which their forward is split into two that run at once
+MIN_SPLIT = 16  # new tokens of all texts from which their forward is split into two that run at once
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
 
 
@@ -316,7 +316,7 @@ class ProcessFleet(RemoteFleet):
         if len(self._inflight) == MAX_AT_ONCE or not self._can_split([(role, packed)]):
             return False
         half = (packed.num_new + MAX_AT_ONCE - 1) // MAX_AT_ONCE
-        forward = packed.begin(max(MIN_CHUNK, min(half, packed.max_tokens // MAX_AT_ONCE)))
+        forward = packed.begin(min(half, packed.max_tokens // MAX_AT_ONCE))
         inflight = InflightForward(role, forward, self.now())
         future = self._threads.submit(self._run_inflight, packed, inflight)
         self._inflight[future] = inflight
@@ -344,20 +344,20 @@ class ProcessFleet(RemoteFleet):
             future = self._ended.popleft()
             inflight = self._inflight.pop(future)
             future.result()
-            self._finish_forward(inflight.role, inflight.forward, inflight.start, inflight.end)
+            self._finish_forward(inflight.role, inflight.forward, inflight.start, inflight.end, MAX_AT_ONCE)
         return ended
 
     def _step_packed(self, role: str, packed: PackedServer, at_once: int = 1) -> None:
         """Run one forward for all jobs that share it."""
         forward, start = packed.begin(packed.max_tokens), self.now()
         packed.run(forward, at_once)
-        self._finish_forward(role, forward, start, self.now())
+        self._finish_forward(role, forward, start, self.now(), at_once)
 
-    def _finish_forward(self, role: str, forward: PackedForward, start: float, end: float) -> None:
-        """Record the answers of a shared forward."""
+    def _finish_forward(self, role: str, forward: PackedForward, start: float, end: float, at_once: int) -> None:
+        """Record the answers of a shared forward, which had its share of the cores."""
         self._unshared_is_next, packed = True, self._packed[role]
         events = packed.finish(forward)
-        share, num_texts = len(events), len(forward.taken)
+        share, num_texts = at_once * len(events), len(forward.taken)
         names = {job.id: name for name, job in self._inline_jobs.items()}
         default = next(name for name, server in self._servers.items() if server.role == role)
         for job, context, event in events:

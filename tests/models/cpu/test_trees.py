@@ -37,9 +37,9 @@ class CountingDecoder(CompiledDecoder):
 
     rows = 0
 
-    def _run(self, parts: list[TextPart]) -> Any:
+    def _run(self, parts: list[TextPart], at_once: int = 1) -> Any:
         self.rows += sum(len(part.tokens) for part in parts)
-        return super()._run(parts)
+        return super()._run(parts, at_once)
 
     def rows_of(self, *arguments: Any) -> int:
         before = self.rows

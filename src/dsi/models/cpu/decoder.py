@@ -349,7 +349,7 @@ class CompiledDecoder(Transformer):
         if forward:
             yield forward
 
-    def _run(self, parts: list[TextPart], at_once: int) -> Sequence[Tensor]:
+    def _run(self, parts: list[TextPart], at_once: int = 1) -> Sequence[Tensor]:
         """Run one forward; return the logits of each part."""
         threads, tokens = max(1, (self._threads or torch.get_num_threads()) // at_once), parts[0].tokens
         if len(parts) > 1:
