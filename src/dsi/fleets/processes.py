@@ -37,7 +37,7 @@ UseCores = Callable[[Server, bool], None]  # whether every core may be used, or 
 JOIN_SECONDS = 2.0
 MAX_INLINE_TOKENS = 256  # that a job in this process may have to compute; a longer prompt is read by a worker
 MAX_AT_ONCE = 2  # shared forwards
-MIN_SPLIT = 16  # new tokens of all texts from which their forward is split into two that run at once
+MIN_SPLIT, MIN_SPLIT_TEXTS = 16, 8  # new tokens, and texts, from which a forward is split into two that run at once
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
 
 
@@ -140,8 +140,8 @@ class ProcessFleet(RemoteFleet):
     `use_cores` runs before a job that may use every core because nothing else computes, and before the next that
     may not; only the servers in `every_core` may. Such a job runs in this process, without messages, on the server
     that `inline` has for its role, and shares its forwards with those of other requests if its model can. Many texts
-    are divided into two forwards at once, each on half of the cores: the answers of one are handled while the other
-    still computes, and neither waits for threads on cores where this is done.
+    are divided into two forwards at once, if their model can, each on half of the cores: the answers of one are handled
+    while the other still computes, and neither waits for a thread whose core does so.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class ProcessFleet(RemoteFleet):
     def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
         """Whether only targets are to compute, and so many tokens that two forwards take no longer than one."""
         [(role, packed), *others] = shared
-        if role != TARGET or others or packed.forwards_at_once == 1:
+        if role != TARGET or others or packed.forwards_at_once == 1 or len(packed.jobs) < MIN_SPLIT_TEXTS:
             return False
         return len(packed.jobs) >= MIN_SPLIT or packed.num_new >= MIN_SPLIT
 

@@ -196,7 +196,6 @@ class CompiledDecoder(Transformer):
     """`CompiledDecoder.supports` says which models can run this way. Without `threads`, it has as many as torch."""
 
     supports_trees = can_pack = True
-    forwards_at_once = 2  # of `forward_packed`, each in a thread of its own; of all others only one
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -251,6 +250,11 @@ class CompiledDecoder(Transformer):
 
     def with_threads(self, threads: int, max_sequences: int | None = None) -> CompiledDecoder:
         return CompiledDecoder(self.model, max_sequences or self._max_sequences, threads)
+
+    @property
+    def forwards_at_once(self) -> int:
+        """Two of `forward_packed`, where a thread for each is its share: more threads compute one forward at a time."""
+        return 2 if self._threads in (2, 3) else 1
 
     @property
     def kv_bytes(self) -> int:
