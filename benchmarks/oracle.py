@@ -44,12 +44,13 @@ class PackedOracle:
     model: SamplingModel
     teacher: Model
     can_pack = computes_trees = True
+    forwards_at_once = 1
 
     def answer(self, request: ForwardRequest) -> Tokens:
         [answer] = self.answer_packed([request])
         return answer.tokens
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:  # noqa: ARG002
         self.model.answer_packed(requests)
         return self._teach(requests)
 

@@ -40,6 +40,7 @@ ALLOWED_IN = {
     **{name: {"cli", "engine", "experiments", "fleets", "server"} for name in CLOCKS_AND_THREADS},
 }
 ALLOWED_IN["time"] |= {"models"}  # a draft pipeline launches the next forward in time
+ALLOWED_IN["threading"] |= {"models"}  # forwards of one model that run at once share its table of KV caches
 
 
 def imports() -> Iterator[tuple[str, str, str]]:

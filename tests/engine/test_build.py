@@ -24,7 +24,7 @@ def test_local_model_has_its_threads_and_an_empty_cache() -> None:
     assert len(pair.target.backend._sequences) == 1
     assert pair.target.fresh().answer(ForwardRequest([1, 5, 9], 3)) == first
     pair.target.fresh()
-    assert (pair.target.backend._sequences, torch.get_num_threads(), pair.context) == ([], 1, 512)
+    assert (pair.target.backend._sequences, torch.get_num_threads(), pair.context) == ({}, 1, 512)
     torch.set_num_threads(threads)
 
 

@@ -44,6 +44,7 @@ class PolledPair:
     """A toy model that answers about several texts and trees after so many polls."""
 
     can_pack = computes_trees = True
+    forwards_at_once = 1
 
     def __init__(self, model: ToyTarget | ToyDrafter, polls: int) -> None:
         self._model, self._polls = model, polls
@@ -63,7 +64,7 @@ class PolledPair:
             text += self._model.answer(ForwardRequest(text, len(text)))
             yield text[-1]
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:  # noqa: ARG002
         return [tree_answer(self._model, request) if request.num_positions else Answer() for request in requests]
 
     def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:

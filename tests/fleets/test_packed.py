@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from threading import Barrier
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -19,7 +20,7 @@ from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END, Tree
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.packed import MAX_TOKENS, MIN_CHUNK, PackedServer
-from dsi.fleets.processes import ProcessFleet
+from dsi.fleets.processes import MIN_SPLIT, ProcessFleet
 from dsi.fleets.servers import Server
 from dsi.fleets.worker import work
 from dsi.models.protocol import Answer, ForwardRequest, Model, SamplingModel, top_k_or_answer, tree_answer
@@ -35,6 +36,8 @@ class Packing:
     model: Model
     can_pack: bool = True
     computes_trees: bool = True
+    forwards_at_once: int = 1
+    meeting: Barrier | None = None  # of forwards that are to run at once
     forwards: list[list[int]] = field(default_factory=list)
 
     def answer(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -45,7 +48,9 @@ class Packing:
     def top_k(self, request: ForwardRequest, count: int) -> tuple[int, ...]:
         return top_k_or_answer(self.model, request, count)
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        if at_once > 1 and self.meeting is not None:
+            self.meeting.wait(10)
         answers = [tree_answer(self, request) for request in requests]
         self.forwards.append(
             [len(request.tokens) - (request.num_cached or 0) + request.num_new_nodes for request in requests]
@@ -146,13 +151,15 @@ def test_packed_server_verifies_trees_beside_other_texts() -> None:
     server.add(first := tree_after(0, 1, 2))
     server.add(Verify(1, text(3), 1))
     server.add(tree_after(2, 4))
-    assert [event for *_, event in server.step()] == [
+    forward = server.begin(MAX_TOKENS)
+    server.run(forward)
+    assert [event for *_, event in server.finish(forward)] == [
         Verified(0, after_tree(1, 2)),
         Verified(1, after((3,))),
         Verified(2, after_tree(4)),
     ]
     assert packing.forwards == [[2 + 4, 1, 1 + 4]]
-    assert server.num_computed == 6 + 1 + 5
+    assert forward.num_rows == 6 + 1 + 5
     accepted = server.server.prefixes.lookup(first.context.then(6).then(8))
     assert accepted.num_cached == 4  # a path that was computed as a part of the tree
 
@@ -257,23 +264,59 @@ def test_packed_server_accepts_one_job_of_a_request_that_gives_tokens_only() -> 
     assert server.accepts(Verify(1, origin.then(2), 2))
 
 
+def test_packed_server_keeps_forwards_that_run_at_once_apart() -> None:
+    server, packing = packed_server()
+    for id in range(4):
+        server.add(Verify(id, text(id), 1))
+    first, second = server.begin(2), server.begin(2)
+    assert (server.has_ready_jobs, server.begin(2).parts) == (False, [])
+    server.run(second, 2)
+    server.run(first, 2)
+    assert [event for *_, event in server.finish(first)] == [Verified(id, after((id,))) for id in (0, 1)]
+    assert [event for *_, event in server.finish(second)] == [Verified(id, after((id,))) for id in (2, 3)]
+    assert packing.forwards == [[1, 1], [1, 1]]
+
+
+def test_packed_server_takes_the_first_job_however_little_room_there_is() -> None:
+    server, packing = packed_server()
+    server.add(Verify(0, text(*range(9)), 1))
+    server.add(Verify(1, text(1), 1))
+    assert [[part.packed.job.id for part in server.begin(4).parts] for _ in range(2)] == [[0], [1]]
+    assert packing.forwards == []
+
+
+def test_packed_server_drops_a_job_amid_its_forward() -> None:
+    server, _ = packed_server()
+    origin = text(1, 2)
+    server.add(Verify(0, origin, 1))
+    server.add(Verify(1, text(3), 1))
+    forward = server.begin(MAX_TOKENS)
+    assert server.discard(0)
+    assert not server.accepts(Verify(2, origin, 1))  # which would fill the KV cache that the forward fills
+    server.run(forward)
+    assert [event for *_, event in server.finish(forward)] == [Verified(1, after((3,)))]
+    server.add(Verify(2, origin, 1))
+    assert [event for *_, event in server.step()] == [Verified(2, after((1, 2)))]
+
+
 def test_packed_server_is_not_for_models_that_compute_one_text_at_a_time() -> None:
     assert PackedServer.of(Server("target-1", "target", TARGET)) is None
     assert PackedServer.of(Server("target-1", "target", Packing(TARGET, can_pack=False))) is None
 
 
-@pytest.fixture(scope="module")
-def shared_loop() -> Iterator[EngineLoop]:
-    """One for all: the ids of its jobs are its fleet's."""
-    fleet = packing_fleet()
+@pytest.fixture(scope="module", params=[1, 2])
+def shared_loop(request: pytest.FixtureRequest) -> Iterator[EngineLoop]:
+    """One for all: the ids of its jobs are its fleet's. Half of the forwards are large enough to be split."""
+    fleet = packing_fleet(request.param)
     yield EngineLoop(fleet)
     fleet.close()
 
 
-def packing_fleet() -> ProcessFleet:
+def packing_fleet(at_once: int = 1) -> ProcessFleet:
     drafter = ToyDrafter(TARGET, 0.7, 8, runner_up_acceptance=0.5)
     servers = [Server(f"target-{i}", "target", TARGET) for i in (1, 2)] + [Server("drafter", "drafter", drafter)]
-    inline = {role: Server(role, role, Packing(model)) for role, model in (("target", TARGET), ("drafter", drafter))}
+    models = {"target": Packing(TARGET, forwards_at_once=at_once), "drafter": Packing(drafter)}
+    inline = {role: Server(role, role, model) for role, model in models.items()}
     return ProcessFleet(servers, use_cores=lambda *_: None, inline=inline)
 
 
@@ -352,19 +395,59 @@ def test_process_fleet_shares_forwards_of_trees() -> None:
         fleet.close()
 
 
-def test_process_fleet_shares_forwards_while_its_workers_die() -> None:
-    fleet = packing_fleet()
+def test_process_fleet_divides_many_texts_into_two_forwards_at_once() -> None:
+    fleet = packing_fleet(2)
+    target = fleet._packed["target"]._model
+    assert isinstance(target, Packing)
+    target.meeting = Barrier(2)  # a forward that ran alone would break it
+    fleet.log = []
+    try:
+        requests = [Request((i, 2), 6, autoregressive()) for i in range(MIN_SPLIT)]
+        done = EngineLoop(fleet).run(*requests)
+        assert [completion.tokens for completion in done] == [after((i, 2), 6) for i in range(MIN_SPLIT)]
+        assert {len(forward) for forward in target.forwards} == {MIN_SPLIT // 2}
+        times = {(span.start, span.end) for span in fleet.log}
+        assert len(times) == 2 * 6
+        halves = sum(end - start for start, end in times) / 2  # each had half of the cores
+        assert sum(fleet.busy.values()) == pytest.approx(halves)
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_process_fleet_runs_a_job_that_cannot_share_forwards_in_turn(at_once: int) -> None:
+    fleet = packing_fleet(at_once)
+    try:
+        loop = EngineLoop(fleet)
+        sampling = Sampling(temperature=1.0, rule="reject", seed=3)
+        [expected] = loop.run(Request((9,), 8, speculative(2), sampling))
+        texts = [loop.submit(Request((i, 2), 40, autoregressive())) for i in range(MIN_SPLIT)]
+        odd = loop.submit(Request((9,), 8, speculative(2), sampling))
+        while not odd.done:
+            loop.step()
+        assert odd.completion().tokens == expected.tokens
+        assert 0 < min(len(active.tokens) for active in texts) <= max(len(active.tokens) for active in texts) < 40
+        while any(not active.done for active in texts):
+            loop.step()
+        assert [active.completion().tokens for active in texts] == [after((i, 2), 40) for i in range(MIN_SPLIT)]
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize(("at_once", "texts"), [(1, 6), (2, MIN_SPLIT)])
+def test_process_fleet_shares_forwards_while_its_workers_die(at_once: int, texts: int) -> None:
+    fleet = packing_fleet(at_once)
     try:
         loop, ids = EngineLoop(fleet), count()
         loop.load.shared_spec = lambda *_: SpecConfig("si", 2)
-        running = [loop.submit(replace(shared(loop.load), prompt=(i, 2))) for i in range(6)]
+        running = [loop.submit(replace(shared(loop.load), prompt=(i, 2))) for i in range(texts)]
         while any(not active.done for active in running):
             loop.step()
             if next(ids) in (5, 40, 41):
                 for pid in fleet.worker_pids:
                     with suppress(ProcessLookupError):  # dead, and not yet noticed
                         os.kill(pid, signal.SIGKILL)
-        assert [active.completion().tokens for active in running] == [after((i, 2), 30) for i in range(6)]
+        assert [active.completion().tokens for active in running] == [after((i, 2), 30) for i in range(texts)]
     finally:
         fleet.close()
 

@@ -25,7 +25,7 @@ def counts(algorithm: str, shared: bool) -> dict[str, dict[str, float]]:
     metrics = Metrics()
     decisions = tuple((0.1 * i, decision) for i, decision in enumerate(DECISIONS))
     completion = Completion((), "length", (), Tally(), decisions=decisions)
-    metrics.count_speculation(algorithm, [JobStats(completion, [], 0.0, shared, [])])
+    metrics.count_speculation(algorithm, [JobStats(completion, [], 0.0, 0.0, shared, [])])
     by_name: dict[str, dict[str, float]] = {}
     for family in metrics.registry.collect():
         for sample in family.samples:

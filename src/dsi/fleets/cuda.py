@@ -8,16 +8,18 @@ where there are models for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
-from dsi.fleets.packed import PackedServer, SharedEvent
+from dsi.fleets.packed import PackedServer
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span, span
 from dsi.fleets.worker import poll_work
 from dsi.models.protocol import Cancelled
+
+ENDED = object()
 
 
 class CudaCancelFlag:
@@ -66,23 +68,18 @@ class CudaWorker:
         return event, last
 
 
-class SharedForward:
-    """The forward that a server with packed forwards is computing."""
+class InflightForward:
+    """The forward that a server is computing for several texts."""
 
-    __slots__ = ("began", "steps")
+    __slots__ = ("began", "forward", "steps")
 
     def __init__(self, packed: PackedServer, began: float) -> None:
-        self.began = began
-        self.steps: Generator[None, None, list[SharedEvent]] = packed.poll_step()
+        self.began, self.forward = began, packed.begin(packed.max_tokens)
+        self.steps = packed.poll(self.forward)
 
-    def poll(self) -> list[SharedEvent] | None:
-        """What came of it; None while it is being computed."""
-        try:
-            next(self.steps)
-        except StopIteration as end:
-            events: list[SharedEvent] = end.value
-            return events
-        return None
+    def poll(self) -> bool:
+        """Return whether it has ended."""
+        return next(self.steps, ENDED) is ENDED
 
 
 class CudaFleet(RealTimeFleet):
@@ -100,7 +97,7 @@ class CudaFleet(RealTimeFleet):
         self._packed = {role: server for role, server in shared.items() if server is not None}
         self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
         self._joined: set[int] = set()  # of these, those that did not have to wait
-        self._forwards: dict[str, SharedForward] = {}  # in flight, by role
+        self._forwards: dict[str, InflightForward] = {}  # by role
 
     @property
     def packs(self) -> bool:
@@ -178,17 +175,18 @@ class CudaFleet(RealTimeFleet):
                     self._scheduler.enqueue(job)
 
     def _poll_packed(self, role: str, packed: PackedServer) -> None:
-        if role not in self._forwards:
-            if not packed.jobs:
+        inflight = self._forwards.pop(role, None)
+        if inflight is None:
+            if not packed.has_ready_jobs:
                 return
-            self._forwards[role] = SharedForward(packed, self.now())
-        forward = self._forwards.pop(role)
-        if (events := forward.poll()) is None:  # an interrupt drops it: its jobs begin another
-            self._forwards[role] = forward
+            inflight = InflightForward(packed, self.now())
+        if inflight.poll():
+            self._finish_forward(role, packed, inflight)
         else:
-            self._take_answers(role, packed, events, forward.began)
+            self._forwards[role] = inflight
 
-    def _take_answers(self, role: str, packed: PackedServer, events: list[SharedEvent], began: float) -> None:
+    def _finish_forward(self, role: str, packed: PackedServer, inflight: InflightForward) -> None:
+        began, events, num_texts = inflight.began, packed.finish(inflight.forward), len(inflight.forward.parts)
         names = {job.id: name for name, job in self._packed_jobs.items()}
         default = next(name for name, server in self._servers.items() if server.role == role)
         for job, context, event in events:
@@ -198,7 +196,7 @@ class CudaFleet(RealTimeFleet):
             else:  # each has its share of the time
                 self.usage[name].end(now - (now - began) / len(events), now, event)
                 if self.log is not None:
-                    self.log.append(span(name, role, job, context, began, now, event, packed.num_texts))
+                    self.log.append(span(name, role, job, context, began, now, event, num_texts))
             self._events.append(event)
         self._release_packed()
 

@@ -7,7 +7,7 @@ texts that continue, speculation last, then long prompts in chunks of what is le
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Verified, Verify
@@ -31,19 +31,27 @@ class PackedJob:
     prefix: CachedPrefix
     left: int  # answers that are missing: a draft's tokens, or levels of its tree, or one
     growth: TreeGrowth | None = None  # of a tree's draft
+    computing: bool = False  # whether a forward computes its next answer now
 
     @property
     def has_begun(self) -> bool:
         """Whether some of its answers were given."""
         return isinstance(self.job, Draft) and self.left < self.job.num_answers
 
-    def forward(self) -> PackedForward:
-        """Its next forward, over all that it takes."""
+    @property
+    def num_new(self) -> int:
+        """The rows of its next forward, about: counting all takes as long as making its request."""
+        width = self.job.num_positions if isinstance(self.job, Verify) else 1
+        missing = len(self.prefix.tokens) - (self.prefix.num_cached or 0)
+        return width if width > missing else missing
+
+    def part(self) -> PackedPart:
+        """Its part of the next forward: all that its answer takes."""
         request, prefix = self._request(), self.prefix
         num_positions = max(0, len(request.tokens) + 1 - request.start)
         num_new = max(num_positions, len(request.tokens) - (request.num_cached or 0))
         num_nodes = len({*request.asked, *prefix.new_nodes(request.tree)}) if request.tree else 0
-        return PackedForward(self, request, num_new - num_positions, num_new + num_nodes)
+        return PackedPart(self, request, num_new - num_positions, num_new + num_nodes)
 
     def _request(self) -> ForwardRequest:
         if self.growth is not None:
@@ -54,8 +62,8 @@ class PackedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedForward:
-    """A job's share of a forward."""
+class PackedPart:
+    """A job's part of a forward."""
 
     packed: PackedJob
     request: ForwardRequest
@@ -72,34 +80,55 @@ class PackedForward:
         """Whether nobody waits for it yet."""
         return isinstance(self.packed.job, Verify) and self.packed.job.lead > 0
 
-    def within(self, room: int) -> PackedForward:
+    def within(self, room: int) -> PackedPart:
         """All of it where there is room for so many rows, or a chunk of the prompt."""
         if self.num_rows <= room or not self.num_read:
             return self
         count, num_cached = min(room, self.num_read), self.request.num_cached
         chunk = self.request.tokens[: (num_cached or 0) + count]
-        return PackedForward(
-            self.packed, ForwardRequest(chunk, len(chunk) + 1, num_cached), count, count, is_chunk=True
-        )
+        return PackedPart(self.packed, ForwardRequest(chunk, len(chunk) + 1, num_cached), count, count, is_chunk=True)
+
+
+@dataclass(eq=False, slots=True)
+class PackedForward:
+    """A forward over parts of several jobs, and what it answered once it has run."""
+
+    parts: list[PackedPart]
+    answers: Sequence[Answer | Exception] = ()
+
+    @property
+    def requests(self) -> list[ForwardRequest]:
+        return [part.request for part in self.parts]
+
+    @property
+    def num_rows(self) -> int:
+        """New tokens of texts, and nodes of trees."""
+        return sum(part.num_rows for part in self.parts)
 
 
 class PackedServer:
-    """Runs the jobs that have joined, one forward at a time for all of them."""
+    """Runs the jobs that have joined in forwards that they share, one at a time with `step`.
+
+    `begin` and `finish` are its two ends: `run`, between them, may take place in another thread, where the model can
+    compute several forwards at once, and `poll` yields while it computes asynchronously.
+    """
 
     def __init__(self, server: Server, model: SupportsPacking, max_positions: float = MAX_TOKENS) -> None:
         self.server, self._model, self.max_tokens = server, model, MAX_TOKENS
         self._max_positions = max_positions  # of a job; a wider one would make the others wait
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
-        self._origins: set[TokenSequence] = set()  # whose jobs they are
-        self._in_flight: frozenset[int] = frozenset()  # jobs of the forward that is being computed
-        self._discarded: set[int] = set()  # of these
-        self.num_computed = self.num_texts = 0  # new tokens of the last forward, and texts that they belong to
+        self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
 
     @classmethod
     def of(cls, server: Server) -> PackedServer | None:
         """None: its model computes one text at a time."""
         model = server.model
         return cls(server, model) if isinstance(model, SupportsPacking) and model.can_pack else None
+
+    @property
+    def forwards_at_once(self) -> int:
+        """How many forwards its model can compute at once, in threads of their own."""
+        return self._model.forwards_at_once
 
     def accepts(self, job: object) -> bool:
         """Whether a job can join now: there is one of each request."""
@@ -122,90 +151,98 @@ class PackedServer:
         self._origins.add(job.context.origin)
 
     def discard(self, id: int) -> bool:
-        """Drop a job, at the end of its forward if it is being computed; return whether it was here."""
-        if id in self._in_flight and id in self.jobs:
-            self._discarded.add(id)
-            return True
+        """Drop a job; return whether it was here."""
         if (packed := self.jobs.pop(id, None)) is None:
             return False
-        self._origins.discard(packed.job.context.origin)
+        if not packed.computing:  # or another job of its request would share the KV cache with that forward
+            self._origins.discard(packed.job.context.origin)
         return True
+
+    @property
+    def has_ready_jobs(self) -> bool:
+        """Whether there are jobs that no forward computes."""
+        return any(not packed.computing for packed in self.jobs.values())
+
+    @property
+    def num_new(self) -> int:
+        """New tokens and nodes of all jobs, those that are computed now included."""
+        return sum(packed.num_new for packed in self.jobs.values())
 
     def step(self) -> list[SharedEvent]:
         """Run one forward; return what came of it."""
-        steps = self.poll_step()
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                events: list[SharedEvent] = end.value
-                return events
+        forward = self.begin(self.max_tokens)
+        self.run(forward)
+        return self.finish(forward)
 
-    def poll_step(self) -> Generator[None, None, list[SharedEvent]]:
-        """The same, but yield while a model that computes asynchronously does so."""
-        taken = self._take()
-        self.num_computed, self.num_texts = sum(forward.num_rows for forward in taken), len(taken)
-        self._in_flight = frozenset(forward.packed.job.id for forward in taken)
-        try:
-            answers = yield from self._poll_answers([forward.request for forward in taken])
-        finally:
-            self._in_flight = frozenset()
-        discarded, self._discarded = self._discarded, set()
-        for id in discarded:
-            self.discard(id)
-        return self._events(
-            [(forward, answer) for forward, answer in zip(taken, answers) if forward.packed.job.id not in discarded]
-        )
+    def begin(self, max_tokens: int) -> PackedForward:
+        """Take the jobs of the next forward."""
+        forward = PackedForward(self._take(max_tokens))
+        for part in forward.parts:
+            part.packed.computing = True
+        return forward
 
-    def _poll_answers(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, Sequence[Answer | Exception]]:
+    def run(self, forward: PackedForward, at_once: int = 1) -> None:
+        """Compute the forward, one of so many that run at once."""
         try:
-            if isinstance(self._model, PollsPacked):
-                return (yield from self._model.poll_packed(requests))
-            return self._model.answer_packed(requests)
+            forward.answers = self._model.answer_packed(forward.requests, at_once)
         except Exception:  # one of them cannot be computed: which?
-            return [self._answer_alone(request) for request in requests]
+            forward.answers = [self._answer_alone(request, at_once) for request in forward.requests]
 
-    def _events(self, answered: Sequence[tuple[PackedForward, Answer | Exception]]) -> list[SharedEvent]:
+    def poll(self, forward: PackedForward) -> Iterator[None]:
+        """The same, but yield while a model that computes asynchronously does so."""
+        if not isinstance(self._model, PollsPacked):
+            self.run(forward)
+            return
+        try:
+            forward.answers = yield from self._model.poll_packed(forward.requests)
+        except Exception:
+            forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
+
+    def finish(self, forward: PackedForward) -> list[SharedEvent]:
+        """Return what came of a forward that has run, but for jobs that were dropped meanwhile."""
         events = []
-        for forward, answer in answered:
-            context = forward.packed.prefix.context
-            if (event := self._finish(forward, answer)) is not None:
-                events.append((forward.packed.job, context, event))
+        for part, answer in zip(forward.parts, forward.answers):
+            packed = part.packed
+            context, packed.computing = packed.prefix.context, False
+            if self.jobs.get(packed.job.id) is not packed:
+                self._origins.discard(packed.job.context.origin)
+            elif (event := self._finish(part, answer)) is not None:
+                events.append((packed.job, context, event))
         return events
 
-    def _take(self) -> list[PackedForward]:
+    def _take(self, room: int) -> list[PackedPart]:
         """What the next forward computes: jobs that fit, and the first even if it does not."""
-        room, taken = self.max_tokens, list[PackedForward]()
-        forwards = [packed.forward() for packed in self.jobs.values()]
-        continuing = [forward for forward in forwards if not forward.reads_prompt]
-        for forward in sorted(continuing, key=lambda forward: forward.is_speculation):
-            if forward.num_rows <= room or not taken:
-                taken.append(forward)
-                room -= forward.num_rows
-        room = max(room, MIN_CHUNK)  # prompts are read even where texts that continue fill every forward
-        for forward in forwards:
-            if forward.reads_prompt and room > 0:
-                taken.append(part := forward.within(room))
+        taken = list[PackedPart]()
+        parts = [packed.part() for packed in self.jobs.values() if not packed.computing]
+        continuing = [part for part in parts if not part.reads_prompt]
+        for part in sorted(continuing, key=lambda part: part.is_speculation):
+            if part.num_rows <= room or not taken:
+                taken.append(part)
                 room -= part.num_rows
+        room = max(room, MIN_CHUNK)  # prompts are read even where texts that continue fill every forward
+        for part in parts:
+            if part.reads_prompt and room > 0:
+                taken.append(chunk := part.within(room))
+                room -= chunk.num_rows
         return taken
 
-    def _answer_alone(self, request: ForwardRequest) -> Answer | Exception:
+    def _answer_alone(self, request: ForwardRequest, at_once: int) -> Answer | Exception:
         try:
-            [answer] = self._model.answer_packed([request])
+            [answer] = self._model.answer_packed([request], at_once)
         except Exception as error:
             return error
         return answer
 
-    def _finish(self, forward: PackedForward, answer: Answer | Exception) -> Event | None:
+    def _finish(self, part: PackedPart, answer: Answer | Exception) -> Event | None:
         """The event of an answer; None for a chunk of a prompt."""
-        packed, request = forward.packed, forward.request
+        packed, request = part.packed, part.request
         job, prefix = packed.job, packed.prefix
         if isinstance(answer, Exception):
             self.discard(job.id)
             return Failed(job.id, f"{type(answer).__name__}: {answer}")
         prefix.num_cached = len(request.tokens)
         prefix.add_tree(request.tree)
-        if forward.is_chunk:
+        if part.is_chunk:
             return None
         packed.left -= 1
         if not packed.left:

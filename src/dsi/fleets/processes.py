@@ -12,8 +12,11 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from ctypes import c_bool
+from dataclasses import dataclass
 from pathlib import Path
 from selectors import SelectorKey
 from typing import Any
@@ -21,7 +24,7 @@ from typing import Any
 from dsi.core.messages import TARGET, Drafted, Event, Job, Prefill
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.connection import Connection, JobDecoder
-from dsi.fleets.packed import PackedServer
+from dsi.fleets.packed import PackedForward, PackedServer
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span, span
@@ -33,6 +36,8 @@ Prepare = Callable[[Server], None]
 UseCores = Callable[[Server, bool], None]  # whether every core may be used, or only the server's own
 JOIN_SECONDS = 2.0
 MAX_INLINE_TOKENS = 256  # that a job in this process may have to compute; a longer prompt is read by a worker
+MAX_AT_ONCE = 2  # shared forwards
+MIN_SPLIT, MIN_SPLIT_TEXTS = 16, 8  # new tokens, and texts, from which a forward is split into two that run at once
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
 
 
@@ -119,12 +124,24 @@ class ProcessHandle(WorkerHandle):
         return f"ended with status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
 
 
+@dataclass(eq=False, slots=True)
+class InflightForward:
+    """A forward that requests share, in a thread of its own."""
+
+    role: str
+    forward: PackedForward
+    start: float
+    end: float = 0.0
+
+
 class ProcessFleet(RemoteFleet):
     """`cores` pins servers by name; `prepare` runs first in each process, to set its number of threads, say.
 
     `use_cores` runs before a job that may use every core because nothing else computes, and before the next that
     may not; only the servers in `every_core` may. Such a job runs in this process, without messages, on the server
-    that `inline` has for its role, and shares its forwards with those of other requests if its model can.
+    that `inline` has for its role, and shares its forwards with those of other requests if its model can. Many texts
+    are divided into two forwards at once, if their model can, each on half of the cores: the answers of one are handled
+    while the other still computes, and neither waits for a thread whose core does so.
     """
 
     def __init__(
@@ -146,6 +163,10 @@ class ProcessFleet(RemoteFleet):
         self._inline_jobs: dict[str, Job] = {}  # that run here, by server
         packed = {role: PackedServer.of(server) for role, server in self._inline.items()}
         self._packed = {role: server for role, server in packed.items() if server is not None}
+        self._inflight: dict[Future[None], InflightForward] = {}
+        self._ended: deque[Future[None]] = deque()
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "forward")
+        self._unshared_is_next = False  # whether a job that shares no forward runs before the next shared one
         self.every_core = frozenset(self._servers if use_cores else ())
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
         for name in self._servers:
@@ -225,8 +246,12 @@ class ProcessFleet(RemoteFleet):
     def _has_work(self) -> bool:
         return super()._has_work or any(packed.jobs for packed in self._packed.values())
 
+    def close(self) -> None:
+        self._threads.shutdown()
+        super().close()
+
     def _wait_for_events(self) -> None:
-        if not self._run_inline():
+        if not (self._finish_forwards() or self._run_inline()):
             super()._wait_for_events()
             return
         self._handle(self._selector.select(0))
@@ -239,7 +264,15 @@ class ProcessFleet(RemoteFleet):
         """
         if self.num_requests > 1:
             self._take_waiting()
-        shared = [(role, packed) for role, packed in self._packed.items() if packed.jobs]
+        shared = [(role, packed) for role, packed in self._packed.items() if packed.has_ready_jobs]
+        unshared = self._unshared_job() if self._unshared_is_next or not shared else None
+        if shared and unshared is None and (self._inflight or self._can_split(shared)):
+            return self._begin_forward(shared)
+        if self._inflight:
+            return False
+        if unshared is not None:
+            self._run_job_inline(unshared, self._inline_jobs.pop(unshared))
+            return True
         if shared and (len(self._inline_jobs) != 1 or not self._is_only_short_job(shared)):
             self._step_packed(*min(shared, key=lambda item: item[0] == TARGET))
             return True
@@ -264,18 +297,72 @@ class ProcessFleet(RemoteFleet):
     def _is_only_short_job(shared: Sequence[tuple[str, PackedServer]]) -> bool:
         """Whether there is but one job, which has not begun and may as well run to its end."""
         [first, *others] = [job for _, packed in shared for job in packed.jobs.values()]
-        return not others and not first.has_begun and first.forward().num_rows <= MAX_INLINE_TOKENS
+        return not others and not first.has_begun and first.part().num_rows <= MAX_INLINE_TOKENS
 
-    def _step_packed(self, role: str, packed: PackedServer) -> None:
+    @staticmethod
+    def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
+        """Whether only targets are to compute, and so many tokens that two forwards take no longer than one."""
+        [(role, packed), *others] = shared
+        if role != TARGET or others or packed.forwards_at_once == 1 or len(packed.jobs) < MIN_SPLIT_TEXTS:
+            return False
+        return len(packed.jobs) >= MIN_SPLIT or packed.num_new >= MIN_SPLIT
+
+    def _begin_forward(self, shared: Sequence[tuple[str, PackedServer]]) -> bool:
+        """Begin another forward beside the one that runs, if it is large enough, or run one of a drafter."""
+        role, packed = min(shared, key=lambda item: item[0] == TARGET)
+        if role != TARGET:
+            self._step_packed(role, packed, MAX_AT_ONCE)
+            return True
+        if len(self._inflight) == MAX_AT_ONCE or not self._can_split([(role, packed)]):
+            return False
+        half = (packed.num_new + MAX_AT_ONCE - 1) // MAX_AT_ONCE
+        forward = packed.begin(min(half, packed.max_tokens // MAX_AT_ONCE))
+        inflight = InflightForward(role, forward, self.now())
+        future = self._threads.submit(self._run_inflight, packed, inflight)
+        self._inflight[future] = inflight
+        future.add_done_callback(self._on_ended)
+        return True
+
+    def _unshared_job(self) -> str | None:
+        """The server of a job that cannot share forwards and runs in this process, in turn with those that can."""
+        shared = [packed.jobs for packed in self._packed.values()]
+        waiting = (name for name, job in self._inline_jobs.items() if not any(job.id in jobs for jobs in shared))
+        return next(waiting, None)
+
+    def _run_inflight(self, packed: PackedServer, inflight: InflightForward) -> None:
+        packed.run(inflight.forward, MAX_AT_ONCE)
+        inflight.end = self.now()
+
+    def _on_ended(self, future: Future[None]) -> None:
+        self._ended.append(future)
+        self.wake()
+
+    def _finish_forwards(self) -> bool:
+        """Take the answers of forwards that have ended; return whether there were any."""
+        ended = bool(self._ended)
+        while self._ended:
+            future = self._ended.popleft()
+            inflight = self._inflight.pop(future)
+            future.result()
+            self._finish_forward(inflight.role, inflight.forward, inflight.start, inflight.end, MAX_AT_ONCE)
+        return ended
+
+    def _step_packed(self, role: str, packed: PackedServer, at_once: int = 1) -> None:
         """Run one forward for all jobs that share it."""
-        start = self.now()
-        events = packed.step()
-        end, share = self.now(), len(events)
+        forward, start = packed.begin(packed.max_tokens), self.now()
+        packed.run(forward, at_once)
+        self._finish_forward(role, forward, start, self.now(), at_once)
+
+    def _finish_forward(self, role: str, forward: PackedForward, start: float, end: float, at_once: int) -> None:
+        """Record the answers of a shared forward, which had its share of the cores."""
+        self._unshared_is_next, packed = True, self._packed[role]
+        events = packed.finish(forward)
+        share, num_texts = at_once * len(events), len(forward.parts)
         names = {job.id: name for name, job in self._inline_jobs.items()}
         default = next(name for name, server in self._servers.items() if server.role == role)
         for job, context, event in events:
             name = names.get(job.id, default)
-            self._record_shared(name, job, context, start, end, event, share, packed.num_texts)
+            self._record_shared(name, job, context, start, end, event, share, num_texts)
             self._events.append(event)
             if job.id in names and job.id not in packed.jobs:
                 del self._inline_jobs[name]
@@ -301,6 +388,7 @@ class ProcessFleet(RemoteFleet):
             self.log.append(span(name, self._servers[name].role, job, context, start, end, event, num_texts))
 
     def _run_job_inline(self, name: str, job: Job) -> None:
+        self._unshared_is_next = False
         server, context, start = self._inline[self._servers[name].role], job.context, self.now()
         try:
             for event in work(job, server):
@@ -333,11 +421,14 @@ class ProcessFleet(RemoteFleet):
         return sum(int(Path(path).read_text().split()[1]) for path in paths) / 1e9
 
     def _replace_dead_worker(self, name: str) -> None:
+        wait(self._inflight)  # a fork amid a forward would copy what it has half done
         self._start_worker(name)
         self._scheduler.add(name, self._servers[name].role)
 
     def _wait_for_messages(self, timeout: float) -> list[tuple[SelectorKey, int]]:
         """Busy-wait while some core is idle: waking up takes longer than handling an answer."""
+        if self._inflight:
+            return self._selector.select(timeout)
         affinity = os.sched_getaffinity(0)
         if idle := self._idle_cores(affinity):
             os.sched_setaffinity(0, idle)

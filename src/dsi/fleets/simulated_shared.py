@@ -24,11 +24,12 @@ class PackedModel:
     model: Model
     can_pack: bool = True
     computes_trees: bool = True
+    forwards_at_once: int = 1
 
     def answer(self, request: ForwardRequest) -> tuple[int, ...]:
         return self.model.answer(request)
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:  # noqa: ARG002
         return [tree_answer(self.model, request) for request in requests]
 
 
@@ -82,8 +83,10 @@ class SharedSimulatedFleet(BaseFleet):
     def _step(self, role: str) -> None:
         """Run one forward for all that have joined."""
         name, packed, start = _name(role), self._packed[role], self._now
-        events = packed.step()
-        self._now = start + self._times[role](packed.num_computed)
+        forward = packed.begin(packed.max_tokens)
+        packed.run(forward)
+        events = packed.finish(forward)
+        self._now = start + self._times[role](forward.num_rows)
         self.usage[name].since = start
         for number, (job, context, event) in enumerate(events):
             self.usage[name].end(self._now if number else start, self._now, event)

@@ -53,7 +53,7 @@ class Transformer:
         check_supported(model.config, f"a model of class {type(model).__name__}")
         self.model = model.eval()
         self.context = context_length(model.config)
-        self._sequences: list[KVSequence]  # the most recently used last
+        self._sequences: dict[KVSequence, None]  # the most recently used last
         self.clear_cache()
         self._max_sequences = max_sequences
         self.max_overwrite = MAX_OVERWRITE
@@ -85,7 +85,7 @@ class Transformer:
             torch.set_num_threads(self.torch_threads)
 
     def clear_cache(self) -> None:
-        self._sequences = []
+        self._sequences = {}
         self._sequence_of = WeakValueDictionary[int, KVSequence]()  # by the identity of a text's list of tokens
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
@@ -106,7 +106,7 @@ class Transformer:
         """Whether texts can share a forward, and there are KV caches for so many that prompts are not read again."""
         return self._max_sequences >= MIN_PACKED_SEQUENCES and self.supports_trees
 
-    def forward_packed(self, requests: Sequence[ForwardRequest]) -> list[Any]:
+    def forward_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Any]:  # noqa: ARG002
         """The logits of each request in one forward, which only that of one request can cancel.
 
         What is cached of a text, or of the tree after it, is not computed again.
@@ -115,22 +115,20 @@ class Transformer:
         self._cancelled = requests[0].cancelled if len(requests) == 1 else NEVER
         texts = self._text_rows(requests)
         logits = self._compute_texts(texts)
-        for text in texts:
-            text.sequence.tokens += text.tokens
-            text.sequence.nodes = {} if text.tree is None else text.tree.nodes
+        record_rows(texts)
         return logits
 
-    def _text_rows(self, requests: Sequence[ForwardRequest]) -> list[TextRows]:
-        """What is to be computed of each text, each with a sequence of its own."""
-        texts, used = list[TextRows](), set[int]()
+    def _text_rows(self, requests: Sequence[ForwardRequest], in_use: Collection[KVSequence] = ()) -> list[TextRows]:
+        """What is to be computed of each text, each with a sequence of its own, and none that is `in_use`."""
+        texts, used = list[TextRows](), set(in_use)
         for request in requests:
             tokens, start = request.tokens, request.start
             self.check_text(tokens, start, tree_depth(request.tree) if request.asked else 0)
             sequence, num_cached = self._sequence(tokens, start)
-            if id(sequence) in used:  # by a text that has begun with the same tokens
+            if sequence in used:  # by a text that has begun with the same tokens
                 sequence = sequence.fork(num_cached)
                 self._keep_sequence(sequence, tokens)
-            used.add(id(sequence))
+            used.add(sequence)
             tree = TreeRows.of(sequence.nodes, request.tree, request.asked) if request.asked else None
             sequence.truncate(num_cached)
             num_positions = max(0, len(tokens) + 1 - start)
@@ -275,9 +273,10 @@ class Transformer:
 
     def _keep_sequence(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
         """It is the most recently used now, and the one of this text."""
-        if not self._sequences or self._sequences[-1] is not sequence:
-            others = [other for other in self._sequences if other is not sequence][-(self._max_sequences - 1) :]
-            self._sequences = [*others, sequence] if self._max_sequences > 1 else [sequence]
+        self._sequences.pop(sequence, None)
+        self._sequences[sequence] = None
+        if len(self._sequences) > self._max_sequences:
+            del self._sequences[next(iter(self._sequences))]
         if len(self._sequence_of) > MAX_KNOWN_TEXTS:
             self._sequence_of.clear()
         self._sequence_of[id(tokens)] = sequence
@@ -293,9 +292,9 @@ class Transformer:
     def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int, KVSequence]:
         """Return the sequence that shares the longest prefix; if the last one is extended, skip the others."""
         longest, best = 0, KVSequence()
-        for sequence in reversed(self._sequences):
+        for number, sequence in enumerate(reversed(self._sequences)):
             shared = common_prefix_length(sequence.tokens, tokens)
-            if shared and shared == len(sequence.tokens) and sequence is self._sequences[-1]:
+            if shared and shared == len(sequence.tokens) and not number:
                 return shared, sequence
             if shared > longest or (shared and shared == longest and len(sequence.tokens) < len(best.tokens)):
                 longest, best = shared, sequence
@@ -304,6 +303,13 @@ class Transformer:
     def _check_cancelled(self, *_: Any) -> None:
         if self._cancelled.is_set():
             raise Cancelled
+
+
+def record_rows(texts: Sequence[TextRows]) -> None:
+    """Note what the KV caches of texts hold once a forward has run."""
+    for text in texts:
+        text.sequence.tokens += text.tokens
+        text.sequence.nodes = {} if text.tree is None else text.tree.nodes
 
 
 def takes_masks(model: Any) -> bool:

@@ -112,8 +112,10 @@ class KVSequence:
     def truncate(self, length: int) -> None:
         del self.tokens[length:]
         self.nodes = {}
-        for layer in self.cache.layers:
-            layer.length = min(layer.length, length)
+        layers = self.cache.layers
+        if layers and layers[0].length > length:  # the first grows first
+            for layer in layers:
+                layer.length = min(layer.length, length)
 
     def set_slots(self, slots: Tensor | None, end: int = 0) -> None:
         """Put the next forward's keys and values into these slots, of which it sees those before `end`."""

@@ -167,10 +167,15 @@ class SupportsPacking(Model, Protocol):
     @property
     def can_pack(self) -> bool: ...
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        """Answer requests about different texts in one forward; none of several is cancelled meanwhile.
+    @property
+    def forwards_at_once(self) -> int:
+        """How many such forwards it can compute at once, each in a thread of its own."""
+        ...
 
-        Only a model that `computes_trees` is asked about trees.
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        """Answer requests about different texts in one forward, one of so many that share the cores.
+
+        None of several is cancelled meanwhile. Only a model that `computes_trees` is asked about trees.
         """
         ...
 
@@ -238,8 +243,11 @@ class Backend(Protocol):
 
 
 class PackingBackend(Backend, Protocol):
-    def forward_packed(self, requests: Sequence[ForwardRequest]) -> list[Array]:
-        """As `forward` for each request, then rows after the nodes asked of its tree: one forward for all."""
+    def forward_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Array]:
+        """As `forward` for each request, then rows after the nodes asked of its tree: one forward for all.
+
+        It is one of so many that run at once, if the backend can.
+        """
         ...
 
 
@@ -266,8 +274,12 @@ class SamplingModel:
     def can_pack(self) -> bool:
         return bool(getattr(self.backend, "can_pack", hasattr(self.backend, "forward_packed")))
 
-    def answer_packed(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
-        return self._answers(requests, self._packed_logits(requests))
+    @property
+    def forwards_at_once(self) -> int:
+        return int(getattr(self.backend, "forwards_at_once", 1))
+
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        return self._answers(requests, self._packed_logits(requests, at_once))
 
     def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
         """As `answer_packed`, but yield while a backend that computes asynchronously does so."""
@@ -291,11 +303,11 @@ class SamplingModel:
         """Whether a tree takes one forward."""
         return getattr(self.backend, "supports_trees", hasattr(self.backend, "forward_packed"))
 
-    def _packed_logits(self, requests: Sequence[ForwardRequest]) -> Sequence[Array]:
+    def _packed_logits(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> Sequence[Array]:
         """The rows of each request: of all in one forward, where the backend can."""
         if self.can_pack or self.computes_trees:
             backend: PackingBackend = self.backend  # type: ignore[assignment]
-            return backend.forward_packed(requests)
+            return backend.forward_packed(requests, at_once)
         return [concatenated([self._forward(text) for text in request.texts()]) for request in requests]
 
     def _greedy_answers(self, requests: Sequence[ForwardRequest], logits: Sequence[Array]) -> dict[int, Answer]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from typing import Any
 
 from dsi.core.sequence import Tokens
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for an incomplete character
+MAX_DECODED = 1 << 14  # tokens whose spelling is kept
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of tokenizers that fall back to bytes
 
 
@@ -40,6 +41,11 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    @cached_property
+    def decode_one(self) -> Callable[[int], str]:
+        """`decode` of one token, which is asked for again and again while a text grows."""
+        return lru_cache(MAX_DECODED)(lambda token: self.decode((token,)))
 
     def encode_word(self, word: str) -> list[Tokens]:
         """The tokens of a word at the beginning of a text and, if other ones as many, within it: as vLLM does."""
@@ -139,7 +145,8 @@ class Detokenizer:
         text = self._tokenizer.decode(self._tokens[self._start :])
         if not final and text.endswith(REPLACEMENT):
             return ""
-        before = self._tokenizer.decode(self._tokens[self._start : self._shown])
+        shown = self._tokens[self._start : self._shown]
+        before = self._tokenizer.decode_one(*shown) if len(shown) == 1 else self._tokenizer.decode(shown)
         added = text[_common_length(before, text) :]
         if added:
             self._start = self._shown

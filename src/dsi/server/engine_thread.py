@@ -104,15 +104,26 @@ class EngineStatus:
         return any(server.role == TARGET and server.alive for server in self.servers)
 
 
+def since(start: float, span: Span) -> Span:
+    """A span with times from `start` on."""
+    return replace(span, start=float(span.start) - start, end=float(span.end) - start)
+
+
 @dataclass(frozen=True, slots=True)
 class JobStats:
-    """Final statistics of a job. Spans and decisions count from its admission, token times from its last request."""
+    """Final statistics of a job. Decisions count from its admission, token times from its last request."""
 
     completion: Completion
-    spans: Sequence[Span]
+    clock_spans: Sequence[Span]  # by the fleet's clock
+    admitted: float  # by the same
     queued: float  # seconds
     shared: bool  # whether another job ran at the same time
     servers: Sequence[str]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Its forwards, with times from its admission on: made on demand, since few traces are asked for."""
+        return [since(self.admitted, span) for span in self.clock_spans]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +156,17 @@ class JobState:
     queued: float = 0.0  # seconds
     run: ActiveRequest | None = None
     shared: bool = False
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # by the fleet's clock
     # Already delivered:
     num_tokens: int = 0
     num_spans: int = 0
     num_decisions: int = 0
     num_incidents: int = 0
     time: float = 0.0
+
+    def spans_since_admission(self, skip: int) -> list[Span]:
+        """The forwards after the first `skip`, with times from the admission on."""
+        return [since(self.admitted, span) for span in self.spans[skip:]]
 
     def decisions(self, run: ActiveRequest, skip: int = 0) -> tuple[tuple[float, Decision], ...]:
         """What `auto` decided, and when."""
@@ -399,8 +414,7 @@ class EngineThread:
         for span in self._spans:
             state = self._by_prompt.get(span.context.origin)
             if state is not None and len(state.spans) < MAX_SPANS:
-                start, end = float(span.start) - state.admitted, float(span.end) - state.admitted
-                state.spans.append(replace(span, start=start, end=end))
+                state.spans.append(span)
         self._spans.clear()
 
     def _output(self, state: JobState, run: ActiveRequest) -> None:
@@ -432,7 +446,7 @@ class EngineThread:
         return self._with_trace(output, state, run) if state.job.trace else output
 
     def _with_trace(self, output: EngineOutput, state: JobState, run: ActiveRequest) -> EngineOutput:
-        spans, decisions = state.spans[state.num_spans :], state.decisions(run, state.num_decisions)
+        spans, decisions = state.spans_since_admission(state.num_spans), state.decisions(run, state.num_decisions)
         incidents = self._num_incidents()
         servers = self._servers() if incidents > state.num_incidents else ()
         state.num_spans += len(spans)
@@ -482,7 +496,7 @@ class EngineThread:
         if state.run is None or isinstance(state.job, VerificationJob):
             return None
         names = [server.name for server in self._servers()]
-        return JobStats(state.completion(state.run), state.spans, state.queued, state.shared, names)
+        return JobStats(state.completion(state.run), state.spans, state.admitted, state.queued, state.shared, names)
 
     def _deliver(self, state: JobState, output: EngineOutput) -> None:
         with suppress(RuntimeError):  # the event loop is closed: nobody is left to receive it

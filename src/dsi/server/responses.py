@@ -16,11 +16,19 @@ from dsi.server.estimate import nonsi_seconds, observed_latency, si_seconds
 from dsi.server.service import ApiRequest, Delta, EngineInfo
 
 DONE = b"data: [DONE]\n\n"
+TEXT_MARK = "\0text\0"  # in no name of a model
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _json(document: object) -> bytes:
+    return _encode(document).encode()
 
 
 def event(document: dict[str, Any]) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _json(document) + b"\n\n"
 
 
 def envelope(request: ApiRequest, chunk: bool) -> dict[str, Any]:
@@ -55,6 +63,7 @@ class Chunks:
         self._info, self._request = info, request
         self._envelope = envelope(request, chunk=True)
         self._sent_servers = False
+        self._around_text: dict[ChoiceOutput, tuple[bytes, bytes]] = {}  # in its event: all but the text
 
     def first(self) -> Iterable[bytes]:
         """A chat starts with the role of each choice."""
@@ -67,12 +76,29 @@ class Chunks:
         request, choice = self._request, delta.choice
         if not (delta.text or delta.tokens or choice.finish_reason or request.trace):
             return  # an incomplete character, or the possible start of a stop string
+        if delta.text and self._has_only_text(choice):
+            yield self._text_event(choice, delta.text)
+            return
         fields: dict[str, Any] = {}
         if request.trace:
             fields["trace"] = self._trace(delta)
         if choice.finish_reason:
             fields["metrics"] = metrics(self._info, request, [choice.stats] if choice.stats else [])
         yield self._event([self._choice(choice, delta.text, delta.tokens)], **fields)
+
+    def _has_only_text(self, choice: ChoiceOutput) -> bool:
+        """Whether the events of a choice differ in nothing but their text, as most do."""
+        return not (choice.finish_reason or self._request.trace or self._request.token_ids) and (
+            choice.num_logprobs is None
+        )
+
+    def _text_event(self, choice: ChoiceOutput, text: str) -> bytes:
+        """The event that `of` would make of a text alone; all but the text is written once."""
+        if choice not in self._around_text:
+            begin, end = self._event([self._choice(choice, TEXT_MARK, ())]).split(_json(TEXT_MARK))
+            self._around_text[choice] = begin, end
+        begin, end = self._around_text[choice]
+        return begin + _json(text) + end
 
     def last(self) -> Iterable[bytes]:
         if self._request.usage:
@@ -194,7 +220,7 @@ def estimates(info: EngineInfo, stats: Sequence[JobStats]) -> dict[str, float] |
     if len(stats) != 1 or not stats[0].completion.origins:
         return None
     origins = stats[0].completion.origins
-    latency = observed_latency(stats[0].spans, info.latency)
+    latency = observed_latency(stats[0].clock_spans, info.latency)
     return {
         "nonsi_s": nonsi_seconds(len(origins), latency),
         "si_s": si_seconds(origins, latency, info.lookaheads["si"]),

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from dsi.models.cpu.huge_pages import move_to_huge_pages
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.protocol import Cancelled
+from dsi.models.protocol import Cancelled, ForwardRequest
 from models.cpu.shapes import SHAPES, random_model
 
 TOKENS = [int(token) for token in torch.randint(1, 97, (80,), generator=torch.Generator().manual_seed(1))]
@@ -113,6 +114,39 @@ def test_packed_forward_gives_the_same_bits_for_any_packing(data: st.DataObject)
             requests.append((texts[i], data.draw(st.integers(1, len(texts[i]) + 1))))
         for (text, start), logits in zip(requests, forward_packed(packed, requests)):
             assert torch.equal(logits, SHARED.forward(list(text), 1)[start - 1 :])
+
+
+def test_packed_forwards_at_once_give_each_text_the_bits_it_has_alone() -> None:
+    """Texts of both begin with the same tokens, so that each looks for what the other has cached."""
+    packed = SHARED.with_threads(2, 32)
+    halves = [[[*TOKENS[:20], *range(1, 30 + i)] for i in range(j, 8, 2)] for j in range(2)]
+
+    def write(texts: list[list[int]]) -> list[torch.Tensor]:
+        grown: list[list[int]] = [[] for _ in texts]
+        rows = []
+        for end in (*range(16, 28), 60):
+            for own, whole in zip(grown, texts):
+                own[:] = whole[:end]
+            rows.append(torch.cat(packed.forward_packed([ForwardRequest(own, len(own)) for own in grown], 2)))
+        return rows
+
+    with ThreadPoolExecutor(2) as threads:
+        written = list(threads.map(write, halves))
+    for texts, rows in zip(halves, written):
+        for end, logits in zip((*range(16, 28), 60), rows):
+            assert torch.equal(logits, torch.cat([SHARED.forward(text[:end], len(text[:end])) for text in texts]))
+
+
+def test_packed_forward_leaves_the_cache_of_a_text_that_is_computed() -> None:
+    packed = SHARED.with_threads(1, 32)
+    packed.forward_packed([ForwardRequest(TOKENS[:30], 30)])
+    [sequence] = packed._sequences
+    packed._in_use.add(sequence)  # as while another thread computes its next token
+    other = [*TOKENS[:25], 1]
+    [logits] = packed.forward_packed([ForwardRequest(other, 26)])
+    assert torch.equal(logits, SHARED.forward(other, 26))
+    assert sequence.tokens == TOKENS[:30]
+    assert len(packed._sequences) == 2
 
 
 def test_packed_forward_of_many_tokens_takes_several(monkeypatch: pytest.MonkeyPatch) -> None:

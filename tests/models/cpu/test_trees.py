@@ -48,10 +48,10 @@ class CountingDecoder(CompiledDecoder):
         """The rows of each part of each forward."""
         return []
 
-    def _run(self, parts: list[TextPart]) -> Any:
+    def _run(self, parts: list[TextPart], at_once: int = 1) -> Any:
         self.rows += sum(len(part.tokens) for part in parts)
         self.forwards.append([len(part.tokens) for part in parts])
-        return super()._run(parts)
+        return super()._run(parts, at_once)
 
     def rows_of(self, *arguments: Any) -> int:
         before = self.rows

@@ -14,6 +14,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_float, c_i
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate
+from threading import Lock
 from typing import Any
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from dsi.models.cpu.compiler import declare, kernel, why_unavailable
 from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
-from dsi.models.hf import Transformer, is_of_transformers, sliding_window
+from dsi.models.hf import Transformer, is_of_transformers, record_rows, sliding_window
 from dsi.models.kv_sequence import GROWTH, KVLayer, KVSequence
 from dsi.models.masked_rows import TextRows
-from dsi.models.protocol import NEVER, Cancelled
+from dsi.models.protocol import NEVER, Cancelled, ForwardRequest
 from dsi.models.tree_cache import TreeRows
 
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
@@ -247,9 +248,11 @@ class CompiledDecoder(Transformer):
             activation=ACTIVATIONS[activation(config)],
         )
         self._callback = IsCancelled(lambda: self._cancelled.is_set())
-        self._scratch = floats(0)
+        self._scratch: list[Tensor] = []  # that no forward uses
+        self._lock = Lock()
+        self._in_use: set[KVSequence] = set()  # by packed forwards that run
         self._positions = 0  # for which the rotary embedding is known
-        self._rotary: dict[str, tuple[Tensor, Tensor]] = {}  # by type of layer
+        self._rotary: list[dict[str, tuple[Tensor, Tensor]]] = []  # by type of layer; forwards that run use older ones
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy is made anew from a copy of the model: addresses are those of one object."""
@@ -257,6 +260,11 @@ class CompiledDecoder(Transformer):
 
     def with_threads(self, threads: int, max_sequences: int | None = None) -> CompiledDecoder:
         return CompiledDecoder(self.model, max_sequences or self._max_sequences, threads)
+
+    @property
+    def forwards_at_once(self) -> int:
+        """Two of `forward_packed`, where a thread for each is its share: more threads compute one forward at a time."""
+        return 2 if self._threads in (2, 3) else 1
 
     @property
     def kv_bytes(self) -> int:
@@ -292,19 +300,43 @@ class CompiledDecoder(Transformer):
         self._tensors.append(tensor.contiguous())
         return self._tensors[-1].data_ptr()
 
+    def forward_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Tensor]:
+        """As any transformers model does, all in one forward if they are not too many, on its share of the threads."""
+        self._cancelled = requests[0].cancelled if len(requests) == at_once == 1 else NEVER
+        with self._lock:
+            texts = self._text_rows(requests, self._in_use)
+            parts = [TextPart.of(text) for text in texts]
+            sequences = {part.sequence for part in parts}
+            self._reserve_all(parts)
+            self._in_use |= sequences
+        try:
+            logits = self._compute_parts(parts, at_once)
+            record_rows(texts)
+        finally:
+            with self._lock:
+                self._in_use -= sequences
+        return logits
+
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
-        return self._compute_parts([TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)])[0]
+        parts = [TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)]
+        self._reserve_all(parts)
+        return self._compute_parts(parts)[0]
 
     def _compute_texts(self, texts: list[TextRows]) -> list[Tensor]:
-        return self._compute_parts([TextPart.of(text) for text in texts])
+        parts = [TextPart.of(text) for text in texts]
+        self._reserve_all(parts)
+        return self._compute_parts(parts)
 
-    def _compute_parts(self, parts: list[TextPart]) -> list[Tensor]:
+    def _reserve_all(self, parts: Sequence[TextPart]) -> None:
+        """Make room for all of their tokens, or what a first forward caches would not be copied."""
+        for part in parts:
+            self._reserve(part.sequence, part.num_slots)
+
+    def _compute_parts(self, parts: list[TextPart], at_once: int = 1) -> list[Tensor]:
         """Lengths change once all layers have run: a cancelled forward leaves nothing."""
         logits: dict[int, list[Tensor]] = {}
-        for part in parts:  # for all of its tokens, or what the first forward caches would not be copied
-            self._reserve(part.sequence, part.num_slots)
         for forward in self._forwards(parts):
-            for part, rows in zip(forward, self._run(forward)):
+            for part, rows in zip(forward, self._run(forward, at_once)):
                 logits.setdefault(id(part.sequence), []).append(rows)
         for part in parts:
             for kv_layer in part.sequence.cache.layers:
@@ -328,23 +360,28 @@ class CompiledDecoder(Transformer):
         if forward:
             yield forward
 
-    def _run(self, parts: list[TextPart]) -> Sequence[Tensor]:
+    def _run(self, parts: list[TextPart], at_once: int = 1) -> Sequence[Tensor]:
         """Run one forward; return the logits of each part."""
-        threads, tokens = self._threads or torch.get_num_threads(), parts[0].tokens
+        threads, tokens = max(1, (self._threads or torch.get_num_threads()) // at_once), parts[0].tokens
         if len(parts) > 1:
             tokens = [token for part in parts for token in part.tokens]
         if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
             raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: must be below {self._vocab_size}")
         self._reserve_rotary(max(part.longest for part in parts))
         structs = (SequenceStruct * len(parts))(*map(self._sequence_struct, parts))
-        self._reserve_scratch(structs, threads)
+        scratch = self._take_scratch(structs, threads)
+        struct = ModelStruct.from_buffer_copy(self._struct)
+        struct.scratch = scratch.data_ptr()
         ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         counts = [part.num_logits for part in parts]
         logits = floats(sum(counts), self._struct.head.out_features)
-        model, callback = byref(self._struct), NEVER_CALLED if self._cancelled is NEVER else self._callback
+        model, callback = byref(struct), NEVER_CALLED if self._cancelled is NEVER else self._callback
         sizes = len(parts), len(self._layers)
-        if kernel("run_decoder")(model, ids.data_ptr(), structs, *sizes, logits.data_ptr(), threads, callback):
-            raise Cancelled
+        try:
+            if kernel("run_decoder")(model, ids.data_ptr(), structs, *sizes, logits.data_ptr(), threads, callback):
+                raise Cancelled
+        finally:
+            self._scratch.append(scratch)
         if len(parts) == 1:
             return [logits]
         return [logits[end - count : end] for count, end in zip(counts, accumulate(counts))]
@@ -369,11 +406,14 @@ class CompiledDecoder(Transformer):
         sequence.addresses = addresses = KVAddresses.of(layers)
         return addresses
 
-    def _reserve_scratch(self, structs: Any, threads: int) -> None:
+    def _take_scratch(self, structs: Any, threads: int) -> Tensor:
+        """Memory for one forward, as large as it needs."""
         size = kernel("scratch_size")(byref(self._struct), structs, len(structs), threads)
-        if size > len(self._scratch):
-            self._scratch = floats(size)
-            self._struct.scratch = self._scratch.data_ptr()
+        try:
+            scratch = self._scratch.pop()
+        except IndexError:
+            scratch = floats(size)
+        return scratch if len(scratch) >= size else floats(size)
 
     def _reserve_rotary(self, length: int) -> None:
         """Compute the rotary embedding of all positions below `length`, and some more."""
@@ -385,7 +425,8 @@ class CompiledDecoder(Transformer):
         for layer, name in zip(self._layers, types):
             layer.cos, layer.sin = map(address, tables[name])
         self._struct.rotary_dim = tables[types[0]][0].shape[1]
-        self._rotary, self._positions = tables, positions
+        self._rotary.append(tables)
+        self._positions = positions
 
 
 def rotary_embedding(model: Any, positions: int, layer_type: str) -> tuple[Tensor, Tensor]:

@@ -145,7 +145,7 @@ class PackedCudaModel:
         [logits] = self.forward_packed([ForwardRequest(tokens, start, cancelled=cancelled)])
         return logits
 
-    def forward_packed(self, requests: Sequence[ForwardRequest]) -> list[Tensor]:
+    def forward_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Tensor]:  # noqa: ARG002
         steps = self.poll_forward_packed(requests)
         while True:
             try:
