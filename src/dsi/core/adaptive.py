@@ -195,6 +195,7 @@ class AdaptiveController:
 
     def best(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Candidate:
         """The drafters and config that are predicted to be fastest now."""
+
         def ms(candidate: Candidate) -> float:
             return self.predicted_ms(candidate, rates[candidate[0]], runner_up)
 

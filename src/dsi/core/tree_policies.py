@@ -32,6 +32,8 @@ def tree_policy(spec: SpecConfig) -> Policy:
                 f"rule {g.sampling.rule} with trees of {spec.tree} draft tokens: it verifies the draft tokens it is "
                 "given, and a tree's would change the text; use no tree, or the rule match"
             )
+        if not g.tree.first_choices().queued and g.root.children:  # another policy has drafted a chain
+            g.go_on_as_tree(spec)
         speculate(g, spec)
         if shares_text:  # any target may be the next to verify this request
             g.prefill()

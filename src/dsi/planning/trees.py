@@ -118,9 +118,7 @@ def best_dsi_tree(config: SimulationConfig, limit_ms: float = inf) -> tuple[Spec
     """DSI with the fastest tree and its milliseconds per token, if it may take less than so many."""
     rates = config.acceptance, config.runner_up_acceptance
     specs = [
-        spec
-        for spec in dsi_trees(config.latency, config.sp)
-        if dsi_bound_ms(config.latency, spec, *rates) < limit_ms
+        spec for spec in dsi_trees(config.latency, config.sp) if dsi_bound_ms(config.latency, spec, *rates) < limit_ms
     ]
     times = [(dsi_tree_ms(config, spec), i) for i, spec in enumerate(specs)]
     if not times:
