@@ -30,7 +30,7 @@ MAX_FORWARD = 3.0  # times as long as the narrowest, which a verification may ta
 DSI_SIZES = (4, 8, 16, 32, 64)
 FEW_TARGETS, MANY_TARGETS_SIZE = 2, 32  # with more targets than these few, larger trees gain nothing
 DSI_LOOKAHEAD_SHARES = (0.4, 0.7, 1.1)  # of the lookahead that Eq. (1) asks for
-DSI_MIN_DRAFT = 2
+DSI_MIN_DRAFT, MOST_WAITING_TARGETS = 2, 4  # with more targets than these, a new root waits for no draft token
 DSI_TOKENS, DSI_SEEDS = 100, range(2000, 2003)  # of simulations
 DSI_RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.92, 1.0)  # acceptance rates at which `auto` simulates
 REFERENCE = SpecConfig("si", 4, max_targets=1, tree=16)  # is simulated with DSI, and known exactly
@@ -68,15 +68,12 @@ def is_chain(chances: Chances, size: int, depth: int) -> bool:
 
 
 def dsi_trees(latency: LatencyModel, targets: int) -> list[SpecConfig]:
-    """DSI with the trees that may be fastest; where targets slow one another down, with half of them, too."""
-    slowed = latency.contention or latency.by_busy_targets
-    degrees = {targets, max(1, targets // 2)} if slowed else {targets}
-    specs = [
-        SpecConfig("dsi", lookahead, min(DSI_MIN_DRAFT, lookahead), max_targets=sp, tree=dsi_size(latency, sp))
-        for sp in sorted(degrees)
-        for lookahead in dsi_lookaheads(latency, sp)
+    """DSI with the trees that may be fastest on so many targets."""
+    size, min_draft = dsi_size(latency, targets), DSI_MIN_DRAFT if targets <= MOST_WAITING_TARGETS else 0
+    return [
+        SpecConfig("dsi", lookahead, min(min_draft, lookahead), max_targets=targets, tree=size)
+        for lookahead in dict.fromkeys(dsi_lookaheads(latency, targets, size))
     ]
-    return list(dict.fromkeys(specs))
 
 
 def dsi_size(latency: LatencyModel, targets: int) -> int:
@@ -86,10 +83,10 @@ def dsi_size(latency: LatencyModel, targets: int) -> int:
     return min(sizes, key=lambda size: _verification_ms(latency, PRIOR_CHANCES, size))
 
 
-def dsi_lookaheads(latency: LatencyModel, targets: int) -> list[int]:
+def dsi_lookaheads(latency: LatencyModel, targets: int, size: int) -> list[int]:
     """Shares of the lookahead that Eq. (1) asks for with drafter forwards over several nodes."""
     least = minimal_lookahead(latency.target_ms, latency.drafter_ms, targets)
-    nodes = max(1, dsi_size(latency, targets) // least)
+    nodes = max(1, size // least)
     draft_ms = latency.drafter_ms + latency.drafter_per_token_ms * (nodes - 1)
     least = minimal_lookahead(latency.target_ms, draft_ms, targets)
     return [max(1, round(least * share)) for share in DSI_LOOKAHEAD_SHARES]
@@ -114,17 +111,25 @@ def _verification_ms(latency: LatencyModel, chances: Chances, size: int) -> floa
     return forward_ms(latency, 1 + size) / (1 + num_accepted(chances, size, size))
 
 
-def best_dsi_tree(config: SimulationConfig, limit_ms: float = inf) -> tuple[SpecConfig, float] | None:
-    """DSI with the fastest tree and its milliseconds per token, if it may take less than so many."""
+def best_dsi_tree(config: SimulationConfig) -> tuple[SpecConfig, float]:
+    """DSI with the fastest tree, and its milliseconds per token."""
+    specs = dsi_trees(config.latency, config.sp)
+    ms, fastest = min((dsi_tree_ms(config, spec), i) for i, spec in enumerate(specs))
+    return specs[fastest], ms
+
+
+def least_dsi_ms(config: SimulationConfig) -> float:
+    """The least milliseconds per token that DSI with trees can take."""
     rates = config.acceptance, config.runner_up_acceptance
-    specs = [
-        spec for spec in dsi_trees(config.latency, config.sp) if dsi_bound_ms(config.latency, spec, *rates) < limit_ms
-    ]
-    times = [(dsi_tree_ms(config, spec), i) for i, spec in enumerate(specs)]
-    if not times:
-        return None
-    ms, fastest = min(times)
-    return replace(specs[fastest], chances=rank_chances(*rates, TREE_BRANCHES)), ms
+    return min(dsi_bound_ms(config.latency, spec, *rates) for spec in dsi_trees(config.latency, config.sp))
+
+
+def tree_ms(config: SimulationConfig, spec: SpecConfig) -> float:
+    """Milliseconds per token of a configuration with a tree, in a long text."""
+    if spec.algorithm != "si":
+        return dsi_tree_ms(config, spec)
+    chances = rank_chances(config.acceptance, config.runner_up_acceptance, TREE_BRANCHES)
+    return si_tree_ms(config.latency, chances, spec.tree, spec.lookahead or 1)
 
 
 @lru_cache(4096)
@@ -195,12 +200,18 @@ class TreePredictions:
     def _dsi_trees(self, scale: float, rates: tuple[float, float], limit_ms: float) -> Sequence[SpecConfig]:
         """All that are predicted, if one of them may be faster; none while predictions are missing."""
         latency = self._overlapping(scale)
-        specs = dsi_trees(latency, self._config.sp) if rates[1] else []
+        specs = self._all_dsi_trees(latency) if rates[1] else []
         if not any(dsi_bound_ms(latency, spec, *rates) < limit_ms for spec in specs):
             return []
         if self._on_servers and not all(self._simulated.is_ready((scale, rate, rates[1])) for rate in around(rates[0])):
             return []
         return specs
+
+    def _all_dsi_trees(self, latency: LatencyModel) -> list[SpecConfig]:
+        """On all targets; where targets slow one another down, on half of them, too."""
+        targets, slowed = self._config.sp, latency.contention or latency.by_busy_targets
+        degrees = sorted({targets, max(1, targets // 2)}) if slowed else [targets]
+        return [spec for sp in degrees for spec in dsi_trees(latency, sp)]
 
     def _dsi_ms(self, spec: SpecConfig, scale: float, rates: tuple[float, float]) -> float:
         """Interpolated between acceptance rates; if only one of them is predicted yet, as there."""
@@ -215,7 +226,7 @@ class TreePredictions:
         scale, acceptance, runner_up = key
         latency = self._overlapping(scale)
         config = replace(self._config, latency=latency, acceptance=acceptance, runner_up_acceptance=runner_up)
-        return {spec: dsi_tree_ms(config, spec) for spec in dsi_trees(latency, config.sp)}
+        return {spec: dsi_tree_ms(config, spec) for spec in self._all_dsi_trees(latency)}
 
 
 def around(acceptance: float) -> dict[float, float]:
