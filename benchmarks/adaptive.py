@@ -2,9 +2,9 @@
 
 `simulated`: random settings (latencies, acceptance, contention, jitter, one to eight targets), in some of
 which acceptance changes in the middle or the drafter is slower than the target. `waited`: the same on real
-threads, beside what the forecast says. `trees`: a grid in which `auto` may choose draft trees, beside `auto` with chains
-alone, the planner's choice, and fixed configurations that know the rates (simulated). `measured`: the built-in pair on this machine, with prompts it likes
-and prompts it does not, beside non-SI with all cores.
+threads, beside what the forecast says. `trees`: a grid in virtual time where `auto` may choose draft trees, beside
+`auto` with chains alone, the planner's choice, and fixed configurations, which know the rates. `measured`: the
+built-in pair on this machine, with prompts it likes and prompts it does not, beside non-SI with all cores.
 """
 
 from __future__ import annotations
@@ -247,28 +247,21 @@ def trees(count: int) -> dict[str, Any]:
         "cells": len(rows),
         "worst_over_chains": max(row.over_chains for row in rows),
         "median_speedup": median(row.chains / row.auto for row in rows),
-        "share_of_best": {"least": min(row.fixed / row.auto for row in rows), "median": shares(rows, "auto")},
-        "plan_share_of_best": {
-            "least": min(row.fixed / row.planned for row in rows),
-            "median": shares(rows, "planned"),
-        },
+        "auto_of_best": spread([row.fixed / row.auto for row in rows]),
+        "plan_of_best": spread([row.fixed / row.planned for row in rows]),
         "rows": [asdict(row) for row in rows],
     }
 
 
-def shares(rows: list[TreeRow], name: str) -> float:
-    return median(row.fixed / getattr(row, name) for row in rows)
+def spread(shares: list[float]) -> dict[str, float]:
+    return {"least": min(shares), "median": median(shares)}
 
 
 def tree_lines(result: dict[str, Any]) -> Iterator[str]:
-    auto, plan = result["share_of_best"], result["plan_share_of_best"]
-    yield f"trees, simulated: {result['cells']} cells; auto with trees over auto with chains: {chains_line(result)}"
-    yield f"  speed as a share of the best fixed configuration's: auto {auto['least']:.3f} at least, {auto['median']:.3f}"
-    yield f"  in the median; the planner's choice {plan['least']:.3f} at least, {plan['median']:.3f} in the median"
-
-
-def chains_line(result: dict[str, Any]) -> str:
-    return f"{result['median_speedup']:.2f} times as fast (median), at worst {result['worst_over_chains']:+.1%} of time"
+    yield f"trees, simulated, {result['cells']} cells: speed of auto with trees over auto with chains"
+    yield f"  {result['median_speedup']:.2f} (median); at worst {result['worst_over_chains']:+.1%} of its time"
+    for name, part in (("auto", result["auto_of_best"]), ("the planner's choice", result["plan_of_best"])):
+        yield f"  speed of {name} over the best fixed configuration: {part['median']:.3f}, at least {part['least']:.3f}"
 
 
 def real_time(count: int) -> dict[str, Any]:
