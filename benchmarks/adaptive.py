@@ -31,7 +31,11 @@ from dsi.planning.trees import best_dsi_tree, best_si_tree, dsi_trees
 
 TOKENS = 200
 SEEDS = range(16)
-TREE_TARGET_MS, TREE_SPS, TREE_SEEDS = (10.0, 5.0, 20.0), (8, 2, 4, 1), range(4)
+TREE_SEEDS = range(4)
+TREE_GROUPS = (  # milliseconds of a target forward, where the drafter takes 1, and SP degree
+    *((10.0, 8), (10.0, 2), (5.0, 4), (20.0, 4), (20.0, 8), (10.0, 1)),
+    *((5.0, 8), (20.0, 2), (10.0, 4), (5.0, 1), (20.0, 1), (5.0, 2)),
+)
 TREE_RATES, TREE_RUNNER_UPS = (0.4, 0.63, 0.8, 0.93), (0.3, 0.5)
 
 
@@ -239,7 +243,7 @@ def fixed_specs(config: SimulationConfig) -> Iterator[SpecConfig]:
 
 
 def trees(count: int) -> dict[str, Any]:
-    groups = list(product(TREE_TARGET_MS, TREE_SPS))[:count]
+    groups = TREE_GROUPS[:count]
     with Pool(os.cpu_count()) as pool:
         rows = [row for part in harness.tracked(pool.imap(tree_rows, groups), len(groups), "groups") for row in part]
     return {

@@ -172,6 +172,11 @@ def tree_answer(model: Model, request: ForwardRequest) -> Answer:
     """Without `answer_tree`, answer text by text."""
     if isinstance(model, SupportsTrees):
         return model.answer_tree(request)
+    return answer_text_by_text(model, request)
+
+
+def answer_text_by_text(model: Model, request: ForwardRequest) -> Answer:
+    """Answer about each node of a tree as about a text of its own."""
     if request.sampling.logprobs is None:
         return tuple(token for text in request.texts() for token in model.answer(text)), ()
     answers = [logprobs_or_answer(model, text) for text in request.texts()]

@@ -29,7 +29,7 @@ MAX_FORWARD = 3.0  # times as long as the narrowest, which a verification may ta
 
 DSI_SIZES = (4, 8, 16, 32, 64)
 FEW_TARGETS, MANY_TARGETS_SIZE = 2, 32  # with more targets than these few, larger trees gain nothing
-DSI_LOOKAHEAD_SHARES = (0.4, 0.7, 1.1)  # of the lookahead that Eq. (1) asks for
+DSI_LOOKAHEAD_SHARES = (0.4, 0.9)  # of the lookahead that Eq. (1) asks for
 DSI_MIN_DRAFT, MOST_WAITING_TARGETS = 2, 4  # with more targets than these, a new root waits for no draft token
 DSI_TOKENS, DSI_SEEDS = 100, range(2000, 2003)  # of simulations
 DSI_RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.92, 1.0)  # acceptance rates at which `auto` simulates
