@@ -22,7 +22,8 @@ from dsi.planning.simulation import SimulationConfig
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # draft tokens that a verification may carry
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20)
-ACCEPTANCE_STEPS, RUNNER_UP_STEPS = 25, 5
+SHAPE_STEPS, RUNNER_UP_STEPS = 25, 5  # of the rates by which SI's tree is chosen
+ACCEPTANCE_STEPS = 50  # as in the latency table, or chains would look better between the steps
 CAUTION = 0.1  # added to predictions for servers: a tree's forwards and the engine's work for it take a bit more
 SIMULATED_CAUTION = 0.02  # added to those for virtual time, where nothing else takes time
 MAX_FORWARD = 3.0  # times as long as the narrowest, which a verification may take
@@ -171,9 +172,9 @@ class TreePredictions:
 
     def best(self, scale: float, acceptance: float, runner_up: float, limit_ms: float) -> SpecConfig | None:
         """The fastest tree; DSI is simulated only if it may take less than so many milliseconds per token."""
-        rates = coarse(acceptance, runner_up)
-        best = best_si_tree(self._latency(scale), *rates)
-        spec, ms = best or (None, inf)
+        rates, latency = coarse(acceptance, runner_up), self._latency(scale)
+        best = best_si_tree(latency, *coarse(acceptance, runner_up, SHAPE_STEPS))
+        spec, ms = (best[0], _predicted_ms(latency, best[0], *rates)) if best else (None, inf)
         limit_ms = min(ms, limit_ms / self._caution)
         chances = rank_chances(*rates, TREE_BRANCHES)
         for other in self._dsi_trees(scale, rates, limit_ms):
@@ -239,9 +240,9 @@ def around(acceptance: float) -> dict[float, float]:
     return {below: 1 - weight, above: weight}
 
 
-def coarse(acceptance: float, runner_up: float) -> tuple[float, float]:
+def coarse(acceptance: float, runner_up: float, steps: int = ACCEPTANCE_STEPS) -> tuple[float, float]:
     """Rates in steps for which predictions are kept: `auto` asks after every verification."""
-    return round(ACCEPTANCE_STEPS * acceptance) / ACCEPTANCE_STEPS, round(RUNNER_UP_STEPS * runner_up) / RUNNER_UP_STEPS
+    return round(steps * acceptance) / steps, round(RUNNER_UP_STEPS * runner_up) / RUNNER_UP_STEPS
 
 
 @lru_cache(4096)
