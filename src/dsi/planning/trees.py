@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from math import inf
 from statistics import fmean
+from typing import NamedTuple
 
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_policies import PRIOR_CHANCES
@@ -162,6 +163,26 @@ def with_wide_forwards(latency: LatencyModel) -> LatencyModel:
     return replace(latency, by_width=latency.by_width + wider)
 
 
+class ScaledTrees(NamedTuple):
+    """What depends on the speed of the drafter alone."""
+
+    latency: LatencyModel
+    overlapping: LatencyModel  # under DSI
+    dsi: tuple[SpecConfig, ...]  # the trees that are predicted
+
+
+def scaled_trees(config: SimulationConfig, scale: float, node_ms: float) -> ScaledTrees:
+    """With what the engine does for each node that a drafter forward returns: the drafter waits for that.
+
+    Where targets slow one another down, DSI may also use half of them.
+    """
+    latency = config.latency if scale == 1 else config.latency.scaled(drafter=scale)
+    overlapping = replace(latency, drafter_per_token_ms=latency.drafter_per_token_ms + node_ms) if node_ms else latency
+    slowed = latency.contention or latency.by_busy_targets
+    degrees = sorted({config.sp, max(1, config.sp // 2)}) if slowed else [config.sp]
+    return ScaledTrees(latency, overlapping, tuple(spec for sp in degrees for spec in dsi_trees(overlapping, sp)))
+
+
 class TreePredictions:
     """Predicts SI and DSI with trees, for `auto`; `on_servers`, no text waits for what has to be simulated."""
 
@@ -169,50 +190,47 @@ class TreePredictions:
         self._config, self._on_servers = replace(config, spec=SpecConfig()), on_servers
         self._caution = 1 + (CAUTION if on_servers else SIMULATED_CAUTION)
         self._simulated: Results[tuple[float, float, float], dict[SpecConfig, float]] = Results(self._simulate)
+        self._by_scale: dict[float, ScaledTrees] = {}
+        self._least: dict[tuple[float, float, float], float] = {}  # milliseconds per token of DSI, by scale and rates
 
     def best(self, scale: float, acceptance: float, runner_up: float, limit_ms: float) -> SpecConfig | None:
         """The fastest tree; DSI is simulated only if it may take less than so many milliseconds per token."""
-        rates, latency = coarse(acceptance, runner_up), self._latency(scale)
+        rates, latency = coarse(acceptance, runner_up), self._scaled(scale).latency
         best = best_si_tree(latency, *coarse(acceptance, runner_up, SHAPE_STEPS))
         spec, ms = (best[0], _predicted_ms(latency, best[0], *rates)) if best else (None, inf)
         limit_ms = min(ms, limit_ms / self._caution)
-        chances = rank_chances(*rates, TREE_BRANCHES)
-        for other in self._dsi_trees(scale, rates, limit_ms):
-            other_ms = self._dsi_ms(other, scale, rates)
-            if other_ms < ms:
-                spec, ms = replace(other, chances=chances), other_ms
+        times = [(self._dsi_ms(other, scale, rates), other) for other in self._dsi_trees(scale, rates, limit_ms)]
+        dsi_ms, dsi = min(times, key=lambda row: row[0], default=(inf, None))
+        if dsi is not None and dsi_ms < ms:
+            return replace(dsi, chances=rank_chances(*rates, TREE_BRANCHES))
         return spec
 
     def ms(self, spec: SpecConfig, scale: float, acceptance: float, runner_up: float) -> float:
         rates = coarse(acceptance, runner_up)
         if spec.algorithm == "dsi":
             return self._caution * self._dsi_ms(replace(spec, chances=()), scale, rates)
-        return self._caution * _predicted_ms(self._latency(scale), spec, *rates)
+        return self._caution * _predicted_ms(self._scaled(scale).latency, spec, *rates)
 
-    def _latency(self, scale: float) -> LatencyModel:
-        latency = self._config.latency
-        return latency if scale == 1 else latency.scaled(drafter=scale)
-
-    def _overlapping(self, scale: float) -> LatencyModel:
-        """With what the engine does for the nodes that a drafter forward returns: it waits for that."""
-        latency, node_ms = self._latency(scale), TREE_BRANCHES * NODE_MS * self._on_servers
-        return replace(latency, drafter_per_token_ms=latency.drafter_per_token_ms + node_ms) if node_ms else latency
+    def _scaled(self, scale: float) -> ScaledTrees:
+        if scale not in self._by_scale:
+            node_ms = TREE_BRANCHES * NODE_MS if self._on_servers else 0
+            self._by_scale[scale] = scaled_trees(self._config, scale, node_ms)
+        return self._by_scale[scale]
 
     def _dsi_trees(self, scale: float, rates: tuple[float, float], limit_ms: float) -> Sequence[SpecConfig]:
         """All that are predicted, if one of them may be faster; none while predictions are missing."""
-        latency = self._overlapping(scale)
-        specs = self._all_dsi_trees(latency) if rates[1] else []
-        if not any(dsi_bound_ms(latency, spec, *rates) < limit_ms for spec in specs):
-            return []
+        if not rates[1] or self._least_ms(scale, rates) >= limit_ms:
+            return ()
         if self._on_servers and not all(self._simulated.is_ready((scale, rate, rates[1])) for rate in around(rates[0])):
-            return []
-        return specs
+            return ()
+        return self._scaled(scale).dsi
 
-    def _all_dsi_trees(self, latency: LatencyModel) -> list[SpecConfig]:
-        """On all targets; where targets slow one another down, on half of them, too."""
-        targets, slowed = self._config.sp, latency.contention or latency.by_busy_targets
-        degrees = sorted({targets, max(1, targets // 2)}) if slowed else [targets]
-        return [spec for sp in degrees for spec in dsi_trees(latency, sp)]
+    def _least_ms(self, scale: float, rates: tuple[float, float]) -> float:
+        key = scale, *rates
+        if key not in self._least:
+            scaled = self._scaled(scale)
+            self._least[key] = min(dsi_bound_ms(scaled.overlapping, spec, *rates) for spec in scaled.dsi)
+        return self._least[key]
 
     def _dsi_ms(self, spec: SpecConfig, scale: float, rates: tuple[float, float]) -> float:
         """Interpolated between acceptance rates; if only one of them is predicted yet, as there."""
@@ -225,9 +243,9 @@ class TreePredictions:
 
     def _simulate(self, key: tuple[float, float, float]) -> dict[SpecConfig, float]:
         scale, acceptance, runner_up = key
-        latency = self._overlapping(scale)
-        config = replace(self._config, latency=latency, acceptance=acceptance, runner_up_acceptance=runner_up)
-        return {spec: dsi_tree_ms(config, spec) for spec in self._all_dsi_trees(latency)}
+        scaled = self._scaled(scale)
+        rates = replace(self._config, acceptance=acceptance, runner_up_acceptance=runner_up)
+        return {spec: dsi_tree_ms(replace(rates, latency=scaled.overlapping), spec) for spec in scaled.dsi}
 
 
 def around(acceptance: float) -> dict[float, float]:
