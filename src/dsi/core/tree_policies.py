@@ -40,7 +40,7 @@ def tree_policy(spec: SpecConfig) -> Policy:
 
 def why_refused(rule: str, size: int) -> str:
     if rule == "specinfer":
-        why = "it accepts draft tokens by the chance with which they were drawn, and those of a tree are not drawn"
+        why = "it needs the distribution that each was drawn from, which those of a tree do not carry"
     else:
         why = "it verifies one draft token for each position"
     return f"rule {rule} with trees of {size} draft tokens: {why}; use no tree, or the rule match"
