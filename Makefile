@@ -51,7 +51,7 @@ test-engines: setup
 
 # All that need no GPU.
 BENCHMARKS := core threads grid forwards tree_forwards packed_forwards peers parallel budget orchestration stale runner_ups \
-	adaptive vocabularies rules unbiased serve engines cluster ray_cluster
+	adaptive vocabularies rules tree_rules unbiased serve engines cluster ray_cluster
 
 bench: setup
 	set -e; for name in $(BENCHMARKS); do echo "benchmarks/$$name.py"; $(BIN)/python benchmarks/$$name.py; done

@@ -2,8 +2,9 @@
 
 `simulated`: random settings (latencies, acceptance, contention, jitter, one to eight targets), in some of
 which acceptance changes in the middle or the drafter is slower than the target. `waited`: the same on real
-threads, beside what the forecast says. `measured`: the built-in pair on this machine, with prompts it likes
-and prompts it does not, beside non-SI with all cores.
+threads, beside what the forecast says. `trees`: a grid in virtual time where `auto` may choose draft trees, beside
+`auto` with chains alone, the planner's choice, and fixed configurations, which know the rates. `measured`: the
+built-in pair on this machine, with prompts it likes and prompts it does not, beside non-SI with all cores.
 """
 
 from __future__ import annotations
@@ -12,21 +13,30 @@ import argparse
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from multiprocessing import Pool
 from random import Random
 from statistics import fmean, median
 from typing import Any
 
 import harness
+from dsi.core.spec import SpecConfig
 from dsi.engine.engine import Engine
 from dsi.experiments.compare import CLASSES
-from dsi.planning.auto import adaptive, best_config, latency_table
+from dsi.planning.auto import adaptive, best_config, cached_latency_table, latency_table
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import si_block
 from dsi.planning.simulation import SimulationConfig
+from dsi.planning.trees import best_dsi_tree, best_si_tree, dsi_trees
 
 TOKENS = 200
 SEEDS = range(16)
+TREE_SEEDS = range(4)
+TREE_GROUPS = (  # milliseconds of a target forward, where the drafter takes 1, and SP degree
+    *((10.0, 8), (10.0, 2), (5.0, 4), (20.0, 4), (20.0, 8), (10.0, 1)),
+    *((5.0, 8), (20.0, 2), (10.0, 4), (5.0, 1), (20.0, 1), (5.0, 2)),
+)
+TREE_RATES, TREE_RUNNER_UPS = (0.4, 0.63, 0.8, 0.93), (0.3, 0.5)
 
 
 def random_setting(number: int, waited: bool = False) -> SimulationConfig:
@@ -172,6 +182,92 @@ def brief(config: SimulationConfig) -> str:
     )
 
 
+@dataclass(frozen=True)
+class TreeRow:
+    """Milliseconds per token, on average; `fixed` is the best of the configurations tried, which know the rates."""
+
+    target_ms: float  # the drafter takes 1
+    sp: int
+    acceptance: float
+    runner_up_acceptance: float
+    chains: float  # `auto` without trees
+    auto: float
+    planned: float
+    fixed: float
+    best: str
+
+    @property
+    def over_chains(self) -> float:
+        """By what share `auto` with trees is slower than without."""
+        return self.auto / self.chains - 1
+
+
+def tree_rows(group: tuple[float, int]) -> list[TreeRow]:
+    return [tree_row(*group, *rates) for rates in product(TREE_RATES, TREE_RUNNER_UPS)]
+
+
+def tree_row(target_ms: float, sp: int, acceptance: float, runner_up: float) -> TreeRow:
+    latency = LatencyModel(target_ms, 1.0, cancel_points=8)
+    config = SimulationConfig(latency, acceptance, sp, TOKENS, runner_up_acceptance=runner_up, thread_pool=False)
+
+    def mean(algorithm: Any, case: SimulationConfig = config) -> float:
+        return fmean(case.run(algorithm, seed).ms for seed in TREE_SEEDS) / TOKENS
+
+    planned = min((best_dsi_tree(config)[::-1], chain_of(config), *si_tree_of(config)), key=lambda it: it[0])[1]
+    fixed = {spec: mean(spec) for spec in {planned, *fixed_specs(config)}}
+    best = min(fixed, key=lambda spec: fixed[spec])
+    chains, auto = mean("auto"), mean("auto", config.with_spec(tree=1))
+    return TreeRow(
+        target_ms, sp, acceptance, runner_up, chains, auto, fixed[planned], fixed[best], f"{best.algorithm} {best}"
+    )
+
+
+def chain_of(config: SimulationConfig) -> tuple[float, SpecConfig]:
+    return best_config(cached_latency_table(config), config.acceptance)[::-1]
+
+
+def si_tree_of(config: SimulationConfig) -> list[tuple[float, SpecConfig]]:
+    best = best_si_tree(config.latency, config.acceptance, config.runner_up_acceptance)
+    return [best[::-1]] if best else []
+
+
+def fixed_specs(config: SimulationConfig) -> Iterator[SpecConfig]:
+    """The chains that are predicted to be fastest, SI with its best tree, and DSI with many trees."""
+    table = cached_latency_table(config)
+    ms, rate = table.ms[table.scale_index(1.0)], table.rate_index(config.acceptance)
+    yield from (table.configs[i] for i in sorted(range(len(table.configs)), key=lambda i: ms[i][rate])[:3])
+    yield from (spec for _, spec in si_tree_of(config))
+    for spec in dsi_trees(config.latency, config.sp):
+        for size, min_draft in product({16, spec.tree}, {0, min(2, spec.lookahead or 1)}):
+            yield replace(spec, tree=size, min_draft=min_draft)
+
+
+def trees(count: int) -> dict[str, Any]:
+    groups = TREE_GROUPS[:count]
+    with Pool(os.cpu_count()) as pool:
+        rows = [row for part in harness.tracked(pool.imap(tree_rows, groups), len(groups), "groups") for row in part]
+    return {
+        "label": "simulated",
+        "cells": len(rows),
+        "worst_over_chains": max(row.over_chains for row in rows),
+        "median_speedup": median(row.chains / row.auto for row in rows),
+        "auto_of_best": spread([row.fixed / row.auto for row in rows]),
+        "plan_of_best": spread([row.fixed / row.planned for row in rows]),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def spread(shares: list[float]) -> dict[str, float]:
+    return {"least": min(shares), "median": median(shares)}
+
+
+def tree_lines(result: dict[str, Any]) -> Iterator[str]:
+    yield f"trees, simulated, {result['cells']} cells: speed of auto with trees over auto with chains"
+    yield f"  {result['median_speedup']:.2f} (median); at worst {result['worst_over_chains']:+.1%} of its time"
+    for name, part in (("auto", result["auto_of_best"]), ("the planner's choice", result["plan_of_best"])):
+        yield f"  speed of {name} over the best fixed configuration: {part['median']:.3f}, at least {part['least']:.3f}"
+
+
 def real_time(count: int) -> dict[str, Any]:
     with Pool(4) as pool:  # a process that waits needs no core
         rows = list(harness.tracked(pool.imap(waited, range(1000, 1000 + count)), count, "settings"))
@@ -235,6 +331,7 @@ def cores() -> int:
 
 
 PARTS: dict[str, tuple[Callable[[argparse.Namespace], Any], Callable[[Any], Iterator[str]]]] = {
+    "trees": (lambda options: options.trees and trees(options.trees), tree_lines),
     "simulated": (lambda options: options.settings and virtual(options.settings), virtual_lines),
     "waited": (lambda options: options.waited and real_time(options.waited), real_time_lines),
     "measured": (lambda options: options.repeats and pair(options.repeats, options.tokens), pair_lines),
@@ -246,6 +343,9 @@ def main() -> None:
     parser.add_argument("--settings", type=harness.count, default=300, help="in virtual time; 0: none")
     parser.add_argument("--waited", type=harness.count, default=30, help="on real threads; 0: none")
     parser.add_argument("--repeats", type=harness.count, default=5, help="of the built-in pair's prompts; 0: none")
+    parser.add_argument(
+        "--trees", type=harness.count, default=0, help="pairs of target latency and SP degree, of 12; 0: none"
+    )
     options = parser.parse_args()
     results = {name: run(options) or None for name, (run, _) in PARTS.items()}
     lines = [line for name, (_, show) in PARTS.items() if results[name] for line in show(results[name])]

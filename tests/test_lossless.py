@@ -40,7 +40,7 @@ trees = st.builds(
     tree=st.integers(1, 20),
     chances=st.sampled_from([(), (0.7, 0.2, 0.1), (0.5, 0.5), (1.0,), (0.4, 0.3, 0.2, 0.1)]),
 )
-policies = st.one_of(
+one_policy = st.one_of(
     trees.map(policy_for),
     st.just(autoregressive()),
     lookaheads.map(speculative),
@@ -53,6 +53,14 @@ policies = st.one_of(
         st.sampled_from([1, 1.5, 3, 8, 1e9]),
     ),
 )
+
+
+def switching(policies: list[Policy], tokens: int) -> Policy:
+    """Another one of the policies after every so many tokens, as `auto` changes its own."""
+    return lambda g: policies[g.root.depth // tokens % len(policies)](g)
+
+
+policies = st.one_of(one_policy, st.builds(switching, st.lists(one_policy, min_size=2, max_size=3), st.integers(1, 6)))
 samplings = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.0, 0.7, 2.0]),

@@ -1,9 +1,11 @@
 """Trees in the core: what is verified together, what a caught rejection keeps, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from dsi.core.generation import Generation
-from dsi.core.messages import Draft, DraftedLevel, Failed, Sampling, Step, Verified, Verify
+from dsi.core.messages import Draft, Drafted, DraftedLevel, Failed, Sampling, Step, Verified, Verify
 from dsi.core.policies import policy_for
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END
@@ -86,3 +88,39 @@ def test_spec_refuses_chances_that_are_none() -> None:
         SpecConfig("si", 3, tree=4, chances=(0.7, 0.6))
     with pytest.raises(ValueError, match="tree -1: must be at least 0"):
         SpecConfig("si", 3, tree=-1)
+
+
+def test_tree_goes_on_from_what_was_drafted_as_a_chain() -> None:
+    """As `auto` changes from one to the other: the chain is a part of the tree, and its draft ends."""
+    chain, tree = (SpecConfig("dsi", 3, tree=size, chances=CHANCES) for size in (0, 4))
+    policies = [policy_for(chain)]
+    g = Generation((7,), 20, lambda g: policies[0](g))
+    drafting = draft(g.start())
+    g.handle(Drafted(drafting.id, 1))
+    policies = [policy_for(replace(tree, lookahead=2))]
+    step = g.handle(Drafted(drafting.id, 2))
+    assert step.cancel == (drafting.id,)
+    verifying, growing = verification(step), draft(step)
+    assert [verifying.tree[node] for node in verifying.asked] == [(END, 1), (0, 2)]
+    assert (growing.tree, growing.expansions) == (((END, 1), (0, 2)), ((1, 2),))
+
+
+def test_chain_verifies_a_position_that_a_failed_tree_left_out() -> None:
+    policies = [policy_for(SpecConfig("dsi", 1, tree=4, chances=CHANCES))]
+    g = Generation((7,), 20, lambda g: policies[0](g))
+    start = g.start()
+    root, job = verification(start), draft(start)
+    second = g.handle(DraftedLevel(job.id, ((1, 2),)))
+    first_level, job = verification(second), draft(second)
+    third = g.handle(DraftedLevel(job.id, ((3, 4), (5, 6))))
+    second_level, job = verification(third), draft(third)
+    policies = [policy_for(SpecConfig("dsi", 2))]
+    g.handle(Failed(first_level.id))
+    chain = draft(g.handle(DraftedLevel(job.id, ((),))))
+    g.handle(Drafted(chain.id, 1))
+    g.handle(Drafted(chain.id, 3))
+    step = g.handle(Verified(root.id, (1,)))
+    again = verification(step)
+    assert (step.emit, again.context.token, again.width) == ((1,), 1, 1)
+    assert g.handle(Verified(again.id, (3,))).emit == (3,)
+    assert second_level.id in g.jobs.open

@@ -9,12 +9,22 @@ import pytest
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import rank_chances
 from dsi.paper.claims import bound
+from dsi.planning.auto import best_config, cached_latency_table
 from dsi.planning.equation_1 import best_si_lookahead, servers_needed
 from dsi.planning.forecast import predicted_ms
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import PairProfile, search_processors
 from dsi.planning.simulation import SimulationConfig
-from dsi.planning.trees import best_si_tree, is_chain, si_tree_ms
+from dsi.planning.trees import (
+    TreePredictions,
+    around,
+    best_si_tree,
+    dsi_tree_ms,
+    dsi_trees,
+    is_chain,
+    least_dsi_ms,
+    si_tree_ms,
+)
 
 LATENCY = LatencyModel(20.0, 1.0, by_width=tuple((width, 20.0 + 0.1 * width) for width in range(1, 65)))
 SLOW_ROWS = LatencyModel(20.0, 1.0, by_width=tuple((width, 20.0 * width) for width in range(1, 17)))
@@ -58,14 +68,47 @@ def test_best_tree_is_never_a_chain() -> None:
         assert not is_chain(best[0].chances, best[0].tree, best[0].lookahead or 1)
 
 
-def test_auto_chooses_trees_where_they_pay() -> None:
-    config = SimulationConfig(LATENCY, 0.5, 1, 150, runner_up_acceptance=0.6, thread_pool=False)
-    chains, trees = (config.with_spec(tree=size).run("auto", 3) for size in (0, 64))
-    assert chains.completion.tokens == trees.completion.tokens
-    assert any(decision.spec.tree for _, decision in trees.completion.decisions)
-    assert trees.ms < 0.85 * chains.ms
-    hopeless = replace(config, latency=SLOW_ROWS).with_spec(tree=64).run("auto", 3)
-    assert not hopeless.completion.decisions[-1][1].spec.tree
+def test_auto_with_trees_simulates_none_where_rows_cost_too_much() -> None:
+    """Two cores: a drafter beside one target, for which a row costs as much as a forward."""
+    config = SimulationConfig(SLOW_ROWS, 0.5, 1, 60, runner_up_acceptance=0.6, thread_pool=False)
+    for acceptance in (0.3, 0.5, 0.7, 0.9):
+        rates = replace(config, acceptance=acceptance)
+        chain = best_config(cached_latency_table(rates), acceptance)[1]
+        assert least_dsi_ms(rates) > 0.999 * chain
+        best = TreePredictions(config).best(1.0, acceptance, 0.6, chain)
+        assert best is None or best.algorithm == "si"
+    trees = config.with_spec(tree=64).run("auto", 3)
+    assert not trees.completion.decisions[-1][1].spec.tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("acceptance", "runner_up", "gain"), [(0.5, 0.6, 1.7), (0.93, 0.2, 0.98)])
+def test_auto_with_trees_is_nearly_the_best_configuration(acceptance: float, runner_up: float, gain: float) -> None:
+    """It has to learn the rates, and is never slower than with chains alone; `benchmarks/adaptive.py` has a grid."""
+    latency = LatencyModel(5.0, 1.0, cancel_points=8)
+    config = SimulationConfig(latency, acceptance, 4, 150, runner_up_acceptance=runner_up, thread_pool=False)
+    chains, trees = (fmean(config.with_spec(tree=size).run("auto", seed).ms for seed in range(3)) for size in (0, 32))
+    fixed = [*dsi_trees(latency, 4), best_config(cached_latency_table(config), acceptance)[0]]
+    best = min(fmean(config.run(spec, seed).ms for seed in range(3)) for spec in fixed)
+    assert chains / trees > gain
+    assert trees < best / 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("targets", [1, 4])
+def test_dsi_tree_prediction_is_what_virtual_time_gives(targets: int) -> None:
+    """With other texts, and longer ones; no tree is faster than the bound."""
+    latency = LatencyModel(10.0, 1.0, per_token_ms=0.02, cancel_points=8)
+    config = SimulationConfig(latency, 0.6, targets, 250, runner_up_acceptance=0.4, thread_pool=False)
+    for spec in dsi_trees(latency, targets):
+        texts = fmean(config.run(spec, seed).ms for seed in range(3)) / config.tokens
+        assert dsi_tree_ms(config, spec) == pytest.approx(texts, rel=0.08)
+        assert least_dsi_ms(config) < dsi_tree_ms(config, spec)
+
+
+def test_around_weighs_the_simulated_rates_next_to_one() -> None:
+    assert around(0.8) == {0.8: 1.0}
+    assert around(0.7) == pytest.approx({0.6: 0.5, 0.8: 0.5})
 
 
 @pytest.mark.slow

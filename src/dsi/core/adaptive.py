@@ -97,7 +97,7 @@ class LatencyMonitor:
                 self._streams.add(ms / self._planned.plain_ms)
         elif isinstance(job, Draft):
             self._drafters.setdefault(job.model, LatencyEMA()).add(ms / self._planned.draft_ms(job.alone))
-        elif isinstance(job, Verify) and busy_targets <= 1:
+        elif isinstance(job, Verify) and busy_targets <= 1 and (job.alone or not job.tree):  # else with others' nodes
             self._targets.add(ms / self._planned.forward_ms(job.num_positions, job.alone))
 
     @property
@@ -195,19 +195,25 @@ class AdaptiveController:
 
     def best(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Candidate:
         """The drafters and config that are predicted to be fastest now."""
-        candidates = (*self._candidates(rates), *self._trees(rates, runner_up))
-        return min(candidates, key=lambda it: self.predicted_ms(it, rates[it[0]], runner_up))
+
+        def ms(candidate: Candidate) -> float:
+            return self.predicted_ms(candidate, rates[candidate[0]], runner_up)
+
+        chain = min(self._candidates(rates), key=ms)
+        return min((chain, *self._trees(rates, runner_up, ms(chain))), key=ms)
 
     def _scale(self, drafters: DrafterSet) -> float:
         return self.latency_table.drafter_scales[self.scales[drafters]]
 
-    def _trees(self, rates: Mapping[DrafterSet, float], runner_up: float) -> Iterator[Candidate]:
-        """The best tree of each drafter; a tree has one."""
+    def _trees(self, rates: Mapping[DrafterSet, float], runner_up: float, limit_ms: float) -> Iterator[Candidate]:
+        """The best tree of each drafter, if it may take less than so many milliseconds per token; a tree has one."""
         trees = self.latency_table.trees
         if trees is None or not runner_up:
             return
         for drafters, acceptance in rates.items():
-            if len(drafters) == 1 and (spec := trees.best(self._scale(drafters), acceptance, runner_up)):
+            if len(drafters) > 1:
+                continue
+            if spec := trees.best(self._scale(drafters), acceptance, runner_up, limit_ms):
                 yield drafters, spec
 
     def _candidates(self, rates: Mapping[DrafterSet, float]) -> Iterator[Candidate]:

@@ -14,6 +14,8 @@ from dsi.core.messages import DraftToken, TopLogprobs
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.tree_shape import END, Chances, Expansions, Tree, by_level
 
+MOST_PRUNED = 1000  # nodes that a queue may keep although they were pruned
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
@@ -32,6 +34,7 @@ class Node:
     target_token: int | None = None  # the next token according to the target, once verified
     top_logprobs: TopLogprobs = ()  # of the next token, where the request asks for them
     log_chance: float = 0.0  # that it becomes text, by its path's ranks: only differences between nodes count
+    queued: bool = False  # whether it was drafted as a part of a tree, and so has its chance
     sampled: bool = False  # whether the target sampled the next token instead of accepting a draft token
 
     @property
@@ -74,16 +77,23 @@ class NodeQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, Node]] = []
         self._order = counter()
+        self._most = MOST_PRUNED  # nodes, with which pruned ones are removed
 
     def push(self, node: Node) -> None:
+        if len(self._heap) >= self._most:
+            self._remove_pruned()
+            self._most = MOST_PRUNED + 2 * len(self._heap)
         heappush(self._heap, (-node.log_chance, node.depth, next(self._order), node))
 
     def has(self, least: int) -> bool:
         """Whether there are so many nodes that were not pruned."""
         if len(self._heap) >= least:
-            self._heap = [entry for entry in self._heap if entry[-1].alive]
-            heapify(self._heap)
+            self._remove_pruned()
         return len(self._heap) >= least
+
+    def _remove_pruned(self) -> None:
+        self._heap = [entry for entry in self._heap if entry[-1].alive]
+        heapify(self._heap)
 
     def pop(self, most: int, wanted: Callable[[Node], bool]) -> list[Node]:
         """Take so many at most; those that are not wanted now stay."""
@@ -126,11 +136,9 @@ class TreeDraft:
     def _child(self, tree: DraftTree, node: Node, rank: int, token: int, block_size: int) -> Node:
         is_new = token not in node.children
         child = tree.grow(node, token, block_size)
-        chance = self._chances[rank] if rank < len(self._chances) else 0.0
-        child.log_chance = node.log_chance + (log(chance) if chance > 0 else -inf)
+        child.log_chance = node.log_chance + log_chance(self._chances, rank)
         if is_new:
-            tree.leaves.push(child)
-            tree.unverified.push(child)
+            tree.queue(child)
         return child
 
     def stop(self, tree: DraftTree) -> None:
@@ -138,6 +146,12 @@ class TreeDraft:
         for node in self.expanded:
             if node.alive and not node.children and node is not tree.root:
                 tree.leaves.push(node)
+
+
+def log_chance(chances: Chances, rank: int) -> float:
+    """The logarithm of the chance that a drafter's choice of this rank is the target's token."""
+    chance = chances[rank] if rank < len(chances) else 0.0
+    return log(chance) if chance > 0 else -inf
 
 
 class DraftTree:
@@ -162,6 +176,24 @@ class DraftTree:
             block_start = node.block_start if same_block else context.length
             child = node.children[token] = Node(context, node, node.depth + 1, block_start)
         return child
+
+    def queue(self, node: Node) -> None:
+        """Let a draft token be continued, and verified unless a verification covers it."""
+        node.queued = True
+        if not node.children:
+            self.leaves.push(node)
+        if node.verifier is None:
+            self.unverified.push(node)
+
+    def queue_all(self, chances: Chances) -> None:
+        """Make all that was drafted a tree, whose chances are those of its ranks."""
+        self.leaves, self.unverified = NodeQueue(), NodeQueue()
+        nodes = [self.root]
+        for node in nodes:
+            for rank, child in enumerate(node.children.values()):
+                child.log_chance = node.log_chance + log_chance(chances, rank)
+                self.queue(child)
+                nodes.append(child)
 
     def advance(self, token: int, block_size: int) -> list[int]:
         """Move the root on to this token and prune every other branch; return the jobs that ended there."""

@@ -387,6 +387,12 @@ class Generation:
         job = Verify(next(self._ids), node.context, width, lead, self.sampling, draft_tokens, alone)
         self._start(job, [node], nodes[::-1])
 
+    def go_on_as_tree(self, spec: SpecConfig) -> None:
+        """Make what was drafted as a chain a part of a tree; no draft of a chain goes on."""
+        chains = [id for id, job in self.jobs.open.items() if isinstance(job, Draft) and job.model in spec.drafters]
+        self._cancel([id for id in chains if id not in self._tree_drafts])
+        self.tree.queue_all(spec.chances)
+
     def draft_tree(
         self,
         expand: Sequence[tuple[Node, int]],

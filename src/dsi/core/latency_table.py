@@ -12,8 +12,11 @@ from dsi.core.spec import SpecConfig
 class TreeForecast(Protocol):
     """Predicts configurations with trees, for a drafter that is so many times as slow as measured."""
 
-    def best(self, scale: float, acceptance: float, runner_up: float) -> SpecConfig | None:
-        """The fastest tree where first choices and runner-ups are right so often; None where chains are best."""
+    def best(self, scale: float, acceptance: float, runner_up: float, limit_ms: float) -> SpecConfig | None:
+        """The fastest tree where first choices and runner-ups are right so often; None where there is none.
+
+        One that takes more than `limit_ms` per token need not be looked for.
+        """
         ...
 
     def ms(self, spec: SpecConfig, scale: float, acceptance: float, runner_up: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from dsi.core.draft_tree import Node
 from dsi.core.generation import Generation, Policy
 from dsi.core.messages import DRAFTER
 from dsi.core.spec import GIVEN_UP, SpecConfig, check_algorithm, default_max_lead
@@ -69,6 +70,7 @@ def pearl(lookahead: int) -> Policy:
         tip = g.tip()
         room = g.room(tip)
         last = g.verifiable(tip) or (None if room else tip)
+        verify_gap(g, tip, tip.num_unverified())
         if last is not None and (unverified := last.num_unverified()):
             g.verify(last, unverified)
         if room:
@@ -185,6 +187,7 @@ def speculate(g: Generation, spec: SpecConfig) -> None:
         count = int(min(room, max_lead - lead))
         last = g.verifiable(tip) or (None if room > 0 else tip)  # without a draft token, the target samples
         unverified = 0 if last is None else last.num_unverified()
+        verify_gap(g, tip, unverified)
         if g.root.verifier is None:
             full = (unverified >= lookahead) if whole_blocks else lead >= (spec.min_draft or 0)
         else:
@@ -197,12 +200,19 @@ def speculate(g: Generation, spec: SpecConfig) -> None:
             g.draft(tip, count, model, spec)
 
 
+def verify_gap(g: Generation, tip: Node, unverified: int) -> None:
+    """Verify the root where a verification covers a node between it and the tip: one of a tree before it has failed."""
+    if g.root.verifier is None and not g.needs_draft and unverified <= tip.depth - g.root.depth:
+        g.verify(g.root, 1)
+
+
 def speculate_one_block(g: Generation, spec: SpecConfig) -> None:
     """Draft one block after the root, and verify nothing before the root's verification has ended."""
     model = g.usable(spec.drafters)[0]
     tip = g.tip(model, spec.drafters)
     lead = tip.depth - g.root.depth
     count = min(g.room(tip, model), (spec.lookahead or 1) - lead)
+    verify_gap(g, tip, tip.num_unverified())
     if g.root.verifier is None and (lead >= (spec.min_draft or 0) or count <= 0):
         g.verify(tip, tip.num_unverified())
     if count > 0 and not g.jobs.drafting(model):

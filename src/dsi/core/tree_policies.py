@@ -28,15 +28,22 @@ def tree_policy(spec: SpecConfig) -> Policy:
 
     def policy(g: Generation) -> None:
         if g.needs_draft:
-            raise ValueError(
-                f"rule {g.sampling.rule} with trees of {spec.tree} draft tokens: it verifies the draft tokens it is "
-                "given, and a tree's would change the text; use no tree, or the rule match"
-            )
+            raise ValueError(why_refused(g.sampling.rule, spec.tree))
+        if not g.tree.first_choices().queued and g.root.children:  # another policy has drafted a chain
+            g.go_on_as_tree(spec)
         speculate(g, spec)
         if shares_text:  # any target may be the next to verify this request
             g.prefill()
 
     return policy
+
+
+def why_refused(rule: str, size: int) -> str:
+    if rule == "specinfer":
+        why = "it needs the distribution that each was drawn from, which those of a tree do not carry"
+    else:
+        why = "it verifies one draft token for each position"
+    return f"rule {rule} with trees of {size} draft tokens: {why}; use no tree, or the rule match"
 
 
 def speculate_in_turns(g: Generation, spec: SpecConfig) -> None:

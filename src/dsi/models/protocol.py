@@ -207,6 +207,11 @@ def tree_answer(model: Model, request: ForwardRequest) -> Answer:
     """Without `answer_tree`, answer text by text."""
     if isinstance(model, SupportsTrees):
         return model.answer_tree(request)
+    return answer_text_by_text(model, request)
+
+
+def answer_text_by_text(model: Model, request: ForwardRequest) -> Answer:
+    """Answer about each node of a tree as about a text of its own."""
     if request.num_children:
         return Answer(
             children=tuple(

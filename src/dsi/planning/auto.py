@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -17,8 +15,7 @@ from dsi.core.latency_table import LatencyTable
 from dsi.core.spec import SpecConfig
 from dsi.fleets.base import BaseFleet
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.processes import FORK
-from dsi.models.process_utils import die_with_parent
+from dsi.planning.background import Results
 from dsi.planning.forecast import LAST_RUN, Array, renewal_model
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import spec_candidates
@@ -27,7 +24,6 @@ from dsi.planning.trees import TreePredictions
 
 RATES = np.arange(51) / 50  # acceptance rates
 DRAFTER_SCALES = (0.5, 1.0, 2.0)  # how slow a drafter may turn out to be
-NICENESS = 10  # of a process that predicts beside a text
 CAUTION = 0.02  # added to predictions with contention, which are often too fast
 
 Predictions = tuple[tuple[float, ...], ...]  # ms per token by config and acceptance rate
@@ -44,16 +40,13 @@ class ScaledPredictions(Sequence[Predictions]):
         plain_ms: float | None = None,
     ) -> None:
         self._config, self._specs, self._scales, self._plain_ms = config, specs, scales, plain_ms
-        self._predicted: dict[int, Predictions] = {}
-        self._pending: dict[int, tuple[Any, Any]] = {}  # processes, and where their results come from
+        self.results: Results[int, Predictions] = Results(self._predict)
 
     def __len__(self) -> int:
         return len(self._scales)
 
     def __getitem__(self, index: Any) -> Any:
-        if index not in self._predicted:
-            self._predicted[index] = self._predict(index)
-        return self._predicted[index]
+        return self.results[index]
 
     def _predict(self, index: int) -> Predictions:
         slower = replace(self._config, latency=self._config.latency.scaled(drafter=self._scales[index]))
@@ -63,25 +56,6 @@ class ScaledPredictions(Sequence[Predictions]):
         if self._plain_ms is not None and not spec.speculates:
             return (self._plain_ms,) * len(RATES)
         return tuple(_cautious_ms(config, spec, RATES).tolist())
-
-    def _send(self, index: int, sender: Any) -> None:
-        die_with_parent()
-        os.nice(NICENESS)
-        sender.send(self._predict(index))
-
-    def is_ready(self, index: int) -> bool:
-        """Whether the predictions are there; if not, a process is predicting them: a text must not wait for that."""
-        if index not in self._predicted and index not in self._pending:
-            receiver, sender = FORK.Pipe(duplex=False)
-            process = FORK.Process(target=self._send, args=(index, sender), daemon=True)
-            process.start()
-            sender.close()
-            self._pending[index] = process, receiver
-        elif index not in self._predicted and self._pending[index][1].poll():
-            with suppress(EOFError):  # it was killed
-                self._predicted[index] = self._pending[index][1].recv()
-            self._pending[index][0].join()
-        return index in self._predicted
 
 
 def latency_table(
@@ -99,6 +73,7 @@ def latency_table(
     specs, latency = specs or spec_candidates(config), config.latency
     predictions = ScaledPredictions(config, specs, drafter_scales, plain_ms)
     alone = latency.alone
+    trees = trees and config.drafters == 1 and config.spec.rule == "match"
     return LatencyTable(
         tuple(specs),
         tuple(drafter_scales),
@@ -109,9 +84,9 @@ def latency_table(
         latency.contention,
         alone_drafter_ms=None if alone is None else float(alone.drafter_ms),
         alone_steps_ms=() if alone is None else _steps_ms(alone),
-        trees=TreePredictions(latency) if trees and config.drafters == 1 and config.spec.rule == "match" else None,
+        trees=TreePredictions(config, in_background) if trees else None,
         plain_ms=plain_ms,
-        is_ready=predictions.is_ready if in_background else (lambda _: True),
+        is_ready=predictions.results.is_ready if in_background else (lambda _: True),
     )
 
 

@@ -20,7 +20,7 @@ from dsi.planning.equation_1 import amdahl, best_si_lookahead, minimal_lookahead
 from dsi.planning.forecast import predicted_ms
 from dsi.planning.latency import LatencyModel
 from dsi.planning.simulation import TITLES, SimulationConfig
-from dsi.planning.trees import best_si_tree
+from dsi.planning.trees import best_dsi_tree, best_si_tree, least_dsi_ms, tree_ms
 
 SHOWN = 5  # plans
 FINALISTS = 10  # plans for processors that are simulated
@@ -29,8 +29,7 @@ TOKENS = 200
 SI_SHARES = (0.6, 1, 1.4)  # of the block that is SI's best in theory
 MOST_PROCESSORS = 1000
 PROCESSOR_SP = (1, 2, 3, 4, 6, 8)  # SP degrees that are tried, besides the largest possible
-DSI_TREES = ((1, 0, 16), (2, 0, 32), (4, 4, 32))  # lookahead, min_draft and size of the trees that are tried
-TREE_SEEDS, TREE_TOKENS = range(2000, 2004), 100  # of simulations with trees, which take longer
+TREE_LAYOUTS = 4  # in which DSI is simulated with trees
 
 DEVICE_FINALISTS = 6  # plans of each algorithm for devices that are simulated
 DEVICE_SEEDS = range(1004, 1016)
@@ -259,10 +258,9 @@ def predicted_plans(profile: PairProfile, processors: int, advance: Progress = n
 
 
 def plan_ms(plan: DeploymentPlan, profile: PairProfile) -> float:
-    """By the forecast, which does not know trees: with them by simulation."""
-    if plan.spec.tree:
-        return simulated_ms(plan.simulation(profile, TREE_TOKENS), TREE_SEEDS)
-    return predicted_ms(plan.simulation(profile))
+    """By the forecast, or by what is predicted of trees."""
+    config = plan.simulation(profile)
+    return tree_ms(config, plan.spec) if plan.spec.tree else predicted_ms(config)
 
 
 def count_candidates(profile: PairProfile, processors: int) -> int:
@@ -304,24 +302,35 @@ def _with_one_target(pair: PairProfile, mp: int, rule: str, left: int) -> Iterat
 
 
 def plans_with_trees(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> list[DeploymentPlan]:
-    """The best plans of SI, which is predicted exactly, and of DSI, which is simulated, with a tree for a chain."""
-    runner_up = profile.runner_up_acceptance
-    matching = [plan for plan in plans if plan.spec.rule == "match" and profile.of(plan.drafter).drafters == 1]
-    if not runner_up:
+    """The best plans of SI and of DSI with a tree for a chain."""
+    if not profile.runner_up_acceptance:
         return []
+    matching = [plan for plan in plans if plan.spec.rule == "match" and profile.of(plan.drafter).drafters == 1]
+    return [*_si_with_trees(profile, matching), *_dsi_with_trees(profile, matching)]
+
+
+def _si_with_trees(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> list[DeploymentPlan]:
     with_trees = []
-    for plan in [plan for plan in matching if plan.algorithm == "si"][:1]:
+    for plan in [plan for plan in plans if plan.algorithm == "si"]:
         pair = profile.of(plan.drafter)
-        if best := best_si_tree(pair.by_mp[plan.mp], pair.acceptance["match"], runner_up):
+        if best := best_si_tree(pair.by_mp[plan.mp], pair.acceptance["match"], profile.runner_up_acceptance):
             with_trees.append(replace(plan, spec=best[0], ms=best[1]))
-    for plan in [plan for plan in matching if plan.algorithm == "dsi"][:1]:
-        tried = [
-            replace(plan, spec=replace(plan.spec, lookahead=lookahead, min_draft=min_draft, tree=tree))
-            for lookahead, min_draft, tree in DSI_TREES
-        ]
-        times = [simulated_ms(plan.simulation(profile, TREE_TOKENS), TREE_SEEDS) for plan in tried]
-        with_trees.append(min((replace(plan, ms=ms) for plan, ms in zip(tried, times)), key=lambda plan: plan.ms))
-    return with_trees
+    return sorted(with_trees, key=lambda plan: plan.ms)[:1]
+
+
+def _dsi_with_trees(profile: PairProfile, plans: Sequence[DeploymentPlan]) -> list[DeploymentPlan]:
+    """The layouts are simulated that may be fastest, until none can be faster than the best."""
+    configs = [
+        (replace(plan.simulation(profile), runner_up_acceptance=profile.runner_up_acceptance), plan)
+        for plan in plans
+        if plan.algorithm == "dsi"
+    ]
+    best: DeploymentPlan | None = None
+    for config, plan in sorted(configs, key=lambda row: least_dsi_ms(row[0]))[:TREE_LAYOUTS]:
+        if best is None or least_dsi_ms(config) < best.ms:
+            spec, ms = best_dsi_tree(config)
+            best = replace(plan, spec=spec, ms=ms) if best is None or ms < best.ms else best
+    return [] if best is None else [best]
 
 
 def search_devices(
