@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -26,7 +26,7 @@ from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
 from dsi.engine.build import silence_transformers
-from dsi.engine.profile_cuda import latency_model, packed_row_ms
+from dsi.engine.profile_cuda import latency_model, with_packed_drafts
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import PrefixTable, Server, make_servers
@@ -64,8 +64,7 @@ class Pair:
             for role, model in ((TARGET, target), (DRAFTER, drafter))
         }
         latency = latency_model(single[:1], single[1], PROMPT, context=ROOM)
-        row_ms = packed_row_ms(packed[DRAFTER], PROMPT)
-        return cls(*single, packed, replace(latency.with_targets(1), drafter_per_token_ms=row_ms))
+        return cls(*single, packed, with_packed_drafts(latency.with_targets(1), packed[DRAFTER], PROMPT))
 
     def loop(self, acceptance: float, runner_up: float, seed: int) -> EngineLoop:
         teacher = ToyTarget(seed)

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from dsi.engine import profile_cuda
-from dsi.engine.profile_cuda import order_by_contention
+from dsi.engine.profile_cuda import PACKED_ROWS, order_by_contention, with_packed_drafts
+from dsi.planning.latency import LatencyModel
 
 
 @pytest.fixture
@@ -33,3 +35,31 @@ def test_order_by_contention_puts_independent_slices_first() -> None:
 def test_order_by_contention_keeps_one_or_two() -> None:
     assert order_by_contention([]) == []
     assert order_by_contention([3, 1]) == [3, 1]  # type: ignore[list-item]
+
+
+class PackedModel:
+    """Takes 3 ms and a quarter for each further row, by a clock of its own."""
+
+    class Pool:
+        max_texts = 64
+
+        def clear(self) -> None:
+            pass
+
+    pool = Pool()
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def forward_packed(self, requests: Sequence[Any]) -> list[torch.Tensor]:
+        self.now += (3 + (len(requests) - 1) / 4) / 1000
+        return [torch.zeros(1, 5) for _ in requests]
+
+
+def test_with_packed_drafts_separates_levels_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = PackedModel()
+    monkeypatch.setattr(profile_cuda, "perf_counter", lambda: model.now)
+    latency = with_packed_drafts(LatencyModel(20.0, 1.0), model, prompt=4)
+    assert PACKED_ROWS > 1
+    assert latency.drafter_level_ms == pytest.approx(2.0)
+    assert latency.drafter_per_token_ms == pytest.approx(0.25)

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from math import inf
 from statistics import fmean
 
 import pytest
 
 from dsi.core.spec import SpecConfig
-from dsi.core.tree_shape import rank_chances
+from dsi.core.tree_shape import num_accepted, rank_chances
 from dsi.paper.claims import bound
 from dsi.planning.auto import best_config, cached_latency_table
 from dsi.planning.equation_1 import best_si_lookahead, servers_needed
@@ -58,6 +59,22 @@ def test_best_tree_is_wide_where_rows_are_cheap_and_small_where_they_are_not() -
     assert narrow[0].tree == 2
     block = best_si_lookahead(20.0, 1.0, 0.6)
     assert wide[1] < 0.75 * si_tree_ms(LATENCY, (0.6,), block, block)
+
+
+def test_si_tree_ms_counts_what_a_level_takes_beyond_a_draft_token() -> None:
+    slower = replace(LATENCY, drafter_level_ms=0.5)
+    chances = rank_chances(0.8, 0.5, 3)
+    tokens = 1 + num_accepted(chances, 12, 4)
+    assert si_tree_ms(slower, chances, 12, 4) - si_tree_ms(LATENCY, chances, 12, 4) == pytest.approx(4 * 0.5 / tokens)
+
+
+def test_tree_predictions_without_simulations_choose_si_alone() -> None:
+    """As in a process with CUDA: with many targets DSI would be faster, and is not looked at."""
+    config = SimulationConfig(LATENCY, 0.7, 8, 100, thread_pool=False)
+    predictions = TreePredictions(config, on_servers=True, simulates=False)
+    spec = predictions.best(1.0, 0.6, 0.4, inf)
+    assert spec is not None
+    assert spec.algorithm == "si"
 
 
 def test_best_tree_is_never_a_chain() -> None:

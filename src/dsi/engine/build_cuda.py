@@ -14,7 +14,7 @@ from dsi.engine.build import PARTING, ModelInfo, check_same_vocabulary, shortest
 from dsi.engine.config import DTYPES, FLOAT32, INT8, EngineConfig, check_dtype
 from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
 from dsi.engine.devices import Device, Placement, check_available
-from dsi.engine.profile_cuda import latency_model, order_by_contention, packed_row_ms
+from dsi.engine.profile_cuda import latency_model, order_by_contention, with_packed_drafts
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.servers import PrefixTable, Server, make_servers
 from dsi.models.cuda.decoder_triton import supports_triton
@@ -55,7 +55,7 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
     plans = {plan.algorithm: plan for plan in fastest}
     sp = plans["dsi"].sp
     if packed := packed_models(targets[:sp], drafter):
-        latency = replace(latency, drafter_per_token_ms=packed_row_ms(packed[DRAFTER], prompt))
+        latency = with_packed_drafts(latency, packed[DRAFTER], prompt)
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
     return Deployment(
         CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv), packed=packed_servers(packed)),

@@ -132,7 +132,8 @@ class Deployment:
         config = self.simulation(self.sp, SIMULATED_TOKENS)
         if not self.plans:
             return latency_table(config, in_background=True, trees=self.trees, plain_ms=self.stream_ms)
-        table = latency_table(config, specs=device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp))
+        specs = device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp)
+        table = latency_table(config, specs=specs, trees=self.trees, simulates=False)
         all(table.ms)  # predicted now: a process with CUDA should not be forked
         return table
 

@@ -64,11 +64,13 @@ def latency_table(
     specs: Sequence[SpecConfig] | None = None,
     in_background: bool = False,
     trees: bool = False,
+    simulates: bool = True,
     plain_ms: float | None = None,
 ) -> LatencyTable:
     """Predict each candidate at each acceptance rate and each speed of the drafter; `plain_ms` is known of non-SI.
 
     In virtual time the table must not depend on when its predictions come; in real time they should not be waited for.
+    Trees under DSI are left out unless it `simulates`.
     """
     specs, latency = specs or spec_candidates(config), config.latency
     predictions = ScaledPredictions(config, specs, drafter_scales, plain_ms)
@@ -84,7 +86,7 @@ def latency_table(
         latency.contention,
         alone_drafter_ms=None if alone is None else float(alone.drafter_ms),
         alone_steps_ms=() if alone is None else _steps_ms(alone),
-        trees=TreePredictions(config, in_background) if trees else None,
+        trees=TreePredictions(config, in_background or not simulates, simulates) if trees else None,
         plain_ms=plain_ms,
         is_ready=predictions.results.is_ready if in_background else (lambda _: True),
     )

@@ -30,6 +30,9 @@ class LatencyModel:
     drafter_ttft_ms: Number | None = option("The drafter's first forward, over the prompt.", None)
     per_token_ms: Number = option("What each further new token adds to a target forward.", 0)
     drafter_per_token_ms: Number = option("What each further node of a tree adds to a drafter forward.", 0)
+    drafter_level_ms: Number = (
+        0  # that a forward over a level of a tree, or over several texts, takes beyond one token's
+    )
     by_width: Curve = ()  # instead: target forwards of up to so many new tokens, padded to that width
     jitter: float = option("Each forward takes evenly up to this share more or less: 0 to 0.99, by seed.", 0)
     contention: float = option("Share by which each other busy target slows one (virtual time only).", 0)
@@ -59,6 +62,7 @@ class LatencyModel:
             ("drafter time to first token in ms", self.drafter_ttft_ms, self.drafter_ms, MOST_MS),
             ("extra ms per token", self.per_token_ms, 0, MOST_MS),
             ("extra ms per token of the drafter", self.drafter_per_token_ms, 0, MOST_MS),
+            ("extra ms per level of the drafter", self.drafter_level_ms, 0, MOST_MS),
             ("network delay in ms", self.network_ms, 0, MOST_MS),
             ("drafter delay in ms", self.drafter_delay_ms, 0, MOST_MS),
             ("network jitter", self.network_jitter, 0, 0.99),
@@ -119,6 +123,7 @@ class LatencyModel:
             drafter_ttft_ms=None if drafter_ttft is None else drafter_ttft * drafter,
             per_token_ms=self.per_token_ms * target,
             drafter_per_token_ms=self.drafter_per_token_ms * drafter,
+            drafter_level_ms=self.drafter_level_ms * drafter,
             by_width=tuple((width, ms * target) for width, ms in self.by_width),
             by_busy_targets=tuple((busy, ms * target) for busy, ms in self.by_busy_targets),
             drafter_by_busy_targets=tuple((busy, ms * drafter) for busy, ms in self.drafter_by_busy_targets),

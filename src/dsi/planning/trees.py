@@ -43,7 +43,8 @@ def si_tree_ms(latency: LatencyModel, chances: Chances, size: int, depth: int) -
     """Milliseconds per token of SI with the best tree of a size, in a long text."""
     turns = latency.under("si")
     rows = levels(chances, size, depth)
-    drafting = sum(float(turns.drafter_ms + turns.drafter_per_token_ms * (row - 1)) for row in rows)
+    level_ms = turns.drafter_ms + turns.drafter_level_ms
+    drafting = sum(float(level_ms + turns.drafter_per_token_ms * (row - 1)) for row in rows)
     messages = 2 * float(turns.drafter_delay_ms) + (2 + 2 * bool(rows)) * float(turns.network_ms)
     verifying = forward_ms(turns, 1 + size) + float(turns.engine_ms)
     return (drafting + messages + verifying) / (1 + num_accepted(chances, size, depth))
@@ -184,10 +185,14 @@ def scaled_trees(config: SimulationConfig, scale: float, node_ms: float) -> Scal
 
 
 class TreePredictions:
-    """Predicts SI and DSI with trees, for `auto`; `on_servers`, no text waits for what has to be simulated."""
+    """Predicts SI and DSI with trees, for `auto`; `on_servers`, no text waits for what has to be simulated.
 
-    def __init__(self, config: SimulationConfig, on_servers: bool = False) -> None:
+    Without `simulates`, as in a process with CUDA, which cannot fork one that does, it predicts SI alone.
+    """
+
+    def __init__(self, config: SimulationConfig, on_servers: bool = False, simulates: bool = True) -> None:
         self._config, self._on_servers = replace(config, spec=SpecConfig()), on_servers
+        self._simulates = simulates
         self._caution = 1 + (CAUTION if on_servers else SIMULATED_CAUTION)
         self._simulated: Results[tuple[float, float, float], dict[SpecConfig, float]] = Results(self._simulate)
         self._by_scale: dict[float, ScaledTrees] = {}
@@ -219,7 +224,7 @@ class TreePredictions:
 
     def _dsi_trees(self, scale: float, rates: tuple[float, float], limit_ms: float) -> Sequence[SpecConfig]:
         """All that are predicted, if one of them may be faster; none while predictions are missing."""
-        if not rates[1] or self._least_ms(scale, rates) >= limit_ms:
+        if not self._simulates or not rates[1] or self._least_ms(scale, rates) >= limit_ms:
             return ()
         if self._on_servers and not all(self._simulated.is_ready((scale, rate, rates[1])) for rate in around(rates[0])):
             return ()
