@@ -35,6 +35,7 @@ MIN_TEXTS = 2  # of the whole context for which there must be memory
 CPU_TEXTS = 8  # the same where it is the CPU's
 KV_SHARE = 0.8  # of the free memory that their KV caches may take
 ALIGNMENT = 16  # slots
+MAX_ELEMENTS = 2**31 - 1  # of the keys of a layer, which kernels count in 32 bits
 PROMPT = 32  # tokens of the prompts by which latencies are measured
 
 
@@ -124,7 +125,9 @@ def slots_for(model: CudaGraphModel) -> int:
     """How many tokens of all texts there is room for."""
     if not model.on_gpu:
         return CPU_TEXTS * model.context
-    most = MAX_TEXTS * model.context
+    config = model.model.config
+    of_a_slot = kv_bytes(model.model) // (2 * model.model.dtype.itemsize * config.num_hidden_layers)
+    most: int = min(MAX_TEXTS * model.context, MAX_ELEMENTS // of_a_slot)
     free, _ = torch.cuda.mem_get_info(model.model.device)
     return min(most, int(KV_SHARE * free) // kv_bytes(model.model)) // ALIGNMENT * ALIGNMENT
 

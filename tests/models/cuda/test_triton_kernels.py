@@ -119,7 +119,8 @@ def test_attend_packed_compiles_for_a_gpu(
     kinds, constants = attention_arguments(heads, kv_heads, half, splits, window, absent, "*bf16")
     kinds |= dict.fromkeys(("parts", "positions", "slots", "shared_by", "tables"), "*i32")
     kinds |= dict.fromkeys(("table_length", "tails", "split_parts", "max_items"), "i32")
-    constants |= {"TAIL": packed_rows.TAIL, "FIELDS": len(packed_rows.Part._fields)}
+    shared = constants.pop("SPLITS") > 1
+    constants |= {"TAIL": packed_rows.TAIL, "FIELDS": len(packed_rows.Part._fields), "SHARED": shared}
     check_compiled(compiled(packed_attention._attend_packed, kinds, constants))
 
 

@@ -83,7 +83,7 @@ def attend_packed(
         TAIL=TAIL,
         FIELDS=len(Part._fields),
         STAGES=stages_for(size, qkv.element_size(), shared_memory(qkv.device)),
-        SPLITS=splits,
+        SHARED=splits > 1,
         WINDOW=window,
         **launch_options(qkv.device),
     )
@@ -124,7 +124,7 @@ def _attend_packed(
     TAIL: tl.constexpr,
     FIELDS: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -142,7 +142,7 @@ def _attend_packed(
     fields = parts + part * FIELDS
     begin, count, number, chain = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     cached, table, end = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6)
-    programs = tl.minimum(tl.load(shared_by), SPLITS)
+    programs = tl.minimum(tl.load(shared_by), tl.num_programs(2))
     row = number * ROWS + tl.arange(0, ROWS)
     token, query = row // groups, head * groups + row % groups
     valid = token < count
@@ -196,7 +196,7 @@ def _attend_packed(
             visible = _in_window(visible, key, position, WINDOW)
             tile_max, tile_total, tile_result = _attend_to_tile(q1, q2, k1, k2, v, visible, scale)
             row_max, total, result = _join(row_max, total, result, tile_max, tile_total, tile_result)
-            if SPLITS > 1:
+            if SHARED:
                 kept = token < tl.where(programs > 1, count, 0)
                 place = partial + (room + item * ROWS) * (size + 2)
                 tl.store(place, tile_max, kept)
@@ -205,7 +205,7 @@ def _attend_packed(
                 tl.store(place[:, None] + 2 + whole[None, :], tile_result, kept_columns)
         if programs == 1:
             _store_attention(output, result, total, valid, stored, out.dtype.element_ty)
-        elif SPLITS > 1:
+        elif SHARED:
             tl.debug_barrier()  # before any thread says so, all have written
             if tl.atomic_add(arrivals + head * split_parts + part, 1, sem="acq_rel") == tl.minimum(programs, items) - 1:
                 row_max = tl.full((ROWS,), -float("inf"), tl.float32)
