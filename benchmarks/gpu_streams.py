@@ -1,9 +1,8 @@
-"""Many requests, and draft trees, on one whole GPU: real forwards that texts and trees share. Measured.
+"""Many requests on one whole GPU: real forwards that texts and draft trees share. Measured.
 
 Models of real shapes with random weights; an oracle accepts draft tokens at a chosen rate, and the drafter's next
-choice where the one before is wrong. First the tokens per second of all requests at once, under plain decoding and
-under the policy that `auto` has there, beside one request alone; texts are compared. Then one request: SI with trees
-beside SI with chains, each at the best of several sizes.
+choice where the one before is wrong. The tokens per second of all requests at once, under plain decoding and under
+the policy that `auto` has there, beside one request alone under plain decoding; texts are compared.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -24,7 +22,6 @@ from dsi.core.policies import autoregressive, policy_for
 from dsi.core.request import Request
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
-from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
 from dsi.engine.build import silence_transformers
 from dsi.engine.profile_cuda import latency_model, with_packed_drafts
 from dsi.fleets.cuda import CudaFleet
@@ -41,9 +38,7 @@ from oracle import Oracle, PackedOracle
 
 LABEL = "measured, random weights, acceptance by an oracle"
 PROMPT, ROOM = 128, 512
-CHAINS = (2, 3, 4, 6, 8, 12, 16, 24, 31)  # lookaheads of SI
 MAX_TREE = 32  # of requests at once
-TREES = tuple(product((7, 15, 31, 63), (3, 4, 6, 8, 12)))  # nodes and depth
 
 
 @dataclass
@@ -71,8 +66,8 @@ class Pair:
         guess = ToyDrafter(teacher, acceptance, seed * 1013, runner_up)
         models: dict[str, Model] = {TARGET: teacher, DRAFTER: guess}
         packed = {
-            role: Server(role, role, PackedOracle(SamplingModel(self.packed[role]), model), PrefixTable(256))
-            for role, model in models.items()
+            name: Server(name, role, PackedOracle(SamplingModel(self.packed[role]), models[role]), PrefixTable(256))
+            for name, role in ((f"{TARGET}-1", TARGET), (DRAFTER, DRAFTER))
         }
         servers = make_servers([Oracle(self.target, teacher)], {DRAFTER: Oracle(self.drafter, guess)})
         loop = EngineLoop(CudaFleet(servers, packed=packed))
@@ -120,49 +115,19 @@ def stream_row(pair: Pair, streams: int, options: argparse.Namespace) -> dict[st
     return {"streams": streams, "tokens_per_second": speeds}
 
 
-def trees_row(pair: Pair, acceptance: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of one request under SI with chains and trees of several sizes, by configuration."""
-    chances = rank_chances(acceptance, options.runner_up, TREE_BRANCHES)
-    specs = {f"chain {block}": SpecConfig("si", block) for block in CHAINS}
-    for size, depth in TREES:
-        if size > depth:
-            specs[f"tree {size}, {depth} deep"] = SpecConfig("si", depth, tree=size, chances=chances)
-    seconds: dict[str, list[float]] = {name: [] for name in specs}
-    for seed in range(options.repeats + 1):
-        texts = set()
-        for name, spec in specs.items():
-            loop = pair.loop(acceptance, options.runner_up, seed)
-            taken, [written] = run(loop, seed, options.tokens, [policy_for(spec)])
-            texts.add(written)
-            if seed:
-                seconds[name].append(taken)
-        if len(texts) > 1:
-            harness.fail(f"seed {seed}, acceptance {acceptance}: different texts")
-    return {"acceptance": acceptance, "runner_up": options.runner_up, "seconds": seconds}
-
-
-def best(seconds: dict[str, list[float]], kind: str) -> tuple[str, list[float]]:
-    return min(((name, runs) for name, runs in seconds.items() if name.startswith(kind)), key=lambda row: sum(row[1]))
-
-
-def lines(results: dict[str, Any]) -> list[str]:
-    streams, trees = [], []
+def lines(results: dict[str, Any]) -> Iterator[str]:
+    rows = []
     for shape, part in results["shapes"].items():
         for row in part["streams"]:
             one, plain, chosen = row["tokens_per_second"].values()
             over = (harness.spread(harness.ratios(*pair), 2) for pair in ((plain, one), (chosen, one), (chosen, plain)))
-            streams.append([shape, row["streams"], *over])
-        for row in part["trees"]:
-            (chain, slow), (tree, fast) = (best(row["seconds"], kind) for kind in ("chain", "tree"))
-            trees.append([shape, row["acceptance"], chain, tree, f"{sum(slow) / sum(fast):.2f}"])
-    heads = ["shape", "streams", "plain over one", "chosen over one", "chosen over plain"]
-    tree_heads = ["shape", "acceptance", "best chain", "best tree", "tree over chain"]
-    return [*harness.table(heads, streams), "", *harness.table(tree_heads, trees)]
+            rows.append([shape, row["streams"], *over])
+    return harness.table(["shape", "streams", "plain over one", "chosen over one", "chosen over plain"], rows)
 
 
 def measured(shape: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The results of a target, as far as they are there."""
-    part: dict[str, Any] = {"streams": [], "trees": []}
+    part: dict[str, Any] = {"streams": []}
     pair = Pair.of(shape, options.drafter, options.device, max(options.streams))
     part["latency"] = pair.latency.json()
     harness.log(f"{shape}: {part['latency']}")
@@ -170,18 +135,10 @@ def measured(shape: str, options: argparse.Namespace) -> Iterator[dict[str, Any]
         part["streams"].append(stream_row(pair, streams, options))
         harness.log(f"  {part['streams'][-1]}")
         yield part
-    for acceptance in options.acceptances:
-        part["trees"].append(trees_row(pair, acceptance, options))
-        harness.log(f"  {part['trees'][-1]}")
-        yield part
 
 
 def numbers(text: str) -> Sequence[int]:
     return [harness.positive(number) for number in text.split(",")]
-
-
-def shares(text: str) -> Sequence[float]:
-    return [harness.share(number) for number in text.split(",") if number]
 
 
 def main() -> None:
@@ -190,14 +147,13 @@ def main() -> None:
     parser.add_argument("--drafter", choices=list(SHAPES), default="vicuna-68m")
     parser.add_argument("--device", default="cuda:0", help="cpu: the same in torch, to try the script")
     parser.add_argument("--streams", type=numbers, default=[1, 8, 32, 64])
-    parser.add_argument("--acceptance", type=harness.share, default=0.8, help="of the requests at once")
+    parser.add_argument("--acceptance", type=harness.share, default=0.8, help="of first choices")
     parser.add_argument("--runner-up", type=harness.share, default=0.5)
-    parser.add_argument("--acceptances", type=shares, default=[0.63, 0.8, 0.93], help="of the trees; empty: none")
     options = parser.parse_args()
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error("there is no GPU here")
-    if PROMPT + options.tokens + max(TREES)[1] > ROOM:
-        parser.error(f"--tokens {options.tokens}: must be at most {ROOM - PROMPT - max(TREES)[1]}")
+    if PROMPT + options.tokens + MAX_TREE > ROOM:
+        parser.error(f"--tokens {options.tokens}: must be at most {ROOM - PROMPT - MAX_TREE}")
     silence_transformers()
     device = torch.cuda.get_device_name(0) if options.device != "cpu" else "CPU"
     results: dict[str, Any] = {"device": device, "tokens": options.tokens, "shapes": {}}

@@ -15,7 +15,7 @@ import os
 import platform
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,29 +29,35 @@ import transformers
 import harness
 import make_results
 from divergence import divergences
-from dsi.core.messages import DRAFTER, GREEDY, Sampling
+from dsi.core.messages import DRAFTER, GREEDY, TARGET, Sampling
 from dsi.core.policies import policy_for
 from dsi.core.request import Completion, Request
 from dsi.core.spec import SpecConfig
+from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
 from dsi.engine.build import silence_transformers
-from dsi.engine.profile_cuda import latency_model, order_by_contention
+from dsi.engine.profile_cuda import latency_model, order_by_contention, with_packed_drafts
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
-from dsi.fleets.servers import make_servers
+from dsi.fleets.servers import Server, make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
+from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.protocol import SamplingModel
 from dsi.models.shapes import random_model
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.paper.table2 import PAIRS
 from dsi.planning.latency import LatencyModel
 from dsi.planning.search import DeploymentPlan, PairProfile, search_devices
-from oracle import Oracle
+from dsi.planning.trees import best_si_tree, dsi_trees
+from oracle import Oracle, PackedOracle
 
 TARGETS = ("llama-1.1b", "vicuna-7b", "vicuna-13b")
 DRAFTER_SHAPE = "vicuna-68m"
 ACCEPTANCES = (0.63, 0.8, 0.93)
 PROMPT, ROOM = 128, 384
 WARM_UP = 20  # tokens
+TEXTS, PACKED_SIZES = 4, (1, 2, 4, 8, 16, 32, 64, 128)  # of forwards over trees
+MAX_TREE, MAX_TREE_TARGETS = 96, 4
 SHARES = (0.6, 0.8, 1, 1.2, 1.5)  # of SI's best lookahead in simulation: those it is measured with
 
 
@@ -62,13 +68,23 @@ class Bench:
     targets: list[CudaGraphModel]
     drafter: CudaGraphModel
     latency: LatencyModel
+    runner_up: float = 0.0  # how often the drafter's next choice is right where the one before is not
+    packed: dict[str, PackedCudaModel] = field(default_factory=dict)  # for trees, by server
     plain_ms: dict[int, list[float]] = field(default_factory=dict)  # non-SI, by tokens
 
     def fleet(self, sp: int, acceptance: float, seed: int) -> CudaFleet:
         teacher = ToyTarget(seed)
-        guess = ToyDrafter(teacher, acceptance, seed * 1013)
-        targets = [Oracle(target, teacher) for target in self.targets[:sp]]
-        return CudaFleet(make_servers(targets, {DRAFTER: Oracle(self.drafter, guess)}, shared_kv=True))
+        guess = ToyDrafter(teacher, acceptance, seed * 1013, self.runner_up)
+        servers = make_servers(
+            [Oracle(target, teacher) for target in self.targets[:sp]],
+            {DRAFTER: Oracle(self.drafter, guess)},
+            shared_kv=True,
+        )
+        packed = {}
+        for server in servers if self.packed else ():
+            oracle = PackedOracle(SamplingModel(self.packed[server.name]), guess if server.role == DRAFTER else teacher)
+            packed[server.name] = Server(server.name, server.role, oracle)
+        return CudaFleet(servers, packed=packed)
 
 
 @cache
@@ -87,16 +103,25 @@ def pool() -> ProcessPoolExecutor:
 
 
 @lru_cache(maxsize=1)
-def prepared(target: str, drafter: str, segments: int | None, share: int, slices: int, most: int) -> Bench:
+def prepared(
+    target: str, drafter: str, segments: int | None, share: int, slices: int, most: int, runner_up: float
+) -> Bench:
     """Each server on its slice, the drafter on `share`; targets share their weights and their cache."""
     streams = green_context_streams(0, slices, [share] + [1] * most)
     target_model, drafter_model = (
         random_model(name, device="cuda:0", max_positions=ROOM) for name in (target, drafter)
     )
-    return bench(target_model, drafter_model, streams[0], streams[1:], segments)
+    return bench(target_model, drafter_model, streams[0], streams[1:], segments, runner_up)
 
 
-def bench(target: Any, small_model: Any, drafter_stream: Any, target_streams: list[Any], segments: int | None) -> Bench:
+def bench(
+    target: Any,
+    small_model: Any,
+    drafter_stream: Any,
+    target_streams: list[Any],
+    segments: int | None,
+    runner_up: float,
+) -> Bench:
     began = perf_counter()
     drafter = CudaGraphModel(small_model, ROOM, drafter_stream, drafts=True)
     targets: list[CudaGraphModel] = []
@@ -107,7 +132,14 @@ def bench(target: Any, small_model: Any, drafter_stream: Any, target_streams: li
     how = targets[0].eager_reason or targets[0].slower_reason or "CUDA graphs"
     harness.log(f"recorded in {perf_counter() - began:.1f} s; {how}")
     targets = order_by_contention(targets, PROMPT)
-    return Bench(targets, drafter, latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True))
+    latency = latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True)
+    if not runner_up:
+        return Bench(targets, drafter, latency)
+    packed = {
+        name: PackedCudaModel(model.model, ROOM, TEXTS * ROOM, TEXTS, model.stream, PACKED_SIZES)
+        for name, model in ((DRAFTER, drafter), *((f"{TARGET}-{i}", target) for i, target in enumerate(targets, 1)))
+    }
+    return Bench(targets, drafter, with_packed_drafts(latency, packed[DRAFTER], PROMPT), runner_up, packed)
 
 
 def write(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: int, seed: int) -> Completion:
@@ -129,6 +161,7 @@ def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str
     si = chosen["si"]
     for block in sorted({max(1, round((si.spec.lookahead or 1) * share)) for share in SHARES}):
         rows[f"si {block}"] = DeploymentPlan(SpecConfig("si", block), ms=si.ms)
+    rows |= tree_rows(bench, acceptance)
     times = measured(bench, rows, acceptance, tokens, repeats)
     best = min((name for name in rows if name.startswith("si")), key=lambda name: sum(times[name]))
     result = {
@@ -138,10 +171,36 @@ def cell(bench: Bench, acceptance: float, tokens: int, repeats: int) -> dict[str
         "ms": times,
         "ms_per_token": {name: median(runs) / tokens for name, runs in times.items()},
     }
+    for name in ("si", "dsi") if bench.packed else ():
+        chain = times[best] if name == "si" else times.get("dsi", [])
+        trees = {row: ms for row, ms in times.items() if row.startswith(f"tree {name}")}
+        if trees and chain:
+            tree = min(trees, key=lambda row: sum(trees[row]))
+            result[f"{name}_tree"] = {"best": tree, "over_chain": sum(chain) / sum(trees[tree])}
     if "dsi" in rows:
         result |= compared(bench, rows["dsi"], times, best, acceptance, tokens)
     harness.log(f"  { ({k: v for k, v in result.items() if k != 'ms'}) }")
     return result
+
+
+def tree_rows(bench: Bench, acceptance: float) -> dict[str, DeploymentPlan]:
+    """SI and DSI with the trees that may be fastest by the measured latencies, and some beside them."""
+    if not bench.packed:
+        return {}
+    rows: dict[str, DeploymentPlan] = {}
+    chances = rank_chances(acceptance, bench.runner_up, TREE_BRANCHES)
+    if best := best_si_tree(bench.latency, acceptance, bench.runner_up):
+        size, depth = best[0].tree, best[0].lookahead or 1
+        smaller, larger = max(3, size // 2), min(MAX_TREE, 2 * size)
+        for nodes, levels in ((size, depth), (size, depth + 2), (smaller, depth), (larger, depth)):
+            if nodes > levels:
+                spec = SpecConfig("si", levels, max_targets=1, tree=nodes, chances=chances)
+                rows[f"tree si {nodes}, {levels} deep"] = DeploymentPlan(spec)
+    for sp in range(2, min(len(bench.targets), MAX_TREE_TARGETS) + 1):
+        for spec in dsi_trees(bench.latency.with_targets(sp), sp):
+            row = f"tree dsi {spec.tree}, lookahead {spec.lookahead}, SP {sp}"
+            rows[row] = DeploymentPlan(replace(spec, chances=chances), sp)
+    return rows
 
 
 def measured(
@@ -203,14 +262,14 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.no_whole:
         return result
-    whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1)
+    whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1, options.runner_up)
     harness.log(f"  the whole GPU: {whole.latency.json()}")
     undivided = [cell(whole, rate, options.tokens, 2) for rate in options.acceptances]
     return result | {"whole_gpu": {"costs": whole.latency.json(), "cells": undivided}}
 
 
-def cut(options: argparse.Namespace) -> tuple[int | None, int, int, int]:
-    return options.segments, options.drafter_slices, options.slices, options.targets
+def cut(options: argparse.Namespace) -> tuple[int | None, int, int, int, float]:
+    return options.segments, options.drafter_slices, options.slices, options.targets, options.runner_up
 
 
 def texts(options: argparse.Namespace) -> dict[str, Any]:
@@ -277,6 +336,12 @@ def main() -> None:
     parser.add_argument("--acceptances", type=harness.share, nargs="+", default=ACCEPTANCES)
     parser.add_argument(
         "--segments", type=harness.positive, help="of a target forward, after each of which it can stop"
+    )
+    parser.add_argument(
+        "--runner-up",
+        type=harness.share,
+        default=0.0,
+        help="acceptance of next choices; above 0: with trees, too",
     )
     parser.add_argument("--no-whole", action="store_true", help="only in slices")
     parser.add_argument("--rows", default="", help="of table2: those whose name begins so")

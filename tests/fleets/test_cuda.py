@@ -77,7 +77,8 @@ def packed_fleet() -> tuple[CudaFleet, dict[str, PolledPair]]:
     target = ToyTarget(3)
     drafter = ToyDrafter(target, 0.7, 5, runner_up_acceptance=0.5)
     models = {TARGET: PolledPair(target, 6), DRAFTER: PolledPair(drafter, 1)}
-    packed = {role: Server(role, role, model) for role, model in models.items()}
+    names = {TARGET: "target-1", DRAFTER: DRAFTER}
+    packed = {names[role]: Server(role, role, model) for role, model in models.items()}
     return CudaFleet(make_servers([models[TARGET]], {DRAFTER: models[DRAFTER]}), packed=packed), models
 
 

@@ -11,7 +11,7 @@ from threading import Barrier
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dsi.core.messages import Draft, Drafted, DraftedLevel, Failed, Prefill, Sampling, Verified, Verify
+from dsi.core.messages import Draft, Drafted, DraftedLevel, Failed, Prefill, Prefilled, Sampling, Verified, Verify
 from dsi.core.policies import Load, autoregressive, distributed, policy_for, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import TokenSequence
@@ -257,7 +257,7 @@ def test_packed_server_accepts_one_job_of_a_request_that_gives_tokens_only() -> 
     assert not server.accepts(Verify(1, origin.then(2), 2))
     assert server.accepts(Verify(1, text(1), 2))
     assert not server.accepts(Verify(1, text(1), MAX_TOKENS + 1))
-    assert not server.accepts(Prefill(1, text(1)))
+    assert server.accepts(Prefill(1, text(1)))
     assert not server.accepts(Draft(1, text(1), 3, sampling=Sampling(temperature=1, rule="reject")))
     assert server.discard(0)
     assert not server.discard(0)
@@ -500,3 +500,13 @@ def test_process_fleet_leaves_slow_forwards_of_one_request_to_workers() -> None:
         assert max(map(len, target.forwards)) == 2
     finally:
         fleet.close()
+
+
+def test_packed_server_prefills_beside_other_texts() -> None:
+    server, packing = packed_server()
+    server.add(Prefill(0, text(*range(9))))
+    server.add(Verify(1, text(3), 1))
+    assert not server.knows(Prefill(2, text(4)))
+    assert [event for *_, event in server.step()] == [Verified(1, after((3,))), Prefilled(0)]
+    assert packing.forwards == [[1, 9]]
+    assert server.jobs == {}

@@ -110,7 +110,11 @@ def packed_models(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) ->
 
 
 def packed_servers(models: Mapping[str, PackedCudaModel]) -> dict[str, Server]:
-    return {role: Server(role, role, SamplingModel(model), PrefixTable(MAX_TEXTS)) for role, model in models.items()}
+    """By the names of the servers that have the same weights."""
+    return {
+        f"{TARGET}-1" if role == TARGET else role: Server(role, role, SamplingModel(model), PrefixTable(MAX_TEXTS))
+        for role, model in models.items()
+    }
 
 
 def has_packed_forwards(model: CudaGraphModel) -> bool:

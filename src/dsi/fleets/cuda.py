@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill
+from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill, Verify
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.packed import PackedServer
@@ -85,7 +85,7 @@ class InflightForward:
 class CudaFleet(RealTimeFleet):
     """Polls models that compute on GPUs; any other model computes during its poll, and blocks the rest.
 
-    `packed` has, for each role, the server whose model computes several texts and trees in one forward.
+    `packed` has, by the names of servers, those whose models compute several texts and trees in one forward.
     """
 
     def __init__(
@@ -93,19 +93,16 @@ class CudaFleet(RealTimeFleet):
     ) -> None:
         super().__init__(servers, log)
         self._workers: dict[str, CudaWorker] = {}
-        shared = {role: PackedServer.of(server) for role, server in (packed or {}).items()}
-        self._packed = {role: server for role, server in shared.items() if server is not None}
+        shared = {name: PackedServer.of(server) for name, server in (packed or {}).items()}
+        self._packed = {name: server for name, server in shared.items() if server is not None}
+        roles = [self._servers[name].role for name in self._packed]
+        self.packs = roles.count(TARGET) == 1  # whether a target computes several requests in one forward
         self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
         self._joined: set[int] = set()  # of these, those that did not have to wait
-        self._forwards: dict[str, InflightForward] = {}  # by role
-
-    @property
-    def packs(self) -> bool:
-        """Whether targets compute several requests in one forward."""
-        return TARGET in self._packed
+        self._forwards: dict[str, InflightForward] = {}  # by server
 
     def _assign(self, name: str, job: Job) -> None:
-        packed = self._packed.get(self._servers[name].role)
+        packed = self._packed.get(name)
         if packed is not None and self._is_packed(job) and packed.suits(job):
             self._packed_jobs[name] = job
             self._join(name, packed)
@@ -117,15 +114,18 @@ class CudaFleet(RealTimeFleet):
         """Let a server's job join the shared forwards, unless one that was given up still computes its text."""
         job = self._packed_jobs[name]
         if packed.accepts(job):
-            packed.add(job)  # type: ignore[arg-type]
+            packed.add(job)
             self._joined.add(job.id)
 
     def _is_packed(self, job: Job) -> bool:
-        """Whether a job shares forwards with those of other requests, or has a tree."""
-        if isinstance(job, Prefill):
-            return False
-        has_tree = bool(job.tree or (isinstance(job, Draft) and job.expansions))
-        return has_tree or (self.num_requests > 1 and job.alone)
+        """Whether a job shares forwards with those of other requests, has a tree, or goes on where trees are cached."""
+        if isinstance(job, Draft):
+            return bool(job.expansions) or self._is_shared(job)
+        has_tree = isinstance(job, Verify) and bool(job.tree)
+        return has_tree or self._is_shared(job) or any(packed.knows(job) for packed in self._packed.values())
+
+    def _is_shared(self, job: Job) -> bool:
+        return self.packs and self.num_requests > 1 and not isinstance(job, Prefill) and job.alone
 
     def cancel(self, id: int) -> None:
         for packed in self._packed.values():
@@ -144,7 +144,7 @@ class CudaFleet(RealTimeFleet):
         self._workers.pop(name, None)
         if job := self._packed_jobs.pop(name, None):
             self._joined.discard(job.id)
-            self._packed[self._servers[name].role].discard(job.id)
+            self._packed[name].discard(job.id)
 
     def wake(self) -> None:
         self._events.append(WOKEN)
@@ -156,54 +156,51 @@ class CudaFleet(RealTimeFleet):
     def _wait_for_events(self) -> None:
         for name in list(self._workers):
             self._poll(name)
-        for role, packed in self._packed.items():
-            for name, job in self._packed_jobs.items():
-                if job.id not in self._joined and self._servers[name].role == role:
-                    self._join(name, packed)
-            self._take_waiting(role, packed)
-            self._poll_packed(role, packed)
+        for name, packed in self._packed.items():
+            if name in self._packed_jobs and self._packed_jobs[name].id not in self._joined:
+                self._join(name, packed)
+            if self.packs and self.num_requests > 1:
+                self._take_waiting(self._servers[name].role, packed)
+            self._poll_packed(name, packed)
         if not self._events and self._scheduler.changed:
             self._start_jobs()
 
     def _take_waiting(self, role: str, packed: PackedServer) -> None:
         """Let waiting jobs join those that share forwards."""
-        if self.num_requests > 1:
-            for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_packed(job)):
-                if packed.accepts(job):  # there may be two of one request
-                    packed.add(job)  # type: ignore[arg-type]
-                else:
-                    self._scheduler.enqueue(job)
+        for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_packed(job)):
+            if packed.accepts(job):  # there may be two of one request
+                packed.add(job)
+            else:
+                self._scheduler.enqueue(job)
 
-    def _poll_packed(self, role: str, packed: PackedServer) -> None:
-        inflight = self._forwards.pop(role, None)
+    def _poll_packed(self, name: str, packed: PackedServer) -> None:
+        inflight = self._forwards.pop(name, None)
         if inflight is None:
             if not packed.has_ready_jobs:
                 return
             inflight = InflightForward(packed, self.now())
         if inflight.poll():
-            self._finish_forward(role, packed, inflight)
+            self._finish_forward(name, packed, inflight)
         else:
-            self._forwards[role] = inflight
+            self._forwards[name] = inflight
 
-    def _finish_forward(self, role: str, packed: PackedServer, inflight: InflightForward) -> None:
+    def _finish_forward(self, name: str, packed: PackedServer, inflight: InflightForward) -> None:
         began, events, num_texts = inflight.began, packed.finish(inflight.forward), len(inflight.forward.parts)
-        names = {job.id: name for name, job in self._packed_jobs.items()}
-        default = next(name for name, server in self._servers.items() if server.role == role)
         for job, context, event in events:
-            name, now = names.get(job.id, default), self.now()
+            now = self.now()
             if len(events) == 1:
                 self._record(name, job, context, began, now, event)
             else:  # each has its share of the time
                 self.usage[name].end(now - (now - began) / len(events), now, event)
                 if self.log is not None:
-                    self.log.append(span(name, role, job, context, began, now, event, num_texts))
+                    self.log.append(span(name, self._servers[name].role, job, context, began, now, event, num_texts))
             self._events.append(event)
         self._release_packed()
 
     def _release_packed(self) -> None:
         """Servers whose job is done, or was given up, are idle."""
         for name, job in list(self._packed_jobs.items()):
-            if job.id in self._joined and job.id not in self._packed[self._servers[name].role].jobs:
+            if job.id in self._joined and job.id not in self._packed[name].jobs:
                 del self._packed_jobs[name]
                 self._joined.discard(job.id)
                 self._scheduler.release(name, computed=False)

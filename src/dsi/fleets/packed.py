@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dsi.core.messages import Draft, Drafted, Event, Failed, Verified, Verify
+from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
@@ -19,15 +19,14 @@ from dsi.models.protocol import Answer, ForwardRequest, PollsPacked, SupportsPac
 MAX_TOKENS = 128  # new tokens of a forward, with nodes of trees
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
 
-SharedJob = Verify | Draft
-SharedEvent = tuple[SharedJob, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
+SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
 
 
 @dataclass(eq=False, slots=True)
 class PackedJob:
     """A job that shares forwards, and how far it has come."""
 
-    job: SharedJob
+    job: Job
     prefix: CachedPrefix
     left: int  # answers that are missing: a draft's tokens, or levels of its tree, or one
     growth: TreeGrowth | None = None  # of a tree's draft
@@ -41,7 +40,7 @@ class PackedJob:
     @property
     def num_new(self) -> int:
         """The rows of its next forward, about: counting all takes as long as making its request."""
-        width = self.job.num_positions if isinstance(self.job, Verify) else 1
+        width = self.job.num_positions if isinstance(self.job, Verify) else int(isinstance(self.job, Draft))
         missing = len(self.prefix.tokens) - (self.prefix.num_cached or 0)
         return width if width > missing else missing
 
@@ -78,7 +77,8 @@ class PackedPart:
     @property
     def is_speculation(self) -> bool:
         """Whether nobody waits for it yet."""
-        return isinstance(self.packed.job, Verify) and self.packed.job.lead > 0
+        job = self.packed.job
+        return isinstance(job, Prefill) or (isinstance(job, Verify) and job.lead > 0)
 
     def within(self, room: int) -> PackedPart:
         """All of it where there is room for so many rows, or a chunk of the prompt."""
@@ -130,21 +130,25 @@ class PackedServer:
         """How many forwards its model can compute at once, in threads of their own."""
         return self._model.forwards_at_once
 
-    def accepts(self, job: object) -> bool:
+    def accepts(self, job: Job) -> bool:
         """Whether a job can join now: there is one of each request."""
-        return isinstance(job, SharedJob) and job.context.origin not in self._origins and self.suits(job)
+        return job.context.origin not in self._origins and self.suits(job)
 
-    def suits(self, job: object) -> bool:
+    def knows(self, job: Job) -> bool:
+        """Whether a request's text is cached here."""
+        return job.context.origin in self.server.prefixes.entries
+
+    def suits(self, job: Job) -> bool:
         """Whether a job can share forwards: one that gives nothing but tokens."""
-        if not isinstance(job, SharedJob):
-            return False
+        if isinstance(job, Prefill):
+            return True
         if (job.tree or (isinstance(job, Draft) and job.expansions)) and not computes_trees(self._model):
             return False
         if isinstance(job, Verify):
             return job.num_positions <= self._max_positions
         return not job.sampling.needs_draft and len(job.expansions) <= self._max_positions
 
-    def add(self, job: SharedJob) -> None:
+    def add(self, job: Job) -> None:
         left = job.num_answers if isinstance(job, Draft) else 1
         growth = TreeGrowth(job) if isinstance(job, Draft) and job.expansions else None
         self.jobs[job.id] = PackedJob(job, self.server.prefixes.lookup(job.context), left, growth)
@@ -249,6 +253,8 @@ class PackedServer:
             self.discard(job.id)
         if packed.growth is not None:
             return packed.growth.add(answer.children)
+        if isinstance(job, Prefill):
+            return Prefilled(job.id)
         if isinstance(job, Draft):
             prefix.append(answer.tokens[0])
             return Drafted(job.id, answer.tokens[0])

@@ -198,7 +198,7 @@ class ProcessFleet(RemoteFleet):
         if (packed and self._is_shared(job)) or (may_use_all and self._runs_inline(name, job)):
             self._inline_jobs[name] = job
             if packed:
-                packed.add(job)  # type: ignore[arg-type]
+                packed.add(job)
             return
         self._workers[name].alone.value = may_use_all and name in self.every_core and len(self._scheduler.running) == 1
         super()._assign(name, job)
@@ -289,7 +289,7 @@ class ProcessFleet(RemoteFleet):
         for role, packed in self._packed.items():
             for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_shared(job)):  # noqa: B023
                 if packed.accepts(job):  # there may be two of one request
-                    packed.add(job)  # type: ignore[arg-type]
+                    packed.add(job)
                 else:
                     self._scheduler.enqueue(job)
 

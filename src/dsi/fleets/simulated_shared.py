@@ -78,7 +78,7 @@ class SharedSimulatedFleet(BaseFleet):
         for job in list(self._waiting.values()):
             packed = self._packed[role_of(job)]
             if packed.accepts(job):
-                packed.add(self._waiting.pop(job.id))  # type: ignore[arg-type]
+                packed.add(self._waiting.pop(job.id))
 
     def _step(self, role: str) -> None:
         """Run one forward for all that have joined."""

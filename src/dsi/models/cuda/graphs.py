@@ -259,6 +259,11 @@ class CudaGraphModel:
         return max(1, self.segments // 3)
 
     @property
+    def stream(self) -> Any:
+        """The stream that it computes on, by which it may have a slice of a GPU; None on other devices."""
+        return self._stream
+
+    @property
     def is_slice(self) -> bool:
         """Whether it has only a part of a GPU's multiprocessors."""
         return bool(self.on_gpu and stream_sms(self._stream))
