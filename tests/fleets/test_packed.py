@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from dsi.core.messages import Draft, Drafted, DraftedLevel, Failed, Prefill, Prefilled, Sampling, Verified, Verify
 from dsi.core.policies import Load, autoregressive, distributed, policy_for, speculative
-from dsi.core.request import Request
+from dsi.core.request import Request, VerifyRequest
 from dsi.core.sequence import TokenSequence
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
@@ -430,6 +430,35 @@ def test_process_fleet_runs_a_job_that_cannot_share_forwards_in_turn(at_once: in
         while any(not active.done for active in texts):
             loop.step()
         assert [active.completion().tokens for active in texts] == [after((i, 2), 40) for i in range(MIN_SPLIT)]
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("others", [0, 1, MIN_SPLIT])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_process_fleet_verifies_one_text_for_several_requests(at_once: int, others: int) -> None:
+    """They have one cached prefix: only one of them computes at a time, beside requests with texts of their own."""
+    fleet = packing_fleet(at_once)
+    try:
+        loop, origin = EngineLoop(fleet), text(1, 2)
+        texts = [loop.submit(Request((i, 9), 12, autoregressive())) for i in range(others)]
+        contexts = [(3,), (4, 5, 6), (3, 7), (4, 5), (8,), (4, 5, 6, 1)]
+        for _ in range(3):
+            verified = []
+            for tokens in contexts:
+                context = origin
+                for token in tokens:
+                    context = context.then(token)
+                verified.append(loop.submit(VerifyRequest(context, len(tokens))))
+            while any(not active.done for active in verified):
+                loop.step()
+            for tokens, active in zip(contexts, verified):
+                whole = (1, 2, *tokens)
+                expected = [token for end in range(3, len(whole) + 1) for token in after(whole[:end])]
+                assert list(active.completion().tokens) == expected
+        while any(not active.done for active in texts):
+            loop.step()
+        assert [active.completion().tokens for active in texts] == [after((i, 9), 12) for i in range(others)]
     finally:
         fleet.close()
 

@@ -132,7 +132,11 @@ class PackedServer:
 
     def accepts(self, job: Job) -> bool:
         """Whether a job can join now: there is one of each request."""
-        return job.context.origin not in self._origins and self.suits(job)
+        return not self.computes_text_of(job) and self.suits(job)
+
+    def computes_text_of(self, job: Job) -> bool:
+        """Whether there is a job of the same request, or a forward still computes its text."""
+        return job.context.origin in self._origins
 
     def knows(self, job: Job) -> bool:
         """Whether a request's text is cached here."""

@@ -273,7 +273,7 @@ class ProcessFleet(RemoteFleet):
         if unshared is not None:
             self._run_job_inline(unshared, self._inline_jobs.pop(unshared))
             return True
-        if shared and (len(self._inline_jobs) != 1 or not self._is_only_short_job(shared)):
+        if shared and not self._is_only_short_job(shared):
             self._step_packed(*min(shared, key=lambda item: item[0] == TARGET))
             return True
         if not self._inline_jobs:
@@ -286,6 +286,10 @@ class ProcessFleet(RemoteFleet):
 
     def _take_waiting(self) -> None:
         """Let waiting jobs join those that share forwards."""
+        for name, job in self._inline_jobs.items():  # whose text another job had
+            packed = self._packed_for(self._servers[name].role, job)
+            if packed and job.id not in packed.jobs and self._is_shared(job):
+                packed.add(job)
         for role, packed in self._packed.items():
             for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_shared(job)):  # noqa: B023
                 if packed.accepts(job):  # there may be two of one request
@@ -293,11 +297,12 @@ class ProcessFleet(RemoteFleet):
                 else:
                     self._scheduler.enqueue(job)
 
-    @staticmethod
-    def _is_only_short_job(shared: Sequence[tuple[str, PackedServer]]) -> bool:
+    def _is_only_short_job(self, shared: Sequence[tuple[str, PackedServer]]) -> bool:
         """Whether there is but one job, which has not begun and may as well run to its end."""
-        [first, *others] = [job for _, packed in shared for job in packed.jobs.values()]
-        return not others and not first.has_begun and first.part().num_rows <= MAX_INLINE_TOKENS
+        [first, *others] = [packed for _, server in shared for packed in server.jobs.values()]
+        if others or [job.id for job in self._inline_jobs.values()] != [first.job.id]:
+            return False
+        return not first.has_begun and first.part().num_rows <= MAX_INLINE_TOKENS
 
     @staticmethod
     def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
@@ -324,10 +329,15 @@ class ProcessFleet(RemoteFleet):
         return True
 
     def _unshared_job(self) -> str | None:
-        """The server of a job that cannot share forwards and runs in this process, in turn with those that can."""
-        shared = [packed.jobs for packed in self._packed.values()]
-        waiting = (name for name, job in self._inline_jobs.items() if not any(job.id in jobs for jobs in shared))
-        return next(waiting, None)
+        """The server of a job that cannot share forwards and runs in this process, in turn with those that can.
+
+        Not while a shared forward is to compute the same text: they have one cached prefix.
+        """
+        for name, job in self._inline_jobs.items():
+            packed = self._packed.get(self._servers[name].role)
+            if packed is None or not (job.id in packed.jobs or packed.computes_text_of(job)):
+                return name
+        return None
 
     def _run_inflight(self, packed: PackedServer, inflight: InflightForward) -> None:
         packed.run(inflight.forward, MAX_AT_ONCE)
