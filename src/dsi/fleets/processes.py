@@ -37,7 +37,7 @@ UseCores = Callable[[Server, bool], None]  # whether every core may be used, or 
 JOIN_SECONDS = 2.0
 MAX_INLINE_TOKENS = 256  # that a job in this process may have to compute; a longer prompt is read by a worker
 MAX_AT_ONCE = 2  # shared forwards
-MIN_SPLIT, MIN_SPLIT_TEXTS = 16, 8  # new tokens, and texts, from which a forward is split into two that run at once
+MIN_SPLIT = 24  # texts from which a forward is split into two that run at once: with fewer that was slower
 SPIN_SECONDS = 0.05  # of busy-waiting for an answer; in a longer wait the cost of waking up does not matter
 
 
@@ -306,11 +306,9 @@ class ProcessFleet(RemoteFleet):
 
     @staticmethod
     def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
-        """Whether only targets are to compute, and so many tokens that two forwards take no longer than one."""
+        """Whether only targets are to compute, and so many texts that two forwards take no longer than one."""
         [(role, packed), *others] = shared
-        if role != TARGET or others or packed.forwards_at_once == 1 or len(packed.jobs) < MIN_SPLIT_TEXTS:
-            return False
-        return len(packed.jobs) >= MIN_SPLIT or packed.num_new >= MIN_SPLIT
+        return role == TARGET and not others and packed.forwards_at_once > 1 and len(packed.jobs) >= MIN_SPLIT
 
     def _begin_forward(self, shared: Sequence[tuple[str, PackedServer]]) -> bool:
         """Begin another forward beside the one that runs, if it is large enough, or run one of a drafter."""
