@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -43,7 +43,7 @@ from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
 from dsi.models.endpoints.address import KINDS, parse_address
 from dsi.models.endpoints.wire import position_seed
-from dsi.models.protocol import Cancelled, ForwardRequest
+from dsi.models.protocol import Answer, Cancelled, ForwardRequest, tree_answer
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.models.wait import Latency, Wait
 
@@ -119,6 +119,28 @@ class PolledWait:
             text += drafted
 
 
+@dataclass
+class PackedWait:
+    """The same for forwards over several texts and trees, which take as long as the longest of them alone."""
+
+    waiting: Wait
+    can_pack = computes_trees = True
+    forwards_at_once = 1
+
+    def answer(self, request: ForwardRequest) -> Tokens:
+        return self.waiting.answer(request)
+
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:  # noqa: ARG002
+        model = self.waiting.model
+        return [tree_answer(model, request) if request.num_positions else Answer() for request in requests]
+
+    def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
+        end = time.perf_counter() + max(map(self.waiting.latency.forward, requests))
+        while time.perf_counter() < end:
+            yield None
+        return self.answer_packed(requests)
+
+
 def process_fleet(servers: list[Server], **options: Any) -> ProcessFleet:
     """Make a fleet whose dead workers are not replaced, as in the other fleets."""
     return ProcessFleet(servers, restart=False, **options)
@@ -127,7 +149,12 @@ def process_fleet(servers: list[Server], **options: Any) -> ProcessFleet:
 def cuda_fleet(servers: list[Server], **options: Any) -> CudaFleet:
     models = [PolledWait(server.model) if isinstance(server.model, Wait) else server.model for server in servers]
     polled = [Server(server.name, server.role, model) for server, model in zip(servers, models)]
-    return CudaFleet(polled, **options)
+    packed = {
+        server.name: Server(server.name, server.role, PackedWait(server.model))
+        for server in servers
+        if isinstance(server.model, Wait)
+    }
+    return CudaFleet(polled, packed=packed, **options)
 
 
 def ray_fleet(servers: list[Server], **options: Any) -> RayFleet:
@@ -383,8 +410,8 @@ def test_fleet_output_equals_the_targets_own(kind: str, loop: EngineLoop, policy
 
 @pytest.mark.parametrize("algorithm", ["si", "pearl", "dsi"])
 def test_fleet_output_with_trees_equals_the_targets_own(kind: str, loop: EngineLoop, algorithm: str) -> None:
-    if kind in (*KINDS, "polling"):
-        pytest.skip("endpoints and devices have no trees")
+    if kind in KINDS:
+        pytest.skip("endpoints have no trees")
     [completion] = loop.run(Request((1, 2, 3), 25, policy_for(SpecConfig(algorithm, 3, tree=8))))
     assert (completion.tokens, completion.tally.failed) == (plain_decoding(25), 0)
     assert completion.tally.accepted > 0
