@@ -126,6 +126,14 @@ def test_forward_packed_reads_long_prompts_in_several_forwards(llama: Any) -> No
     check(llama, packed, [ForwardRequest(text[:20], 20, tree=TREE, asked=range(7))])
 
 
+def test_forward_packed_takes_more_texts_than_there_are_tables(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 400, max_texts=3)
+    first = Random(5).choices(range(1, VOCAB_SIZE), k=50)
+    packed.forward_packed([ForwardRequest(first, 50)])
+    check(llama, packed, [ForwardRequest([*first[:10], i, 7], 11) for i in range(5)])
+    check(llama, packed, [ForwardRequest([i, 7], 1) for i in range(5)])
+
+
 def test_texts_share_the_slots_of_their_common_prefix(llama: Any) -> None:
     packed = PackedCudaModel(llama, MAX_LENGTH, 200)
     text = Random(4).choices(range(1, VOCAB_SIZE), k=100)

@@ -194,10 +194,10 @@ class PackedCudaModel:
         )
 
     def _groups(self, requests: Sequence[tuple[int, ForwardRequest]]) -> Iterator[list[ForwardRequest]]:
-        """Those that share a forward."""
+        """Those that share a forward: fewer than there are tables, as the last may begin as a copy of another text."""
         group, room = list[ForwardRequest](), max(self._forwards)
         for rows, request in requests:
-            if group and rows > room:
+            if group and (rows > room or len(group) + 1 == self.pool.max_texts):
                 yield group
                 group, room = [], max(self._forwards)
             group.append(request)
