@@ -6,7 +6,7 @@ to a slot in use. A node of a draft tree that becomes text keeps its slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,10 +67,11 @@ class PooledRows:
     num_positions: int  # of its last tokens, whose logits are wanted
 
     @property
-    def wanted(self) -> list[int]:
+    def wanted(self) -> Sequence[int]:
         """The rows whose logits are wanted, from the text's first one."""
-        count = len(self.rows.tokens)
-        return [*range(count - self.num_positions, count), *(count + row for row in self.rows.tree.asked)]
+        count, asked = len(self.rows.tokens), self.rows.tree.asked
+        positions = range(count - self.num_positions, count)
+        return [*positions, *(count + row for row in asked)] if asked else positions
 
 
 class TextPool:
@@ -80,11 +81,11 @@ class TextPool:
         self.slots, self.max_texts, self.max_length = SlotPool(num_slots), max_texts, max_length
         self._num_slots = num_slots
         self._free_tables = list(range(max_texts - 1, -1, -1))
-        self._texts: list[PooledText] = []  # the least recently used first
+        self._texts: dict[PooledText, None] = {}  # the least recently used first
         self._text_of: dict[int, PooledText] = {}  # by the identity of a text's list of tokens
 
     def clear(self) -> None:
-        for text in self._texts[:]:
+        for text in list(self._texts):
             self._drop(text)
 
     def check(self, request: ForwardRequest) -> None:
@@ -105,9 +106,11 @@ class TextPool:
     def begin(self, requests: Sequence[ForwardRequest]) -> list[PooledRows]:
         """Give slots to the new rows of each request, whose text no other of them has."""
         begun: list[PooledRows] = []
+        used: set[PooledText] = set()
         try:
             for request in requests:
-                begun.append(self._begin(request, [other.text for other in begun]))
+                begun.append(self._begin(request, used))
+                used.add(begun[-1].text)
         except BaseException:
             self.cancel(begun)
             raise
@@ -127,11 +130,11 @@ class TextPool:
             self.slots.give_back(pooled.text.slots[length : pooled.rows.end])
             self._drop_nodes(pooled.text)
 
-    def _begin(self, request: ForwardRequest, others: Sequence[PooledText]) -> PooledRows:
+    def _begin(self, request: ForwardRequest, used: Set[PooledText]) -> PooledRows:
         self.check(request)
-        tokens = list(request.tokens)
-        shared, text = self._text_for(request.tokens, others)
-        self._know(request.tokens, text)
+        tokens = request.tokens
+        shared, text = self._text_for(tokens, used)
+        self._know(tokens, text)
         num_cached = min(shared, request.start - 1)
         if not request.asked or not shared == len(text.tokens) == len(tokens):  # nodes are after another text
             self._drop_nodes(text)
@@ -140,25 +143,25 @@ class TextPool:
         num_kept = len(text.nodes) if tree.nodes.items() >= text.nodes.items() else 0
         if not num_kept:
             self._drop_nodes(text)
-        new = self._take(len(tokens) - num_cached + len(tree.nodes) - num_kept, [text, *others])
+        new = self._take(len(tokens) - num_cached + len(tree.nodes) - num_kept, text, used)
         text.slots[num_cached : len(tokens)] = new[: len(tokens) - num_cached]
         text.node_slots += new[len(tokens) - num_cached :]
         text.nodes = tree.nodes
-        rows = SlotRows(text.table, text.slots, num_cached, tokens[num_cached:], tree, text.node_slots)
+        rows = SlotRows(text.table, text.slots, num_cached, list(tokens[num_cached:]), tree, text.node_slots)
         return PooledRows(text, rows, max(0, len(tokens) + 1 - request.start))
 
-    def _text_for(self, tokens: Sequence[int], others: Sequence[PooledText]) -> tuple[int, PooledText]:
+    def _text_for(self, tokens: Sequence[int], used: Set[PooledText]) -> tuple[int, PooledText]:
         """The text that has most of these tokens, or a fork of it if it is in use or has much else; and how many."""
         shared, text = self._find(tokens)
-        if text is not None and text not in others:
+        if text is not None and text not in used:
             if shared == len(text.tokens):
                 self._accept(text, tokens)
                 shared = len(text.tokens)
             if len(text.tokens) - shared <= MAX_OVERWRITE:
-                self._texts.remove(text)
-                self._texts.append(text)
+                del self._texts[text]
+                self._texts[text] = None
                 return shared, text
-        return shared, self._fork(text, shared, others)
+        return shared, self._fork(text, shared, used)
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, PooledText | None]:
         """The text with the longest common prefix: the one that this list of tokens had, if it has most of them."""
@@ -183,22 +186,21 @@ class TextPool:
             self._text_of.clear()
         self._text_of[id(tokens)] = text
 
-    def _fork(self, text: PooledText | None, shared: int, others: Sequence[PooledText]) -> PooledText:
+    def _fork(self, text: PooledText | None, shared: int, used: Set[PooledText]) -> PooledText:
         """A new text that uses the same slots for the tokens it has in common with another."""
-        kept = [*others, *([text] if text is not None else [])]
         while not self._free_tables:
-            self._drop(next(old for old in self._texts if old not in kept))
+            self._drop(next(old for old in self._texts if old is not text and old not in used))
         forked = PooledText(self._free_tables.pop(), np.zeros(self.max_length, np.int32))
         if text is not None:
             forked.tokens, forked.slots[:shared] = text.tokens[:shared], text.slots[:shared]
             self.slots.share(text.slots[:shared])
-        self._texts.append(forked)
+        self._texts[forked] = None
         return forked
 
-    def _take(self, count: int, kept: Sequence[PooledText]) -> list[int]:
+    def _take(self, count: int, text: PooledText, used: Set[PooledText]) -> list[int]:
         """Take so many slots, from the texts that were not used for the longest time if none are free."""
         while self.slots.num_free < count:
-            oldest = next((old for old in self._texts if old not in kept), None)
+            oldest = next((old for old in self._texts if old is not text and old not in used), None)
             if oldest is None:
                 free = self.slots.num_free
                 raise ValueError(f"{count} new tokens: of {self._num_slots} in the KV cache, {free} are free")
@@ -208,7 +210,7 @@ class TextPool:
     def _drop(self, text: PooledText) -> None:
         self._drop_nodes(text)
         self._truncate(text, 0)
-        self._texts.remove(text)
+        del self._texts[text]
         self._free_tables.append(text.table)
         self._text_of = {key: other for key, other in self._text_of.items() if other is not text}
 

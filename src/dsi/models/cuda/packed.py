@@ -174,8 +174,10 @@ class PackedCudaModel:
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
         """The rows of the pieces of a request."""
         parts = [part for part in parts if len(part)] or parts[:1]
+        if len(parts) == 1:
+            return parts[0]
         with torch.inference_mode(), on(self._stream):
-            return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+            return torch.cat(list(parts))
 
     def _pieces(self, request: ForwardRequest) -> Iterator[tuple[int, ForwardRequest]]:
         """A request as several that fit into a forward, each with its rows at most: the last ends with the text."""
@@ -258,7 +260,9 @@ class PackedCudaModel:
         with torch.inference_mode(), on(self._stream):
             begin, logits = 0, logits.float()  # as what is sampled from everywhere
             for pooled in begun:
-                wanted = [begin + row for row in pooled.wanted]
-                consecutive = all(b == a + 1 for a, b in pairwise(wanted))
-                yield logits[wanted[0] : wanted[-1] + 1] if wanted and consecutive else logits[wanted]
+                wanted = pooled.wanted
+                if isinstance(wanted, range) or all(b == a + 1 for a, b in pairwise(wanted)):
+                    yield logits[begin + wanted[0] : begin + wanted[-1] + 1] if wanted else logits[:0]
+                else:
+                    yield logits[[begin + row for row in wanted]]
                 begin += pooled.rows.num_rows
