@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import Any
 
@@ -55,7 +56,7 @@ class Pair:
         target, drafter = (random_model(name, "bfloat16", device, ROOM) for name in (shape, drafter_shape))
         single = CudaGraphModel(target, ROOM, segments=1), CudaGraphModel(drafter, ROOM, segments=1, drafts=True)
         packed = {
-            role: PackedCudaModel(model, ROOM, (streams + 2) * ROOM, streams + 2)
+            role: PackedCudaModel(model, ROOM, (streams + 2) * ROOM, streams + 2, drafts=role == DRAFTER)
             for role, model in ((TARGET, target), (DRAFTER, drafter))
         }
         latency = latency_model(single[:1], single[1], PROMPT, context=ROOM)
@@ -71,8 +72,15 @@ class Pair:
         }
         servers = make_servers([Oracle(self.target, teacher)], {DRAFTER: Oracle(self.drafter, guess)})
         loop = EngineLoop(CudaFleet(servers, packed=packed))
-        loop.load.shared_spec = lambda *key: shared_spec(self.latency, *key)
+        loop.load.shared_spec = self.shared_spec
         return loop
+
+    def shared_spec(self, requests: int, acceptance: float, runner_up: float, tree: int) -> SpecConfig:
+        """As a deployment chooses."""
+        return spec_for(self.latency, requests, round(acceptance, 1), round(runner_up, 1), tree)
+
+
+spec_for = cache(shared_spec)
 
 
 def prompt(seed: int, number: int) -> tuple[int, ...]:

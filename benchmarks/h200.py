@@ -136,7 +136,7 @@ def bench(
     if not runner_up:
         return Bench(targets, drafter, latency)
     packed = {
-        name: PackedCudaModel(model.model, ROOM, TEXTS * ROOM, TEXTS, model.stream, PACKED_SIZES)
+        name: PackedCudaModel(model.model, ROOM, TEXTS * ROOM, TEXTS, model.stream, PACKED_SIZES, name == DRAFTER)
         for name, model in ((DRAFTER, drafter), *((f"{TARGET}-{i}", target) for i, target in enumerate(targets, 1)))
     }
     return Bench(targets, drafter, with_packed_drafts(latency, packed[DRAFTER], PROMPT), runner_up, packed)

@@ -6,9 +6,11 @@ Random weights take as long as trained ones but agree on nothing; this gives the
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import END, Level
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.protocol import Answer, ForwardRequest, Model, SamplingModel, tree_answer
 
@@ -61,6 +63,30 @@ class PackedOracle:
             yield None
             answers = self._teach(requests) if answers is None else answers
         return self._teach(requests) if answers is None else answers
+
+    def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
+        return self.model.can_grow(request, levels)
+
+    def poll_levels(self, request: ForwardRequest, levels: Sequence[Level]) -> Iterator[Answer | None]:
+        taught = self._teach_levels(request, levels)
+        known: list[Answer] = []
+        given = 0
+        for answer in self.model.poll_levels(request, levels):
+            known += [] if len(known) > given else islice(taught, 1)
+            given += answer is not None
+            yield answer and known[given - 1]
+
+    def _teach_levels(self, request: ForwardRequest, levels: Sequence[Level]) -> Iterator[Answer]:
+        tree, nodes = list(request.tree), [END] * (request.start <= len(request.tokens)) + list(request.asked)
+        for level in (*levels, ()):
+            [answer] = self._teach([request])
+            yield answer
+            for node, children in zip(nodes, answer.children):
+                tree += [(node, token) for token in children]
+            nodes = [node for node, _ in level]
+            counts = [count for _, count in level]
+            after = len(request.tokens) + 1
+            request = replace(request, start=after, tree=tuple(tree), asked=nodes, num_children=counts)
 
     def _teach(self, requests: Sequence[ForwardRequest]) -> list[Answer]:
         return [tree_answer(self.teacher, request) if request.num_positions else Answer() for request in requests]

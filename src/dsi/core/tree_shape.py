@@ -13,6 +13,7 @@ from heapq import heappop, heappush
 # Draft tokens after a text: the parent of each, as the index of an earlier one (END: the end of the text), and it.
 Tree = tuple[tuple[int, int], ...]
 Expansions = tuple[tuple[int, int], ...]  # nodes of a tree, by index, and how many children each is to have
+Level = Sequence[tuple[int, int]]  # those that one forward expands
 END = -1
 TREE_BRANCHES = 3  # choices of a drafter at each node, by default
 
@@ -74,7 +75,7 @@ def expansions(chances: Chances, size: int, depth: int) -> Expansions:
     return tuple(grown)
 
 
-def by_level(grown: Sequence[tuple[int, int]], num_nodes: int) -> Iterator[tuple[tuple[int, int], ...]]:
+def by_level(grown: Sequence[tuple[int, int]], num_nodes: int) -> Iterator[Expansions]:
     """Group expansions into forwards: those whose nodes are there when it begins. `num_nodes` are at first."""
     level: list[tuple[int, int]] = []
     known = num_nodes

@@ -106,7 +106,10 @@ def packed_models(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) ->
     num_slots = {role: slots_for(model) // len(models) for role, model in models.items()}
     if any(num_slots[role] < MIN_TEXTS * model.context for role, model in models.items()):
         return {}
-    return {role: PackedCudaModel(model.model, model.context, num_slots[role]) for role, model in models.items()}
+    return {
+        role: PackedCudaModel(model.model, model.context, num_slots[role], drafts=role == DRAFTER)
+        for role, model in models.items()
+    }
 
 
 def packed_servers(models: Mapping[str, PackedCudaModel]) -> dict[str, Server]:

@@ -8,16 +8,16 @@ where there are models for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill, Verify
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
-from dsi.fleets.packed import PackedServer
+from dsi.fleets.packed import PackedServer, SharedEvent
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span, span
 from dsi.fleets.worker import poll_work
-from dsi.models.protocol import Cancelled
+from dsi.models.protocol import Answer, Cancelled
 
 ENDED = object()
 
@@ -77,9 +77,14 @@ class InflightForward:
         self.began, self.forward = began, packed.begin(packed.max_tokens)
         self.steps = packed.poll(self.forward)
 
-    def poll(self) -> bool:
-        """Return whether it has ended."""
-        return next(self.steps, ENDED) is ENDED
+    def poll(self, packed: PackedServer) -> tuple[list[SharedEvent], bool]:
+        """Return what has come of it, and whether it has ended."""
+        step = next(self.steps, ENDED)
+        if step is None:
+            return [], False
+        if isinstance(step, Answer):
+            return packed.finish_level(self.forward, step), False
+        return packed.finish(self.forward), True
 
 
 class CudaFleet(RealTimeFleet):
@@ -179,15 +184,16 @@ class CudaFleet(RealTimeFleet):
             if not packed.has_ready_jobs:
                 return
             inflight = InflightForward(packed, self.now())
-        if inflight.poll():
-            self._finish_forward(name, packed, inflight)
-        else:
+        events, ended = inflight.poll(packed)
+        if not ended:
             self._forwards[name] = inflight
+        if ended or events:
+            self._handle(name, inflight, events)
 
-    def _finish_forward(self, name: str, packed: PackedServer, inflight: InflightForward) -> None:
-        began, events, num_texts = inflight.began, packed.finish(inflight.forward), len(inflight.forward.parts)
+    def _handle(self, name: str, inflight: InflightForward, events: Sequence[SharedEvent]) -> None:
+        began, num_texts = inflight.began, len(inflight.forward.parts)
+        inflight.began = now = self.now()  # of the next level of a tree
         for job, context, event in events:
-            now = self.now()
             if len(events) == 1:
                 self._record(name, job, context, began, now, event)
             else:  # each has its share of the time

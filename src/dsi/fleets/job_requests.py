@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dsi.core.messages import GREEDY, Draft, DraftedLevel, Prefill, Verify
 from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import END, Tree, by_level, with_ancestors
+from dsi.core.tree_shape import END, Level, Tree, by_level, with_ancestors
 from dsi.fleets.servers import CachedPrefix
 from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
 
@@ -44,6 +44,11 @@ class TreeGrowth:
     def done(self) -> bool:
         return not self._levels
 
+    @property
+    def expanded(self) -> Tree:
+        """The nodes that have children."""
+        return subtree(self._tree, sorted({parent for parent, _ in self._tree if parent != END}))[0]
+
     def _level(self) -> list[tuple[int | None, int]]:
         """The nodes that the next forward expands, those that the drafter had no choice for too, and their counts."""
         return [(END if number == END else self._indices[number], count) for number, count in self._levels[0]]
@@ -65,6 +70,11 @@ class TreeGrowth:
             num_new_nodes=prefix.num_new_nodes(tree),
             num_children=[count for _, count in wanted],
         )
+
+    def later_levels(self, request: ForwardRequest) -> list[Level]:
+        """The levels after the first, as models number nodes: those of this request's tree, then grown ones."""
+        offset = len(request.tree) - len(self._job.tree)
+        return [[(number + offset, count) for number, count in level] for level in list(self._levels)[1:]]
 
     def add(self, answers: Sequence[Tokens]) -> DraftedLevel:
         """Add the children that the forward returned."""

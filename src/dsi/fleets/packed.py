@@ -7,14 +7,15 @@ texts that continue, speculation last, then long prompts in chunks of what is le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
 from dsi.core.sequence import TokenSequence
+from dsi.core.tree_shape import Level
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
-from dsi.models.protocol import Answer, ForwardRequest, PollsPacked, SupportsPacking, computes_trees
+from dsi.models.protocol import Answer, ForwardRequest, GrowsTrees, PollsPacked, SupportsPacking, computes_trees
 
 MAX_TOKENS = 128  # new tokens of a forward, with nodes of trees
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
@@ -196,26 +197,52 @@ class PackedServer:
         except Exception:  # one of them cannot be computed: which?
             forward.answers = [self._answer_alone(request, at_once) for request in forward.requests]
 
-    def poll(self, forward: PackedForward) -> Iterator[None]:
-        """The same, but yield while a model that computes asynchronously does so."""
+    def poll(self, forward: PackedForward) -> Iterator[Answer | None]:
+        """The same, but yield while a model that computes asynchronously does so.
+
+        Where it computes all levels of a tree together, yield the answer of each when it comes.
+        """
         if not isinstance(self._model, PollsPacked):
             self.run(forward)
             return
         try:
-            forward.answers = yield from self._model.poll_packed(forward.requests)
+            if levels := self._levels_at_once(forward):
+                yield from self._model.poll_levels(forward.parts[0].request, levels)  # type: ignore[attr-defined]
+            else:
+                forward.answers = yield from self._model.poll_packed(forward.requests)
         except Exception:
             forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
 
+    def _levels_at_once(self, forward: PackedForward) -> list[Level]:
+        """The levels after the first of a growing tree, if the model can compute all of them together."""
+        [first, *others] = forward.parts
+        growth = first.packed.growth
+        if others or growth is None or first.packed.has_begun or not isinstance(self._model, GrowsTrees):
+            return []
+        levels = growth.later_levels(first.request)
+        return levels if levels and self._model.can_grow(first.request, levels) else []
+
     def finish(self, forward: PackedForward) -> list[SharedEvent]:
         """Return what came of a forward that has run, but for jobs that were dropped meanwhile."""
+        for part in forward.parts:
+            part.packed.computing = False
+            if self._is_dropped(part):
+                self._origins.discard(part.packed.job.context.origin)
+        return self._events(zip(forward.parts, forward.answers))
+
+    def finish_level(self, forward: PackedForward, answer: Answer) -> list[SharedEvent]:
+        """Return what came of a level of a tree, whose forward goes on."""
+        return self._events([(forward.parts[0], answer)])
+
+    def _is_dropped(self, part: PackedPart) -> bool:
+        return self.jobs.get(part.packed.job.id) is not part.packed
+
+    def _events(self, answers: Iterable[tuple[PackedPart, Answer | Exception]]) -> list[SharedEvent]:
         events = []
-        for part, answer in zip(forward.parts, forward.answers):
-            packed = part.packed
-            context, packed.computing = packed.prefix.context, False
-            if self.jobs.get(packed.job.id) is not packed:
-                self._origins.discard(packed.job.context.origin)
-            elif (event := self._finish(part, answer)) is not None:
-                events.append((packed.job, context, event))
+        for part, answer in answers:
+            context = part.packed.prefix.context
+            if not self._is_dropped(part) and (event := self._finish(part, answer)) is not None:
+                events.append((part.packed.job, context, event))
         return events
 
     def _take(self, room: int) -> list[PackedPart]:
@@ -256,7 +283,10 @@ class PackedServer:
         if not packed.left:
             self.discard(job.id)
         if packed.growth is not None:
-            return packed.growth.add(answer.children)
+            event = packed.growth.add(answer.children)
+            if not packed.left:
+                prefix.add_tree(packed.growth.expanded)
+            return event
         if isinstance(job, Prefill):
             return Prefilled(job.id)
         if isinstance(job, Draft):

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import END, Tree
+from dsi.core.tree_shape import END, Level, Tree
 from dsi.sampling.logits import (
     concatenated,
     greedy_tokens,
@@ -190,6 +190,21 @@ class PollsPacked(SupportsPacking, Protocol):
 
 
 @runtime_checkable
+class GrowsTrees(PollsPacked, Protocol):
+    """One that can compute several levels of a growing tree without waiting for the tokens of each."""
+
+    def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool: ...
+
+    def poll_levels(self, request: ForwardRequest, levels: Sequence[Level]) -> Iterator[Answer | None]:
+        """Answer a request for children, then the same for the nodes of each level after it.
+
+        They are numbered behind those of the request's tree, in the order in which they are asked for. Yields None
+        while an answer is being computed.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsTrees(Model, Protocol):
     """A model that answers about a tree of draft tokens in one forward."""
 
@@ -291,6 +306,14 @@ class SamplingModel:
         poll = getattr(self.backend, "poll_forward_packed", None)
         logits = self._packed_logits(requests) if poll is None else (yield from poll(requests))
         return self._answers(requests, logits)
+
+    def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
+        can_grow = getattr(self.backend, "can_grow", None)
+        return can_grow is not None and self._is_plain(request.sampling) and can_grow(request, levels)
+
+    def poll_levels(self, request: ForwardRequest, levels: Sequence[Level]) -> Iterator[Answer | None]:
+        for children in self.backend.poll_levels(request, levels):  # type: ignore[attr-defined]
+            yield None if children is None else Answer(children=children)
 
     def _answers(self, requests: Sequence[ForwardRequest], logits: Sequence[Array]) -> list[Answer]:
         answers = self._greedy_answers(requests, logits) | self._sampled_answers(requests, logits)

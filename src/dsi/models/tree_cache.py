@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ MAX_NODES = 512  # cached behind one text: where branches that were given up wou
 CachedNodes = dict[tuple[int, int], int]  # by parent and token, the slot of each behind the text: 0, 1, 2...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TreeRows:
     """The nodes that one forward computes, and those that are asked about."""
 
@@ -39,7 +40,7 @@ class TreeRows:
         rows = {slot: row for row, slot in enumerate(computed)}
         return cls(nodes, computed, [rows[slots[node]] for node in asked])
 
-    @property
+    @cached_property
     def parents(self) -> list[int]:
         """The slot of each node's parent."""
         return [parent for parent, _ in self.nodes]
@@ -50,7 +51,7 @@ class TreeRows:
         tokens = [token for _, token in self.nodes]
         return [tokens[slot] for slot in self.computed]
 
-    @property
+    @cached_property
     def depths(self) -> list[int]:
         """How far behind the end of the text each node is, 0 being the token after it."""
         depths: list[int] = []

@@ -1,5 +1,6 @@
 """Attention of packed forwards in Triton's interpreter: run by `test_triton_kernels.py` with TRITON_INTERPRET=1."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,17 @@ from torch import Tensor
 from dsi.core.tree_shape import END
 from dsi.models.cuda import torch_kernels
 from dsi.models.cuda.packed_attention import attend_packed
-from dsi.models.cuda.packed_rows import TAIL, PackedRows, PlanLayout, SlotRows, fill_plan, split_limits
+from dsi.models.cuda.packed_rows import (
+    BRANCHES,
+    TAIL,
+    PackedRows,
+    PlanLayout,
+    SlotRows,
+    aligned,
+    fill_plan,
+    split_limits,
+)
+from dsi.models.cuda.packed_tokens import pick_tokens, take_tokens
 from dsi.models.cuda.triton_kernels import attend
 from dsi.models.tree_cache import TreeRows
 
@@ -21,18 +32,18 @@ OPTIONS: dict[str, Any] = {"scale": 0.05, "epsilon": 1e-5}
 
 
 def packed_rows(texts: list[SlotRows], size: int, heads: int, kv_heads: int) -> PackedRows:
-    layout = PlanLayout(size, heads // kv_heads)
-    tails = TABLES * LENGTH
-    tables = np.zeros(tails + size * TAIL + 1, np.int32)
-    plan = layout.fields(np.zeros(layout.length, np.int32))
-    rows = PackedRows(plan, tables, LENGTH, tails, *split_limits(size, heads // kv_heads, kv_heads, LENGTH, SMS))
-    fill_plan(plan, tables[tails:-1].reshape(size, TAIL), texts, layout, rows, 2 * SMS // kv_heads)
+    layout, unread = PlanLayout(size, heads // kv_heads), TABLES * LENGTH
+    begin = aligned(unread + BRANCHES)
+    tables = np.zeros(begin + layout.length, np.int32)
+    limits = split_limits(size, heads // kv_heads, kv_heads, LENGTH, SMS)
+    region = tables[begin:]
+    tails = region[layout.tails :].reshape(size, TAIL)
+    rows = PackedRows(layout.fields(region), tables, LENGTH, begin + layout.tails, begin, unread, *limits)
+    fill_plan(rows.plan, tails, texts, layout, rows, 2 * SMS // kv_heads)
     for text in texts:
         tables[text.table * LENGTH :][: text.end] = text.slots[: text.end]
-    return PackedRows(
-        type(plan)(*map(torch.from_numpy, plan)), torch.from_numpy(tables), LENGTH, tails, rows.max_splits,
-        rows.max_split_parts,
-    )  # fmt: skip
+    buffer = torch.from_numpy(tables)
+    return replace(rows, tables=buffer, plan=layout.fields(buffer[begin:]))
 
 
 def three_texts(slots: np.ndarray) -> list[SlotRows]:
@@ -100,3 +111,23 @@ def test_attend_packed_gives_the_bits_of_each_text_alone(
     for cached, new in zip(cache, (keys, values)):
         unwritten = [slot for slot in range(SLOTS) if slot not in rows.plan.slots[:count].tolist()]
         assert torch.equal(cached[:, :, unwritten], new[:, :, unwritten])
+
+
+@torch.inference_mode()
+def test_tokens_are_taken_and_picked_as_in_torch() -> None:
+    """Also where logits are equal, and where there are more of them than a program looks at together."""
+    texts = three_texts(np.random.default_rng(2).permutation(SLOTS).astype(np.int32))
+    texts[0] = replace(texts[0], outputs=[0, 8, 4])
+    rows = packed_rows(texts, 16, 4, 2)
+    rows.tables[12] = 77
+    rows.plan.sources[1] = 12
+    expected = replace(rows, tables=rows.tables.clone())
+    expected = replace(expected, plan=PlanLayout(16, 2).fields(expected.tables[rows.own_ids :]))
+    assert torch.equal(take_tokens(rows), torch_kernels.take_tokens(expected))
+    assert take_tokens(rows).tolist()[:5] == [1, 77, 3, 4, 5]
+    logits = torch.randn(16, 40000, generator=torch.Generator().manual_seed(5)).to(torch.float16)
+    logits[:, [5, 39999]] = 9.0
+    pick_tokens(logits, rows)
+    best = logits.sort(stable=True, descending=True).indices[:3, :BRANCHES]
+    assert rows.tables[:12].reshape(3, BRANCHES).tolist() == best[[0, 2, 1]].tolist()
+    assert rows.tables[:2].tolist() == [5, 39999]

@@ -1,5 +1,6 @@
 """Forwards of several texts with their keys and values in slots, in torch on the CPU: only graphs need a GPU."""
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from dsi.core.messages import Sampling
-from dsi.core.tree_shape import END, Tree
+from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import END, Level, Tree
 from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.cuda.packed_rows import BRANCHES
 from dsi.models.protocol import ForwardRequest, SamplingModel, tree_path
 
 MAX_LENGTH, VOCAB_SIZE = 192, 97
@@ -152,6 +155,62 @@ def test_nodes_that_are_cached_are_not_computed_again(llama: Any) -> None:
     assert (begun.rows.num_rows, begun.rows.tree.tokens, begun.wanted) == (2, [7, 7], [0, 1])
     packed.pool.cancel([begun])
     assert packed.pool.slots.num_free == 195
+
+
+def grow(packed: PackedCudaModel, request: ForwardRequest, levels: Sequence[Level]) -> list[tuple[Tokens, ...]]:
+    return [children for children in packed.poll_levels(request, levels) if children is not None]
+
+
+@pytest.mark.parametrize("name", ["llama", "bigcode"])
+def test_poll_levels_grows_the_tree_that_forwards_one_by_one_do(name: str) -> None:
+    """From the end of a text, then from the nodes of a tree; what it has cached is used by the text that goes on."""
+    model = random_model(name)
+    packed = PackedCudaModel(model, MAX_LENGTH, 400, drafts=True)
+    one_by_one = SamplingModel(PackedCudaModel(model, MAX_LENGTH, 400))
+    text = Random(6).choices(range(1, VOCAB_SIZE), k=62)
+    first = ForwardRequest(text, len(text), num_children=(3,)), [[(0, 2), (2, 1)], [(3, 1), (4, 3)], [(9, 2)]], 4
+    for step in range(3):
+        request, levels, leaf = first
+        if step:  # nodes that are not cached
+            request = ForwardRequest(text, len(text) + 1, tree=TREE[:2], asked=(0, 1), num_children=(2, 1))
+            levels, leaf = [[(2, 2), (4, 1)], [(5, 4)]], 5
+        assert packed.can_grow(request, levels)
+        tree = list(request.tree)
+        expanded = [[END] if not step else [0, 1], *([node for node, _ in level] for level in levels)]
+        counts = [request.num_children, *([count for _, count in level] for level in levels)]
+        for nodes, num_children, children in zip(expanded, counts, grow(packed, request, levels), strict=True):
+            own = tuple(node for node in nodes if node != END)
+            start = len(text) + (END not in nodes)
+            alone = ForwardRequest(text, start, tree=tuple(tree), asked=own, num_children=num_children)
+            assert one_by_one.answer_tree(alone).children == children
+            for node, tokens in zip(nodes, children):
+                tree += [(node, token) for token in tokens]
+        text = [*text, *tree_path(tuple(tree), leaf), 3]
+        [begun] = packed.pool.begin([ForwardRequest(text, len(text))])
+        packed.pool.cancel([begun])
+        assert begun.rows.num_rows == 1  # the path that the tree had is cached
+        check(model, packed, [ForwardRequest(text, len(text))])
+    packed.pool.clear()
+    assert packed.pool.slots.num_free == 400
+
+
+def test_poll_levels_gives_its_slots_back_when_it_is_given_up(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 100, drafts=True)
+    steps = packed.poll_levels(ForwardRequest([1, 2, 3], 3, num_children=(2,)), [[(0, 1)], [(2, 1)]])
+    assert next(steps) is not None
+    steps.close()
+    packed.pool.clear()
+    assert packed.pool.slots.num_free == 100
+
+
+def test_can_grow_knows_its_limits(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 100, sizes=(1, 8), drafts=True)
+    request = ForwardRequest([1, 2, 3], 3, num_children=(2,))
+    assert packed.can_grow(request, [[(0, 1)]])
+    assert not packed.can_grow(request, [[(0, BRANCHES + 1)]])
+    assert not packed.can_grow(request, [[(i, 1)] for i in range(8)])
+    assert not packed.can_grow(ForwardRequest([1] * 9, 9, num_children=(2,)), [[(0, 1)]])
+    assert not PackedCudaModel(llama, MAX_LENGTH, 100).can_grow(request, [[(0, 1)]])
 
 
 def test_forward_packed_refuses_what_does_not_fit(llama: Any) -> None:

@@ -6,7 +6,7 @@ to a slot in use. A node of a draft tree that becomes text keeps its slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,6 +122,15 @@ class TextPool:
             text, rows = pooled.text, pooled.rows
             text.tokens += rows.tokens
             text.in_table = rows.end
+
+    def name_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> None:
+        """Say which tokens the nodes of a tree turned out to be."""
+        text = pooled.text
+        named = {(parent, tokens.get(token, token)): slot for (parent, token), slot in text.nodes.items()}
+        if len(named) < len(text.nodes):  # one was cached before, too
+            self._drop_nodes(text)
+        else:
+            text.nodes = named
 
     def cancel(self, begun: Sequence[PooledRows]) -> None:
         """Take back the slots of a forward that did not run."""

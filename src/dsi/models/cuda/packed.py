@@ -7,30 +7,34 @@ data (`packed_rows.py`). A row's logits have the bits that they have in a forwar
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import Level
 from dsi.models.cuda.decoder_triton import supports_triton, torch_kernels, triton_forward, triton_kernels
-from dsi.models.cuda.graphs import CapturedForward, on, own_stream, static_cache
+from dsi.models.cuda.graphs import CapturedForward, Completed, event, on, own_stream, static_cache
 from dsi.models.cuda.green_contexts import stream_sms
 from dsi.models.cuda.kv_pool import PooledRows, TextPool
 from dsi.models.cuda.packed_rows import (
+    BRANCHES,
     PROGRAMS_PER_SM,
     TAIL,
     PackedRows,
-    PlanFields,
     PlanLayout,
     SlotRows,
+    aligned,
     fill_plan,
     split_limits,
 )
+from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth
 from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of the forwards that are captured
@@ -38,38 +42,68 @@ MAX_TEXTS = 64
 
 
 class PackedForward:
-    """The forward of so many rows: its description in host memory and on the device, and what computes it."""
+    """The forward of so many rows: what describes it, on the device and in host memory, and what computes it."""
 
-    def __init__(self, owner: PackedCudaModel, size: int) -> None:
-        self.size, self.layout = size, PlanLayout(size, owner.groups)
-        host = torch.zeros(self.layout.length, dtype=torch.int32, pin_memory=owner.on_gpu)
-        tails = torch.zeros(size * TAIL, dtype=torch.int32, pin_memory=owner.on_gpu)
-        self._host, self._host_tails = host, tails
-        self._device = torch.zeros_like(host, device=owner.device)
-        limits = split_limits(size, owner.groups, owner.kv_heads, owner.context, owner.sms)
-        self.rows = PackedRows(self.layout.fields(self._device), owner.tables, owner.context, owner.tails, *limits)
-        self._owner = owner
+    def __init__(self, owner: PackedCudaModel, layout: PlanLayout, begin: int) -> None:
+        self._owner, self.layout = owner, layout
+        self._region = owner.tables[begin : begin + layout.length]
+        copies = MAX_LEVELS if owner.drafts else 1  # several are launched before the first has ended
+        self._host = torch.zeros(copies, layout.length, dtype=torch.int32, pin_memory=owner.on_gpu)
+        limits = split_limits(layout.size, owner.groups, owner.kv_heads, owner.context, owner.sms)
+        self.rows = PackedRows(
+            layout.fields(self._region), owner.tables, owner.context, begin + layout.tails, begin, owner.unread, *limits
+        )
         self.logits = torch.empty(0)
         self.graph: CapturedForward | None = None
 
-    def fill(self, texts: Sequence[SlotRows]) -> None:
-        plan: PlanFields = self.layout.fields(self._host.numpy())
-        tails, owner = self._host_tails.numpy().reshape(self.size, TAIL), self._owner
-        fill_plan(plan, tails, texts, self.layout, self.rows, PROGRAMS_PER_SM * owner.sms // owner.kv_heads)
+    def fill(self, texts: Sequence[SlotRows], copy: int = 0) -> None:
+        """Describe the rows, and begin to copy that to the device."""
+        region, owner, layout = self._host[copy].numpy(), self._owner, self.layout
+        tails = region[layout.tails :].reshape(layout.size, TAIL)
+        programs = PROGRAMS_PER_SM * owner.sms // owner.kv_heads
+        fill_plan(layout.fields(region), tails, texts, layout, self.rows, programs)
+        self._region.copy_(self._host[copy], non_blocking=True)
 
     def compute(self) -> Tensor:
-        """Copy the description to the device, and run the model."""
-        owner, plan = self._owner, self.rows.plan
-        self._device.copy_(self._host, non_blocking=True)
-        own_tails = owner.tables[owner.tails : owner.tails + len(self._host_tails)]
-        own_tails.copy_(self._host_tails, non_blocking=True)
-        owner.tables.scatter_(0, plan.places.long(), plan.slots)
-        self.logits = owner.logits(plan, self.rows)
+        owner, kernels = self._owner, self._owner.row_kernels
+        self.logits = owner.logits(kernels.take_tokens(self.rows), self.rows)
+        if owner.drafts:
+            kernels.pick_tokens(self.logits, self.rows)
+            owner.host_picked.copy_(owner.picked, non_blocking=True)
         return self.logits
+
+    def launch(self) -> Any:
+        """Compute it, on a GPU asynchronously; return the event of its end."""
+        if self.graph is None:
+            with self._owner.patched():
+                self.compute()
+            return Completed()
+        self.graph.launch(0, None, NEVER)
+        end = event()
+        end.record(self._owner.stream)
+        return end
+
+
+class RowKernels(NamedTuple):
+    """What packed forwards begin and end with."""
+
+    take_tokens: Callable[[PackedRows], Tensor]
+    pick_tokens: Callable[[Tensor, PackedRows], None]
+
+    @classmethod
+    def of(cls, on_gpu: bool) -> RowKernels:
+        if on_gpu:
+            from dsi.models.cuda.packed_tokens import pick_tokens, take_tokens
+        else:
+            from dsi.models.cuda.torch_kernels import pick_tokens, take_tokens
+        return cls(take_tokens, pick_tokens)
 
 
 class PackedCudaModel:
-    """A backend with a KV cache of `num_slots` tokens, which up to `max_texts` texts of `max_length` tokens share."""
+    """A backend with a KV cache of `num_slots` tokens, which up to `max_texts` texts of `max_length` tokens share.
+
+    One that `drafts` can grow a draft tree without waiting for the tokens of each level.
+    """
 
     supports_trees = can_pack = True
 
@@ -81,20 +115,35 @@ class PackedCudaModel:
         max_texts: int = MAX_TEXTS,
         stream: Any = None,
         sizes: Sequence[int] = SIZES,
+        drafts: bool = False,
     ) -> None:
         if not supports_triton(model):
             raise ValueError(f"a {model.config.model_type} model has no kernels for forwards of several texts")
         self.model, self.context, self.device = model.eval(), max_length, model.device
         self.on_gpu = self.device.type == "cuda"
         self.pool = TextPool(num_slots, max_texts, max_length)
-        self._stream = own_stream(stream, self.device)
+        self.drafts, self.row_kernels = drafts, RowKernels.of(self.on_gpu)
+        self.stream = own_stream(stream, self.device)
         self.sms = self._num_sms()
         self._cache = self._create_cache(num_slots)
         self.kv_heads = self._cache.layers[0].keys.shape[1]
         self.groups = model.config.num_attention_heads // self.kv_heads
-        self.tails = max_texts * max_length
-        self.tables = torch.zeros(self.tails + max(sizes) * TAIL + 1, dtype=torch.int32, device=self.device)
-        self._forwards = {size: PackedForward(self, size) for size in sorted(sizes)}
+        # One buffer for kernels to read: tables of texts, tokens that were picked, and the plan of each forward.
+        layouts = [PlanLayout(size, self.groups) for size in sorted(sizes)]
+        self.max_rows = layouts[-1].size
+        first_picked = aligned(max_texts * max_length)
+        self.unread = first_picked + self.max_rows * BRANCHES
+        begin, *ends = accumulate(
+            (aligned(layout.length) for layout in layouts), initial=aligned(self.unread + BRANCHES)
+        )
+        self.tables = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
+        self.picked = self.tables[first_picked : self.unread]
+        self.first_picked, self.host_picked = first_picked, torch.zeros_like(self.picked, device="cpu")
+        if self.on_gpu:
+            self.host_picked = self.host_picked.pin_memory()
+        self._forwards = {
+            layout.size: PackedForward(self, layout, place) for layout, place in zip(layouts, (begin, *ends))
+        }
         if self.on_gpu:
             self._capture()
 
@@ -103,23 +152,23 @@ class PackedCudaModel:
             return 1
         from dsi.models.cuda.linear import device_sms
 
-        return stream_sms(self._stream) or device_sms(self.device)
+        return stream_sms(self.stream) or device_sms(self.device)
 
     def _create_cache(self, num_slots: int) -> Any:
         cache = static_cache(self.model.config, num_slots)
-        with torch.inference_mode(), on(self._stream):
+        with torch.inference_mode(), on(self.stream):
             positions = torch.zeros(1, dtype=torch.int64, device=self.device)
             for layer in cache.layers:
                 layer.cumulative_length, layer.positions = positions[0], positions
             self.model(input_ids=positions[None], position_ids=positions[None], past_key_values=cache, use_cache=True)
         return cache
 
-    def _patched(self) -> AbstractContextManager[None]:
+    def patched(self) -> AbstractContextManager[None]:
         kernels = triton_kernels(self.model.dtype, self.sms, packed=True) if self.on_gpu else torch_kernels()
         return triton_forward(self.model, self.context, self.sms, kernels)
 
     def _capture(self) -> None:
-        with torch.inference_mode(), on(self._stream), self._patched():
+        with torch.inference_mode(), on(self.stream), self.patched():
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # memory cannot be freed during a capture
             pool = torch.cuda.graph_pool_handle()
@@ -127,15 +176,15 @@ class PackedCudaModel:
                 for _ in range(2):  # warm-up: libraries initialise during the first forwards
                     forward.compute()
                 torch.cuda.synchronize()
-                forward.graph = CapturedForward(forward.compute, (), pool, self._stream)
+                forward.graph = CapturedForward(forward.compute, (), pool, self.stream)
             torch.cuda.synchronize()
 
-    def logits(self, plan: PlanFields, rows: PackedRows) -> Tensor:
+    def logits(self, ids: Tensor, rows: PackedRows) -> Tensor:
         for layer in self._cache.layers:
             layer.rows = rows
         logits: Tensor = self.model(
-            input_ids=plan.ids.long()[None],
-            position_ids=plan.positions.long()[None],
+            input_ids=ids[None],
+            position_ids=rows.plan.positions[None],
             past_key_values=self._cache,
             use_cache=True,
         ).logits[0]
@@ -176,13 +225,13 @@ class PackedCudaModel:
         parts = [part for part in parts if len(part)] or parts[:1]
         if len(parts) == 1:
             return parts[0]
-        with torch.inference_mode(), on(self._stream):
+        with torch.inference_mode(), on(self.stream):
             return torch.cat(list(parts))
 
     def _pieces(self, request: ForwardRequest) -> Iterator[tuple[int, ForwardRequest]]:
         """A request as several that fit into a forward, each with its rows at most: the last ends with the text."""
         self.pool.check(request)
-        tokens, start, largest = request.tokens, request.start, max(self._forwards)
+        tokens, start, largest = request.tokens, request.start, self.max_rows
         if len(request.tree) >= largest:
             raise ValueError(f"a tree of {len(request.tree)} draft tokens: there may be {largest - 1}")
         begin = len(tokens) - self.pool.num_new(request)
@@ -197,11 +246,11 @@ class PackedCudaModel:
 
     def _groups(self, requests: Sequence[tuple[int, ForwardRequest]]) -> Iterator[list[ForwardRequest]]:
         """Those that share a forward: fewer than there are tables, as the last may begin as a copy of another text."""
-        group, room = list[ForwardRequest](), max(self._forwards)
+        group, room = list[ForwardRequest](), self.max_rows
         for rows, request in requests:
             if group and (rows > room or len(group) + 1 == self.pool.max_texts):
                 yield group
-                group, room = [], max(self._forwards)
+                group, room = [], self.max_rows
             group.append(request)
             room -= rows
         if group:
@@ -213,18 +262,32 @@ class PackedCudaModel:
         count = sum(pooled.rows.num_rows for pooled in begun)
         if not count:
             return [torch.empty((0, 0)) for _ in begun]
-        if count > max(self._forwards):  # what was cached had to make room for others
+        if count > self.max_rows:  # what was cached had to make room for others
             self.pool.cancel(begun)
             return (yield from self._compute_apart(requests))
         try:
-            forward = next(forward for size, forward in self._forwards.items() if size >= count)
-            forward.fill([pooled.rows for pooled in begun if pooled.rows.num_rows])
-            yield from self._run(forward, begun)
+            forward = self.forward_of(count)
+            with self.computing(begun):
+                forward.fill([pooled.rows for pooled in begun if pooled.rows.num_rows])
+                end = forward.launch()
+            while not end.query():
+                yield None
         except BaseException:
             self.pool.cancel(begun)
             raise
         self.pool.finish(begun)
         return list(self._wanted(forward.logits, begun))
+
+    def forward_of(self, count: int) -> PackedForward:
+        """The smallest forward of so many rows."""
+        return next(forward for size, forward in self._forwards.items() if size >= count)
+
+    @contextmanager
+    def computing(self, begun: Sequence[PooledRows]) -> Iterator[None]:
+        """Launch on its stream, after the device was told which slots are whose."""
+        with torch.inference_mode(), on(self.stream):
+            self._update_tables(begun)
+            yield
 
     def _compute_apart(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Tensor]]:
         """Compute each request by itself."""
@@ -232,17 +295,6 @@ class PackedCudaModel:
         for request in requests:
             logits += yield from self.poll_forward_packed([request])
         return logits
-
-    def _run(self, forward: PackedForward, begun: Sequence[PooledRows]) -> Generator[None, None, None]:
-        with torch.inference_mode(), on(self._stream):
-            self._update_tables(begun)
-            if forward.graph is None:
-                with self._patched():
-                    forward.compute()
-                return
-            end = forward.graph.launch(0, None, NEVER)
-        while not end.query():
-            yield None
 
     def _update_tables(self, begun: Sequence[PooledRows]) -> None:
         """Tell the device of positions that no forward has written: those of nodes that became text, and of forks."""
@@ -257,7 +309,7 @@ class PackedCudaModel:
             self.tables.scatter_(0, index, torch.from_numpy(np.concatenate(slots)).to(self.device))
 
     def _wanted(self, logits: Tensor, begun: Sequence[PooledRows]) -> Iterator[Tensor]:
-        with torch.inference_mode(), on(self._stream):
+        with torch.inference_mode(), on(self.stream):
             begin, logits = 0, logits.float()  # as what is sampled from everywhere
             for pooled in begun:
                 wanted = pooled.wanted
@@ -266,3 +318,44 @@ class PackedCudaModel:
                 else:
                     yield logits[[begin + row for row in wanted]]
                 begin += pooled.rows.num_rows
+
+    def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
+        """Whether `poll_levels` can grow such a tree."""
+        most = max((count for level in levels for _, count in level), default=0)
+        if not self.drafts or len(levels) >= MAX_LEVELS or max(most, *request.num_children) > BRANCHES:
+            return False
+        num_expanded = request.num_positions + sum(map(len, levels))
+        return num_expanded + len(request.tree) + self.pool.num_new(request) <= self.max_rows
+
+    def poll_levels(
+        self, request: ForwardRequest, levels: Sequence[Level]
+    ) -> Generator[tuple[Tokens, ...] | None, None, None]:
+        """The children of each level of a growing tree, as they come: greedy; yield None while the device computes."""
+        growth = DeviceGrowth(request, levels)
+        [pooled] = begun = self.pool.begin([growth.request])
+        try:
+            ends = self._launch_levels(growth, pooled)
+            for number, end in enumerate(ends):
+                while not end.query():
+                    yield None
+                children = growth.children(number, self.host_picked.tolist())
+                if number < len(levels):
+                    yield children
+        except BaseException:
+            if self.on_gpu:
+                self.stream.synchronize()  # what describes the forwards may be overwritten
+            self.pool.cancel(begun)
+            raise
+        self.pool.finish(begun)
+        self.pool.name_nodes(pooled, growth.tokens)
+        yield children
+
+    def _launch_levels(self, growth: DeviceGrowth, pooled: PooledRows) -> list[Any]:
+        """Launch all forwards of a growing tree; return the events of their ends."""
+        ends = []
+        with self.computing([pooled]):
+            for number, rows in enumerate(growth.rows(pooled, self.first_picked, self.unread)):
+                forward = self.forward_of(rows.num_rows)
+                forward.fill([rows], number)
+                ends.append(forward.launch())
+        return ends

@@ -19,6 +19,8 @@ ROWS = 16  # queries of a part: the fewest that tensor cores take
 TAIL = 2 * KEYS  # positions of a path that a row's own table has: from the tile on in which the text ends
 MAX_DEPTH = TAIL - KEYS  # of a tree
 PROGRAMS_PER_SM, MAX_SPLITS = 2, 64
+BRANCHES = 4  # likeliest tokens after a row that are picked on the device
+ALIGNMENT = 16  # of int32, which Triton counts in: 16 bytes would do for pointers
 NO_TREE = TreeRows({}, [], [])
 
 
@@ -32,14 +34,28 @@ class SlotRows:
     tokens: Sequence[int]
     tree: TreeRows = NO_TREE
     node_slots: Sequence[int] = ()  # by the number of the node
+    computed: Sequence[int] | None = None  # nodes of the rows, by number; None: all that the tree computes
+    tails: np.ndarray | None = None  # `node_tails`, where they are known
+    sources: Sequence[int] = ()  # where the token of each row is picked, in the device's buffer; empty: in the plan
+    outputs: Sequence[int] = ()  # where the likeliest tokens after each row go; empty: nobody asks
 
     @property
     def end(self) -> int:
         return self.length + len(self.tokens)
 
     @property
+    def nodes(self) -> Sequence[int]:
+        """The nodes that are computed, by number."""
+        return self.tree.computed if self.computed is None else self.computed
+
+    @property
+    def node_tokens(self) -> list[int]:
+        tokens = [token for _, token in self.tree.nodes]
+        return [tokens[node] for node in self.nodes]
+
+    @property
     def num_rows(self) -> int:
-        return len(self.tokens) + len(self.tree.computed)
+        return len(self.tokens) + len(self.nodes)
 
     @property
     def tail(self) -> int:
@@ -82,14 +98,22 @@ class PlanFields(NamedTuple):
     ids: Any
     positions: Any
     slots: Any
-    places: Any  # in the tables, of the slots of new tokens; of nodes and padding the last, which nobody reads
+    places: Any  # in the buffer, of the slots of new tokens; of nodes and padding one that nobody reads
+    sources: Any  # in the buffer, of the row's token: among `ids`, or where an earlier forward picked it
+    outputs: Any  # in the buffer, of the likeliest tokens after the row
     parts: Any  # a `Part` each
     splits: Any  # how many programs share the keys of a part
 
 
+BY_ROW = len(PlanFields._fields) - 2
+
+
 @dataclass(frozen=True, slots=True)
 class PlanLayout:
-    """Where the fields of a forward of so many rows are in one buffer, in host memory and on the device."""
+    """Where the fields of a forward of so many rows are in one region of a buffer, and behind them tables of tails.
+
+    All begin at multiples of 16 bytes, or kernels would be compiled for each alignment.
+    """
 
     size: int
     groups: int  # queries that read one key
@@ -100,13 +124,30 @@ class PlanLayout:
         return self.size * num_parts(1, self.groups)
 
     @property
-    def length(self) -> int:
-        return 4 * self.size + len(Part._fields) * self.max_parts + 1
+    def _splits(self) -> int:
+        return BY_ROW * aligned(self.size) + aligned(len(Part._fields) * self.max_parts)
 
-    def fields(self, buffer: Any) -> PlanFields:
-        ids, positions, slots, places = (buffer[i * self.size : (i + 1) * self.size] for i in range(4))
-        parts = buffer[4 * self.size : self.length - 1].reshape(self.max_parts, len(Part._fields))
-        return PlanFields(ids, positions, slots, places, parts, buffer[self.length - 1 : self.length])
+    @property
+    def tails(self) -> int:
+        return aligned(self._splits + 1)
+
+    @property
+    def length(self) -> int:
+        return self.tails + self.size * TAIL
+
+    def fields(self, region: Any) -> PlanFields:
+        step = aligned(self.size)
+        ids, positions, slots, places, sources, outputs = (
+            region[i * step : i * step + self.size] for i in range(BY_ROW)
+        )
+        parts = region[BY_ROW * step :][: len(Part._fields) * self.max_parts]
+        parts = parts.reshape(self.max_parts, len(Part._fields))
+        splits = region[self._splits : self._splits + 1]
+        return PlanFields(ids, positions, slots, places, sources, outputs, parts, splits)
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +155,11 @@ class PackedRows:
     """What the kernels read: fields of a plan on the device, and the tables of slots."""
 
     plan: PlanFields
-    tables: Any  # flat: one of each text, then one of TAIL positions for each row
+    tables: Any  # the buffer: a table of slots for each text, and one of TAIL positions for each row
     table_length: int  # of a text's
     tails: int  # where those of rows begin
+    own_ids: int  # where the plan's `ids` are in the buffer
+    unread: int  # a place in it for what nobody reads
     max_splits: int
     max_split_parts: int  # the most parts whose keys several programs share
 
@@ -142,19 +185,24 @@ def fill_plan(
     plan: PlanFields, tails: np.ndarray, texts: Sequence[SlotRows], layout: PlanLayout, rows: PackedRows, programs: int
 ) -> None:
     """Lay the rows of all texts one behind another; so many `programs` for each head keep the device busy."""
-    begin, last_place, parts = 0, len(rows.tables) - 1, list[Part]()
+    begin, parts = 0, list[Part]()
     by_row: tuple[list[int], ...] = ([], [], [], [])
+    plan.sources[:] = range(rows.own_ids, rows.own_ids + layout.size)
+    plan.outputs[:] = rows.unread
     for text in texts:
-        fill_rows(by_row, text, rows.table_length, last_place)
-        end = text.end
-        if text.tree.computed:
-            fill_tails(tails[begin : begin + text.num_rows], text, layout.groups)
-            depths = text.tree.depths
-            end += max(depths[node] for node in text.tree.computed) + 1
+        fill_rows(by_row, text, rows.table_length, rows.unread)
+        end, num_rows = text.end, text.num_rows
+        if nodes := text.nodes:
+            fill_tails(tails[begin : begin + num_rows], text, layout.groups)
+            end += max(map(text.tree.depths.__getitem__, nodes)) + 1
+        if text.sources:
+            plan.sources[begin : begin + num_rows] = text.sources
+        if text.outputs:
+            plan.outputs[begin : begin + num_rows] = text.outputs
         common = len(text.tokens), text.length, text.table, end
-        parts += [Part(begin, text.num_rows, i, *common) for i in range(num_parts(text.num_rows, layout.groups))]
-        begin += text.num_rows
-    for array, values, padding in zip(plan, by_row, (0, 0, 0, last_place)):
+        parts += [Part(begin, num_rows, i, *common) for i in range(num_parts(num_rows, layout.groups))]
+        begin += num_rows
+    for array, values, padding in zip(plan, by_row, (0, 0, 0, rows.unread)):
         array[:begin] = values
         array[begin:] = padding
     plan.parts[: len(parts)] = parts
@@ -162,23 +210,23 @@ def fill_plan(
     plan.splits[0] = max(1, min(rows.max_splits, programs // len(parts)))
 
 
-def fill_rows(by_row: tuple[list[int], ...], text: SlotRows, table_length: int, last_place: int) -> None:
+def fill_rows(by_row: tuple[list[int], ...], text: SlotRows, table_length: int, unread: int) -> None:
     """Add the rows of a text to the lists of ids, positions, slots and places."""
     ids, positions, slots, places = by_row
     ids += text.tokens
     positions += range(text.length, text.end)
     slots += text.slots[text.length : text.end].tolist()
     places += range(text.table * table_length + text.length, text.table * table_length + text.end)
-    if computed := text.tree.computed:
+    if nodes := text.nodes:
         depths = text.tree.depths
-        ids += text.tree.tokens
-        positions += [text.end + depths[node] for node in computed]
-        slots += [text.node_slots[node] for node in computed]
-        places += [last_place] * len(computed)
+        ids += text.node_tokens
+        positions += [text.end + depths[node] for node in nodes]
+        slots += [text.node_slots[node] for node in nodes]
+        places += [unread] * len(nodes)
 
 
 def fill_tails(tails: np.ndarray, text: SlotRows, groups: int) -> None:
     """The tables of nodes, and of tokens that share a part with them."""
     count = len(text.tokens)
     tails[count * groups // ROWS * ROWS // groups : count] = text.text_tail()
-    tails[count:] = text.node_tails()[text.tree.computed]
+    tails[count:] = (text.node_tails() if text.tails is None else text.tails)[list(text.nodes)]

@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dsi.models.cuda.packed_rows import KEYS, ROWS, TAIL, PackedRows, Part
+from dsi.models.cuda.packed_rows import BRANCHES, KEYS, ROWS, TAIL, PackedRows, Part
+
+
+def take_tokens(rows: PackedRows) -> Tensor:
+    rows.tables[rows.plan.places.long()] = rows.plan.slots.clone()
+    ids: Tensor = rows.tables[rows.plan.sources.long()]
+    return ids
+
+
+def pick_tokens(logits: Tensor, rows: PackedRows) -> None:
+    count = min(BRANCHES, logits.shape[-1])
+    places = rows.plan.outputs.long()[:, None] + torch.arange(count, device=logits.device)
+    rows.tables[places] = logits.topk(count, -1).indices.int()
 
 
 def norm(x: Tensor, weight: Tensor, shift: Tensor | None, epsilon: float | None) -> Tensor:

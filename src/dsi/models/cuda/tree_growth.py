@@ -1,0 +1,74 @@
+"""Growing a draft tree on the device, which picks the tokens of each level: forwards follow without the host.
+
+The shape of the tree is known before its tokens are, and with it the slots, positions and paths of all nodes. So all
+forwards are described and launched at once; the tokens of a level are read where the forward before it wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+
+from dsi.core.sequence import Tokens
+from dsi.core.tree_shape import END, Level, with_ancestors
+from dsi.models.cuda.kv_pool import PooledRows
+from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
+from dsi.models.protocol import ForwardRequest
+
+MAX_LEVELS = 32  # of forwards that are launched at once
+
+
+class DeviceGrowth:
+    """The rows of each forward, and the tokens that came of it.
+
+    A node that is not drafted yet has a negative number for its token, each another.
+    """
+
+    def __init__(self, request: ForwardRequest, levels: Sequence[Level]) -> None:
+        at_end = [END] if request.start <= len(request.tokens) else []
+        self.levels: list[Level] = [list(zip([*at_end, *request.asked], request.num_children)), *levels]
+        self.tokens: dict[int, int] = {}  # by the number that stands for it
+        self._tree = list(request.tree)
+        self._picked: dict[int, int] = {}  # by expanded node: where its children are among the picked tokens
+        self._children: dict[int, range] = {}
+        for node, count in chain(*self.levels):
+            self._picked[node] = BRANCHES * len(self._picked)
+            self._children[node] = range(len(self._tree), len(self._tree) + count)
+            self._tree += [(node, -1 - child) for child in self._children[node]]
+        self._expanded = sorted(node for node in self._picked if node != END)
+        self.request = replace(request, tree=tuple(self._tree), asked=self._expanded, num_children=())
+
+    def rows(self, pooled: PooledRows, first_picked: int, unread: int) -> Iterator[SlotRows]:
+        """The rows of each forward: the first computes what is new of the text, too."""
+        rows, numbers = pooled.rows, dict[int, int]()  # in the KV cache, by number in the tree
+        for node in with_ancestors(self._tree, self._expanded):
+            parent, token = self._tree[node]
+            numbers[node] = rows.tree.nodes[numbers.get(parent, END), token]
+        later = {numbers[node] for level in self.levels[1:] for node, _ in level}
+        places = {numbers.get(node, END): first_picked + place for node, place in self._picked.items()}
+        tails = rows.node_tails() if numbers else None
+        first = [number for number in rows.tree.computed if number not in later]
+        outputs = [unread] * len(rows.tokens) + [places.get(number, unread) for number in first]
+        if END in self._picked:
+            outputs[len(rows.tokens) - 1] = places[END]
+        yield replace(rows, computed=first, tails=tails, outputs=outputs)
+        common = replace(rows, length=rows.end, tokens=[], tails=tails)
+        for level in self.levels[1:]:
+            computed = [numbers[node] for node, _ in level]
+            sources = [first_picked + self._source(node) for node, _ in level]
+            yield replace(common, computed=computed, sources=sources, outputs=[places[number] for number in computed])
+
+    def _source(self, node: int) -> int:
+        """Where a grown node is among the picked tokens."""
+        parent, _ = self._tree[node]
+        return self._picked[parent] + node - self._children[parent].start
+
+    def children(self, number: int, picked: Sequence[int]) -> tuple[Tokens, ...]:
+        """The tokens that a forward picked, by the node they are after."""
+        level: list[Tokens] = []
+        for node, count in self.levels[number]:
+            place = self._picked[node]
+            level.append(tuple(picked[place : place + count]))
+            self.tokens |= {self._tree[child][1]: token for child, token in zip(self._children[node], level[-1])}
+        return tuple(level)
