@@ -30,6 +30,7 @@ from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import PrefixTable, Server, make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.process_utils import freeze_objects
 from dsi.models.protocol import Model, SamplingModel
 from dsi.models.shapes import SHAPES, random_model
 from dsi.models.toy import ToyDrafter, ToyTarget
@@ -139,6 +140,7 @@ def measured(shape: str, options: argparse.Namespace) -> Iterator[dict[str, Any]
     pair = Pair.of(shape, options.drafter, options.device, max(options.streams))
     part["latency"] = pair.latency.json()
     harness.log(f"{shape}: {part['latency']}")
+    freeze_objects()
     for streams in options.streams:
         part["streams"].append(stream_row(pair, streams, options))
         harness.log(f"  {part['streams'][-1]}")

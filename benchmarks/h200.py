@@ -42,6 +42,7 @@ from dsi.fleets.servers import Server, make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.process_utils import freeze_objects
 from dsi.models.protocol import SamplingModel
 from dsi.models.shapes import random_model
 from dsi.models.toy import ToyDrafter, ToyTarget
@@ -56,8 +57,9 @@ DRAFTER_SHAPE = "vicuna-68m"
 ACCEPTANCES = (0.63, 0.8, 0.93)
 PROMPT, ROOM = 128, 384
 WARM_UP = 20  # tokens
+WHOLE_REPEATS = 3
 TEXTS, PACKED_SIZES = 4, (1, 2, 4, 8, 16, 32, 64, 128)  # of forwards over trees
-MAX_TREE, MAX_TREE_TARGETS = 96, 4
+MAX_TREE, MAX_TREE_TARGETS = 127, 4
 SHARES = (0.6, 0.8, 1, 1.2, 1.5)  # of SI's best lookahead in simulation: those it is measured with
 
 
@@ -134,11 +136,13 @@ def bench(
     targets = order_by_contention(targets, PROMPT)
     latency = latency_model(targets, drafter, PROMPT, targets[0].cancel_points, shared_kv=True)
     if not runner_up:
+        freeze_objects()
         return Bench(targets, drafter, latency)
     packed = {
         name: PackedCudaModel(model.model, ROOM, TEXTS * ROOM, TEXTS, model.stream, PACKED_SIZES, name == DRAFTER)
         for name, model in ((DRAFTER, drafter), *((f"{TARGET}-{i}", target) for i, target in enumerate(targets, 1)))
     }
+    freeze_objects()
     return Bench(targets, drafter, with_packed_drafts(latency, packed[DRAFTER], PROMPT), runner_up, packed)
 
 
@@ -191,7 +195,7 @@ def tree_rows(bench: Bench, acceptance: float) -> dict[str, DeploymentPlan]:
     chances = rank_chances(acceptance, bench.runner_up, TREE_BRANCHES)
     if best := best_si_tree(bench.latency, acceptance, bench.runner_up):
         size, depth = best[0].tree, best[0].lookahead or 1
-        smaller, larger = max(3, size // 2), min(MAX_TREE, 2 * size)
+        smaller, larger = max(3, size // 2), min(MAX_TREE, 2 * size + 1)  # with the root, a power of two of rows
         for nodes, levels in ((size, depth), (size, depth + 2), (smaller, depth), (larger, depth)):
             if nodes > levels:
                 spec = SpecConfig("si", levels, max_targets=1, tree=nodes, chances=chances)
@@ -250,6 +254,9 @@ def virtual_ms(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: 
 def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """One target in slices, and the whole GPU given to SI and non-SI."""
     harness.log(shape)
+    if options.no_slices:
+        models = [random_model(name, device="cuda:0", max_positions=ROOM) for name in (shape, DRAFTER_SHAPE)]
+        return {"shape": shape, "whole_gpu": whole_gpu(*models, options)}
     sliced = prepared(shape, DRAFTER_SHAPE, *cut(options))
     harness.log(f"  {sliced.latency.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in options.acceptances]
@@ -262,10 +269,16 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     }
     if options.no_whole:
         return result
-    whole = bench(sliced.targets[0].model, sliced.drafter.model, None, [None], 1, options.runner_up)
+    return result | {"whole_gpu": whole_gpu(sliced.targets[0].model, sliced.drafter.model, options)}
+
+
+def whole_gpu(target: Any, drafter: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """SI and non-SI with all of the GPU for each forward."""
+    whole = bench(target, drafter, None, [None], 1, options.runner_up)
     harness.log(f"  the whole GPU: {whole.latency.json()}")
-    undivided = [cell(whole, rate, options.tokens, 2) for rate in options.acceptances]
-    return result | {"whole_gpu": {"costs": whole.latency.json(), "cells": undivided}}
+    repeats = min(options.repeats, WHOLE_REPEATS)
+    cells = [cell(whole, rate, options.tokens, repeats) for rate in options.acceptances]
+    return {"costs": whole.latency.json(), "cells": cells}
 
 
 def cut(options: argparse.Namespace) -> tuple[int | None, int, int, int, float]:
@@ -344,6 +357,7 @@ def main() -> None:
         help="acceptance of next choices; above 0: with trees, too",
     )
     parser.add_argument("--no-whole", action="store_true", help="only in slices")
+    parser.add_argument("--no-slices", action="store_true", help="only on the whole GPU")
     parser.add_argument("--rows", default="", help="of table2: those whose name begins so")
     parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of an earlier run")
     options = parser.parse_args()

@@ -48,6 +48,10 @@ class PackedOracle:
     can_pack = computes_trees = True
     forwards_at_once = 1
 
+    @property
+    def max_rows(self) -> int:
+        return self.model.max_rows
+
     def answer(self, request: ForwardRequest) -> Tokens:
         [answer] = self.answer_packed([request])
         return answer.tokens

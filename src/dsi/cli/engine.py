@@ -14,6 +14,7 @@ from dsi.core.spec import AUTO, SpecConfig
 from dsi.engine.config import EngineConfig, default_algorithm
 from dsi.models.cpu.compiler import start_compiling
 from dsi.models.names import BUILTIN, model_path
+from dsi.models.process_utils import freeze_objects
 
 if TYPE_CHECKING:
     from dsi.core.request import Completion
@@ -53,6 +54,7 @@ def load_engine(config: EngineConfig, spec: SpecConfig) -> Engine:
         from dsi.engine.engine import Engine
 
         engine = Engine.load(config, spec=spec, status=status)
+    freeze_objects()
     if (memory := engine_memory(engine)) and memory.total > REPORTED_MIB:
         print(f"dsi: memory: {memory}", file=sys.stderr)
     for warning in engine.deployment.warnings:

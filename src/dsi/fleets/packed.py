@@ -15,9 +15,17 @@ from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import Level
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
-from dsi.models.protocol import Answer, ForwardRequest, GrowsTrees, PollsPacked, SupportsPacking, computes_trees
+from dsi.models.protocol import (
+    MAX_ROWS,
+    Answer,
+    ForwardRequest,
+    GrowsTrees,
+    PollsPacked,
+    SupportsPacking,
+    computes_trees,
+)
 
-MAX_TOKENS = 128  # new tokens of a forward, with nodes of trees
+MAX_TOKENS = MAX_ROWS  # new tokens of a forward, with nodes of trees
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
 
 SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
@@ -115,7 +123,10 @@ class PackedServer:
     """
 
     def __init__(self, server: Server, model: SupportsPacking, max_positions: float = MAX_TOKENS) -> None:
-        self.server, self._model, self.max_tokens = server, model, MAX_TOKENS
+        self.server, self._model, self.max_tokens = server, model, getattr(model, "max_rows", MAX_TOKENS)
+        # What it can do, once: asking takes as long as a small forward.
+        self._polled = model if isinstance(model, PollsPacked) else None
+        self._grows_trees = model if isinstance(model, GrowsTrees) else None
         self._max_positions = max_positions  # of a job; a wider one would make the others wait
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
@@ -202,14 +213,14 @@ class PackedServer:
 
         Where it computes all levels of a tree together, yield the answer of each when it comes.
         """
-        if not isinstance(self._model, PollsPacked):
+        if self._polled is None:
             self.run(forward)
             return
         try:
             if levels := self._levels_at_once(forward):
-                yield from self._model.poll_levels(forward.parts[0].request, levels)  # type: ignore[attr-defined]
+                yield from self._grows_trees.poll_levels(forward.parts[0].request, levels)  # type: ignore[union-attr]
             else:
-                forward.answers = yield from self._model.poll_packed(forward.requests)
+                forward.answers = yield from self._polled.poll_packed(forward.requests)
         except Exception:
             forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
 
@@ -217,10 +228,10 @@ class PackedServer:
         """The levels after the first of a growing tree, if the model can compute all of them together."""
         [first, *others] = forward.parts
         growth = first.packed.growth
-        if others or growth is None or first.packed.has_begun or not isinstance(self._model, GrowsTrees):
+        if others or growth is None or first.packed.has_begun or self._grows_trees is None:
             return []
         levels = growth.later_levels(first.request)
-        return levels if levels and self._model.can_grow(first.request, levels) else []
+        return levels if levels and self._grows_trees.can_grow(first.request, levels) else []
 
     def finish(self, forward: PackedForward) -> list[SharedEvent]:
         """Return what came of a forward that has run, but for jobs that were dropped meanwhile."""

@@ -1,8 +1,10 @@
-"""What a forked process does first: tie its life to its parent's, close inherited file descriptors, take a name."""
+"""What a process does first: a forked one ties its life to its parent's, closes inherited descriptors, takes a name."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import os
 import signal
 
@@ -25,3 +27,12 @@ def close_other_fds(keep: int) -> None:
     """Close inherited descriptors, but the standard ones: they would keep the parent's connections open."""
     for first, last in ((STDERR + 1, keep), (keep + 1, os.sysconf("SC_OPEN_MAX"))):
         os.closerange(first, last)
+
+
+def freeze_objects() -> None:
+    """Let no collection of garbage traverse the modules and weights that are loaded by now: it takes 0.1 s and more.
+
+    They are thawed at the end, or libraries that look for leaks then would report them.
+    """
+    gc.freeze()
+    atexit.register(gc.unfreeze)

@@ -5,7 +5,7 @@ A request carries the whole text, and a model answers as if it were stateless; K
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -51,6 +51,7 @@ class Never:
 
 
 NEVER = Never()
+MAX_ROWS = 128  # of a forward that texts share, where the model does not say
 
 
 @dataclass(slots=True)
@@ -220,9 +221,8 @@ def computes_trees(model: Model) -> bool:
 
 def tree_answer(model: Model, request: ForwardRequest) -> Answer:
     """Without `answer_tree`, answer text by text."""
-    if isinstance(model, SupportsTrees):
-        return model.answer_tree(request)
-    return answer_text_by_text(model, request)
+    answer_tree: Callable[[ForwardRequest], Answer] | None = getattr(model, "answer_tree", None)  # fast
+    return answer_text_by_text(model, request) if answer_tree is None else answer_tree(request)
 
 
 def answer_text_by_text(model: Model, request: ForwardRequest) -> Answer:
@@ -297,6 +297,11 @@ class SamplingModel:
     @property
     def forwards_at_once(self) -> int:
         return int(getattr(self.backend, "forwards_at_once", 1))
+
+    @property
+    def max_rows(self) -> int:
+        """The new tokens and nodes of a shared forward at most."""
+        return int(getattr(self.backend, "max_rows", MAX_ROWS))
 
     def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
         return self._answers(requests, self._packed_logits(requests, at_once))

@@ -21,7 +21,7 @@ from dsi.planning.latency import LatencyModel
 from dsi.planning.shared_forwards import forward_ms
 from dsi.planning.simulation import SimulationConfig
 
-SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # draft tokens that a verification may carry
+SIZES = (2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95)  # draft tokens: with the root, rows that forwards are captured for
 DEPTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20)
 SHAPE_STEPS, RUNNER_UP_STEPS = 25, 5  # of the rates by which SI's tree is chosen
 ACCEPTANCE_STEPS = 50  # as in the latency table, or chains would look better between the steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import json
 import logging
 import socket
@@ -20,6 +19,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dsi.engine.engine import Engine
+from dsi.models.process_utils import freeze_objects
 from dsi.server.app import make_app
 from dsi.server.errors import ApiError
 from dsi.server.limits import Limits
@@ -203,6 +203,6 @@ def serve(
     """Serve until a signal ends it."""
     configure_logging()
     raise_file_limit(limits.connections)
-    gc.freeze()  # else each full collection holds all threads while it traverses the imported modules
+    freeze_objects()
     app, service = make_app(engine, model, limits, keys, is_loopback(listener), origins)
     UvicornServer(uvicorn_config(app, limits), service).run(sockets=[listener])

@@ -52,7 +52,7 @@ def three_texts(slots: np.ndarray) -> list[SlotRows]:
     return [
         SlotRows(2, slots[:130], 127, [1, 2, 3]),
         SlotRows(0, slots[130:141], 10, [4]),
-        SlotRows(1, slots[141:204], 61, [5, 6], tree, slots[204:].tolist()),
+        SlotRows(1, slots[141:204], 61, [5, 6], tree, slots[204 : 204 + len(TREE)].tolist()),
     ]
 
 

@@ -8,7 +8,7 @@ data (`packed_rows.py`). A row's logits have the bits that they have in a forwar
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from dsi.models.cuda.green_contexts import stream_sms
 from dsi.models.cuda.kv_pool import PooledRows, TextPool
 from dsi.models.cuda.packed_rows import (
     BRANCHES,
+    MOVES,
     PROGRAMS_PER_SM,
     TAIL,
     PackedRows,
@@ -37,6 +38,8 @@ from dsi.models.cuda.packed_rows import (
 from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth
 from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
 
+Moves = np.ndarray  # places in the device's buffer, and the slots to write there
+NO_MOVES: Moves = np.zeros((2, 0), np.int32)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of the forwards that are captured
 MAX_TEXTS = 64
 
@@ -49,6 +52,9 @@ class PackedForward:
         self._region = owner.tables[begin : begin + layout.length]
         copies = MAX_LEVELS if owner.drafts else 1  # several are launched before the first has ended
         self._host = torch.zeros(copies, layout.length, dtype=torch.int32, pin_memory=owner.on_gpu)
+        regions = self._host.numpy()
+        tails = layout.size, TAIL
+        self._plans = [(layout.fields(region), region[layout.tails :].reshape(tails)) for region in regions]
         limits = split_limits(layout.size, owner.groups, owner.kv_heads, owner.context, owner.sms)
         self.rows = PackedRows(
             layout.fields(self._region), owner.tables, owner.context, begin + layout.tails, begin, owner.unread, *limits
@@ -56,12 +62,12 @@ class PackedForward:
         self.logits = torch.empty(0)
         self.graph: CapturedForward | None = None
 
-    def fill(self, texts: Sequence[SlotRows], copy: int = 0) -> None:
-        """Describe the rows, and begin to copy that to the device."""
-        region, owner, layout = self._host[copy].numpy(), self._owner, self.layout
-        tails = region[layout.tails :].reshape(layout.size, TAIL)
+    def fill(self, texts: Sequence[SlotRows], moves: Moves, copy: int = 0) -> None:
+        """Describe the rows and slots that the device does not know, and begin to copy that to the device."""
+        (plan, tails), owner = self._plans[copy], self._owner
         programs = PROGRAMS_PER_SM * owner.sms // owner.kv_heads
-        fill_plan(layout.fields(region), tails, texts, layout, self.rows, programs)
+        fill_plan(plan, tails, texts, self.layout, self.rows, programs)
+        plan.moves[:, : moves.shape[1]] = moves
         self._region.copy_(self._host[copy], non_blocking=True)
 
     def compute(self) -> Tensor:
@@ -267,8 +273,8 @@ class PackedCudaModel:
             return (yield from self._compute_apart(requests))
         try:
             forward = self.forward_of(count)
-            with self.computing(begun):
-                forward.fill([pooled.rows for pooled in begun if pooled.rows.num_rows])
+            with torch.inference_mode(), on(self.stream):
+                forward.fill([pooled.rows for pooled in begun if pooled.rows.num_rows], self._moves(begun))
                 end = forward.launch()
             while not end.query():
                 yield None
@@ -282,13 +288,6 @@ class PackedCudaModel:
         """The smallest forward of so many rows."""
         return next(forward for size, forward in self._forwards.items() if size >= count)
 
-    @contextmanager
-    def computing(self, begun: Sequence[PooledRows]) -> Iterator[None]:
-        """Launch on its stream, after the device was told which slots are whose."""
-        with torch.inference_mode(), on(self.stream):
-            self._update_tables(begun)
-            yield
-
     def _compute_apart(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Tensor]]:
         """Compute each request by itself."""
         logits: list[Tensor] = []
@@ -296,17 +295,22 @@ class PackedCudaModel:
             logits += yield from self.poll_forward_packed([request])
         return logits
 
-    def _update_tables(self, begun: Sequence[PooledRows]) -> None:
-        """Tell the device of positions that no forward has written: those of nodes that became text, and of forks."""
-        places, slots = list[np.ndarray](), list[np.ndarray]()
+    def _moves(self, begun: Sequence[PooledRows]) -> Moves:
+        """Slots of positions that no forward has written: those of nodes that became text, and of forks."""
+        moves = []
         for pooled in begun:
             known, length = pooled.text.in_table, pooled.rows.length
             if known < length:
-                places.append(pooled.text.table * self.context + np.arange(known, length))
-                slots.append(pooled.text.slots[known:length])
-        if places:
-            index = torch.from_numpy(np.concatenate(places)).to(self.device)
-            self.tables.scatter_(0, index, torch.from_numpy(np.concatenate(slots)).to(self.device))
+                first = pooled.text.table * self.context
+                moves.append(np.stack((np.arange(first + known, first + length), pooled.text.slots[known:length])))
+        if not moves:
+            return NO_MOVES
+        joined = np.concatenate(moves, 1)
+        if joined.shape[1] <= MOVES:
+            return joined
+        places, slots = torch.from_numpy(joined).to(self.device)
+        self.tables.scatter_(0, places, slots.int())
+        return NO_MOVES
 
     def _wanted(self, logits: Tensor, begun: Sequence[PooledRows]) -> Iterator[Tensor]:
         with torch.inference_mode(), on(self.stream):
@@ -334,11 +338,11 @@ class PackedCudaModel:
         growth = DeviceGrowth(request, levels)
         [pooled] = begun = self.pool.begin([growth.request])
         try:
-            ends = self._launch_levels(growth, pooled)
+            picked, ends = self.host_picked.numpy(), self._launch_levels(growth, pooled)
             for number, end in enumerate(ends):
                 while not end.query():
                     yield None
-                children = growth.children(number, self.host_picked.tolist())
+                children = growth.children(number, picked)
                 if number < len(levels):
                     yield children
         except BaseException:
@@ -353,9 +357,10 @@ class PackedCudaModel:
     def _launch_levels(self, growth: DeviceGrowth, pooled: PooledRows) -> list[Any]:
         """Launch all forwards of a growing tree; return the events of their ends."""
         ends = []
-        with self.computing([pooled]):
+        with torch.inference_mode(), on(self.stream):
+            moves = self._moves([pooled])
             for number, rows in enumerate(growth.rows(pooled, self.first_picked, self.unread)):
                 forward = self.forward_of(rows.num_rows)
-                forward.fill([rows], number)
+                forward.fill([rows], NO_MOVES if number else moves, number)
                 ends.append(forward.launch())
         return ends

@@ -70,13 +70,16 @@ class SlotRows:
 
     def node_tails(self) -> np.ndarray:
         """The same of the path of each node: level by level, those of its parent and its own."""
-        depths, parents, slots = map(np.array, (self.tree.depths, self.tree.parents, self.node_slots))
-        tails = np.tile(self.text_tail(), (len(parents), 1))
-        for depth in range(depths.max() + 1):
-            [nodes] = np.nonzero(depths == depth)
-            if depth:
-                tails[nodes] = tails[parents[nodes]]
-            tails[nodes, self.end - self.tail + depth] = slots[nodes]
+        depths, parents = np.array(self.tree.depths), np.array(self.tree.parents)
+        tails = np.empty((len(parents), TAIL), np.int32)
+        tails[:] = self.text_tail()
+        for depth in range(1, depths.max() + 1):  # a node sees what its parent does, and its parent
+            [nodes] = (depths == depth).nonzero()
+            above = parents[nodes]
+            if depth > 1:
+                tails[nodes] = tails[above]
+            tails[nodes, self.end - self.tail + depth - 1] = [self.node_slots[parent] for parent in above.tolist()]
+        tails[range(len(parents)), self.end - self.tail + depths] = self.node_slots
         return tails
 
 
@@ -93,7 +96,7 @@ class Part(NamedTuple):
 
 
 class PlanFields(NamedTuple):
-    """Arrays, or tensors on a device, one entry a row but for the last two."""
+    """Arrays, or tensors on a device, one entry a row but for the last three."""
 
     ids: Any
     positions: Any
@@ -103,9 +106,10 @@ class PlanFields(NamedTuple):
     outputs: Any  # in the buffer, of the likeliest tokens after the row
     parts: Any  # a `Part` each
     splits: Any  # how many programs share the keys of a part
+    moves: Any  # places in the buffer, and the slots to write there: of nodes that became text
 
 
-BY_ROW = len(PlanFields._fields) - 2
+BY_ROW, MOVES = len(PlanFields._fields) - 3, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +132,12 @@ class PlanLayout:
         return BY_ROW * aligned(self.size) + aligned(len(Part._fields) * self.max_parts)
 
     @property
-    def tails(self) -> int:
+    def _moves(self) -> int:
         return aligned(self._splits + 1)
+
+    @property
+    def tails(self) -> int:
+        return self._moves + 2 * MOVES
 
     @property
     def length(self) -> int:
@@ -143,7 +151,8 @@ class PlanLayout:
         parts = region[BY_ROW * step :][: len(Part._fields) * self.max_parts]
         parts = parts.reshape(self.max_parts, len(Part._fields))
         splits = region[self._splits : self._splits + 1]
-        return PlanFields(ids, positions, slots, places, sources, outputs, parts, splits)
+        moves = region[self._moves : self._moves + 2 * MOVES].reshape(2, MOVES)
+        return PlanFields(ids, positions, slots, places, sources, outputs, parts, splits, moves)
 
 
 def aligned(count: int) -> int:
@@ -187,7 +196,7 @@ def fill_plan(
     """Lay the rows of all texts one behind another; so many `programs` for each head keep the device busy."""
     begin, parts = 0, list[Part]()
     by_row: tuple[list[int], ...] = ([], [], [], [])
-    plan.sources[:] = range(rows.own_ids, rows.own_ids + layout.size)
+    plan.sources[:] = np.arange(rows.own_ids, rows.own_ids + layout.size)
     plan.outputs[:] = rows.unread
     for text in texts:
         fill_rows(by_row, text, rows.table_length, rows.unread)
@@ -208,6 +217,7 @@ def fill_plan(
     plan.parts[: len(parts)] = parts
     plan.parts[len(parts) :] = 0
     plan.splits[0] = max(1, min(rows.max_splits, programs // len(parts)))
+    plan.moves[0] = rows.unread
 
 
 def fill_rows(by_row: tuple[list[int], ...], text: SlotRows, table_length: int, unread: int) -> None:

@@ -18,13 +18,16 @@ def take_tokens(rows: PackedRows) -> Tensor:
     """The token of each row, wherever it was picked; the slots of new tokens go into the tables of their texts."""
     plan = rows.plan
     ids = torch.empty_like(plan.ids)
-    _take_tokens[(1,)](rows.tables, plan.sources, plan.places, plan.slots, ids, ROWS=len(ids))
+    _take_tokens[(1,)](
+        rows.tables, plan.sources, plan.places, plan.slots, plan.moves, ids, ROWS=len(ids), MOVES=plan.moves.shape[1]
+    )
     return ids
 
 
 @triton.jit
-def _take_tokens(buffer, sources, places, slots, ids, ROWS: tl.constexpr):
-    row = tl.arange(0, ROWS)
+def _take_tokens(buffer, sources, places, slots, moves, ids, ROWS: tl.constexpr, MOVES: tl.constexpr):
+    row, move = tl.arange(0, ROWS), tl.arange(0, MOVES)
+    tl.store(buffer + tl.load(moves + move), tl.load(moves + MOVES + move))
     tl.store(buffer + tl.load(places + row), tl.load(slots + row))
     tl.store(ids + row, tl.load(buffer + tl.load(sources + row)))
 

@@ -12,6 +12,7 @@ from dsi.models.cuda.packed_rows import BRANCHES, KEYS, ROWS, TAIL, PackedRows, 
 
 
 def take_tokens(rows: PackedRows) -> Tensor:
+    rows.tables[rows.plan.moves[0].long()] = rows.plan.moves[1].clone()
     rows.tables[rows.plan.places.long()] = rows.plan.slots.clone()
     ids: Tensor = rows.tables[rows.plan.sources.long()]
     return ids

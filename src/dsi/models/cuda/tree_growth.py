@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
+
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Level, with_ancestors
 from dsi.models.cuda.kv_pool import PooledRows
@@ -37,7 +39,10 @@ class DeviceGrowth:
             self._children[node] = range(len(self._tree), len(self._tree) + count)
             self._tree += [(node, -1 - child) for child in self._children[node]]
         self._expanded = sorted(node for node in self._picked if node != END)
-        self.request = replace(request, tree=tuple(self._tree), asked=self._expanded, num_children=())
+        tree = tuple(self._tree)
+        self.request = ForwardRequest(
+            request.tokens, request.start, request.num_cached, tree=tree, asked=self._expanded
+        )
 
     def rows(self, pooled: PooledRows, first_picked: int, unread: int) -> Iterator[SlotRows]:
         """The rows of each forward: the first computes what is new of the text, too."""
@@ -47,28 +52,28 @@ class DeviceGrowth:
             numbers[node] = rows.tree.nodes[numbers.get(parent, END), token]
         later = {numbers[node] for level in self.levels[1:] for node, _ in level}
         places = {numbers.get(node, END): first_picked + place for node, place in self._picked.items()}
-        tails = rows.node_tails() if numbers else None
         first = [number for number in rows.tree.computed if number not in later]
         outputs = [unread] * len(rows.tokens) + [places.get(number, unread) for number in first]
         if END in self._picked:
             outputs[len(rows.tokens) - 1] = places[END]
-        yield replace(rows, computed=first, tails=tails, outputs=outputs)
-        common = replace(rows, length=rows.end, tokens=[], tails=tails)
+        yield replace(rows, computed=first, outputs=outputs)
+        text, tree = (rows.table, rows.slots, rows.end, ()), (rows.tree, rows.node_slots)
+        tails = rows.node_tails()
         for level in self.levels[1:]:
             computed = [numbers[node] for node, _ in level]
             sources = [first_picked + self._source(node) for node, _ in level]
-            yield replace(common, computed=computed, sources=sources, outputs=[places[number] for number in computed])
+            yield SlotRows(*text, *tree, computed, tails, sources, [places[number] for number in computed])
 
     def _source(self, node: int) -> int:
         """Where a grown node is among the picked tokens."""
         parent, _ = self._tree[node]
         return self._picked[parent] + node - self._children[parent].start
 
-    def children(self, number: int, picked: Sequence[int]) -> tuple[Tokens, ...]:
+    def children(self, number: int, picked: np.ndarray) -> tuple[Tokens, ...]:
         """The tokens that a forward picked, by the node they are after."""
         level: list[Tokens] = []
         for node, count in self.levels[number]:
             place = self._picked[node]
-            level.append(tuple(picked[place : place + count]))
+            level.append(tuple(picked[place : place + count].tolist()))
             self.tokens |= {self._tree[child][1]: token for child, token in zip(self._children[node], level[-1])}
         return tuple(level)
