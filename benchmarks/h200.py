@@ -255,8 +255,8 @@ def table(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     """One target in slices, and the whole GPU given to SI and non-SI."""
     harness.log(shape)
     if options.no_slices:
-        models = [random_model(name, device="cuda:0", max_positions=ROOM) for name in (shape, DRAFTER_SHAPE)]
-        return {"shape": shape, "whole_gpu": whole_gpu(*models, options)}
+        target, drafter = (random_model(name, device="cuda:0", max_positions=ROOM) for name in (shape, DRAFTER_SHAPE))
+        return {"shape": shape, "whole_gpu": whole_gpu(target, drafter, options)}
     sliced = prepared(shape, DRAFTER_SHAPE, *cut(options))
     harness.log(f"  {sliced.latency.json()}")
     cells = [cell(sliced, rate, options.tokens, options.repeats) for rate in options.acceptances]
