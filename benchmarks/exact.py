@@ -3,15 +3,17 @@
 First the logits: a text is cut into forwards of every width up to 64 and at random, and each position's logits are
 compared with those of another cut, bit by bit. On a GPU, then packed forwards: new tokens of several texts, and of
 draft trees behind them, beside those of each text alone. Then texts: the built-in pair, greedy and sampled, under
-non-SI, SI, PEARL, DSI with 1 to 7 targets, and auto. Exits with status 1 if anything differs. `--device cuda:0` does
-all on a GPU: the logits of models of real shapes with random weights, on the whole GPU, in one slice of it and in
-seven at once, and the texts in slices.
+non-SI, SI, PEARL, DSI with 1 to 7 targets, and auto; and with one target under draft trees, alone and many at once.
+Exits with status 1 if anything differs. `--device cuda:0` does all on a GPU: the logits of models of real shapes with
+random weights, on the whole GPU, in one slice of it and in seven at once, the texts in slices, those of trees on the
+whole GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, product
 from random import Random
@@ -26,7 +28,7 @@ from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END, Tree
 from dsi.engine.build import cpu_model, load_for_cpu, silence_transformers
 from dsi.engine.config import DTYPES
-from dsi.engine.engine import Engine
+from dsi.engine.engine import Engine, TextStream
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.cuda.packed import PackedCudaModel
@@ -40,7 +42,8 @@ LENGTH, MAX_WIDTH = 192, 64  # tokens of the text that is cut, and of its forwar
 MAX_SP, SLICES = 7, 16
 GPU_DTYPE = "bfloat16"
 ON_GPU = (TARGET, DRAFTER, *SHAPES)
-PARTS = ("logits", "packed", "texts")
+PARTS = ("logits", "packed", "texts", "trees")
+AT_ONCE = 16  # texts
 TEXTS, TREE_NODES = 8, 24  # of packed forwards
 DONE = object()
 OPENINGS = ("Once upon a time", "One day", "In a small town", "Long ago", "On a rainy night")
@@ -53,9 +56,19 @@ SPECS = {
     **{f"dsi sp {sp}": SpecConfig("dsi", 3, max_targets=sp) for sp in range(1, MAX_SP + 1)},
     "auto": SpecConfig("auto"),
 }
+TREES = {
+    "nonsi": SpecConfig("nonsi"),
+    **{f"si tree {tree}": SpecConfig("si", tree=tree) for tree in (4, 16, 32)},
+    "pearl tree 16": SpecConfig("pearl", tree=16),
+    "dsi tree 16": SpecConfig("dsi", tree=16),
+    "auto": SpecConfig("auto"),
+}
+
+TEMPERATURES = (0.0, 0.8)
 
 Cut = list[int]
 Row = dict[str, Any]
+Task = tuple[int, str, float]  # seed, prompt and temperature
 
 
 def cuts(random: Random, count: int) -> Iterator[Cut]:
@@ -224,24 +237,61 @@ def prompts() -> list[str]:
     return Random(2).sample(made, len(made))
 
 
-def differing_texts(
-    dtype: str, device: str, texts: Sequence[str], tokens: int, temperatures: Sequence[float]
-) -> Iterator[list[Row]]:
-    """Generate every text under every algorithm, and count those that are not plain decoding's: so far."""
-    placed: dict[str, Any] = {} if device == CPU else {"target_devices": f"{device}/8"}
-    tasks = [(text, temperature) for text in texts for temperature in temperatures]
-    differing = dict.fromkeys(SPECS, 0)
-    with Engine.load(dtype=dtype, sp=MAX_SP, **placed) as engine:
-        if not engine.deployment.exact:
-            harness.fail(f"{dtype} on {device}: forwards are not exact here ({'; '.join(engine.deployment.warnings)})")
-        for seed, (text, temperature) in enumerate(harness.tracked(tasks, len(tasks), f"texts in {dtype}")):
-            written: dict[str, Tokens] = {}
-            for name, spec in SPECS.items():
-                options = {"max_new_tokens": tokens, "temperature": temperature, "seed": seed}
-                written[name] = engine.generate(text, spec=spec, **options).tokens
-                differing[name] += written[name] != written["nonsi"]
-            counted = {"dtype": dtype, "texts": seed + 1}
-            yield [{"algorithm": name, **counted, "differing": differing[name]} for name in SPECS]
+@dataclass(frozen=True)
+class Writing:
+    """What texts of the built-in pair are compared, and where."""
+
+    dtype: str
+    device: str
+    tokens: int
+
+    @contextmanager
+    def engine(self, on_gpu: Mapping[str, Any], **anywhere: Any) -> Iterator[Engine]:
+        placed = {} if self.device == CPU else on_gpu
+        with Engine.load(dtype=self.dtype, **anywhere, **placed) as engine:
+            if not engine.deployment.exact:
+                reasons = "; ".join(engine.deployment.warnings)
+                harness.fail(f"{self.dtype} on {self.device}: forwards are not exact here ({reasons})")
+            yield engine
+
+    def start(self, engine: Engine, task: Task, spec: SpecConfig) -> TextStream:
+        seed, text, temperature = task
+        return engine.stream(text, spec=spec, max_new_tokens=self.tokens, temperature=temperature, seed=seed)
+
+    def written(self, engine: Engine, tasks: Sequence[Task], spec: SpecConfig) -> list[Tokens]:
+        """The texts of these tasks, all at once."""
+        streams = [self.start(engine, task, spec) for task in tasks]
+        for stream in streams:
+            for _ in stream:
+                pass
+        return [stream.completion.tokens for stream in streams]
+
+    def rows(self, differing: Mapping[str, int], texts: int) -> list[Row]:
+        counted = {"dtype": self.dtype, "texts": texts}
+        return [{"algorithm": name, **counted, "differing": number} for name, number in differing.items()]
+
+    def differing_texts(self, tasks: Sequence[Task]) -> Iterator[list[Row]]:
+        """Generate every text under every algorithm, and count those that are not plain decoding's: so far."""
+        differing = dict.fromkeys(SPECS, 0)
+        with self.engine({"target_devices": f"{self.device}/8"}, sp=MAX_SP) as engine:
+            for number, task in enumerate(harness.tracked(tasks, len(tasks), f"texts in {self.dtype}"), 1):
+                [plain] = self.written(engine, [task], SPECS["nonsi"])
+                for name, spec in SPECS.items():
+                    differing[name] += self.written(engine, [task], spec) != [plain]
+                yield self.rows(differing, number)
+
+    def differing_trees(self, tasks: Sequence[Task]) -> Iterator[list[Row]]:
+        """The same with draft trees and one target: each text alone, and many at once."""
+        differing = {f"{name}, {how}": 0 for how in ("alone", "at once") for name in TREES}
+        groups = [tasks[i : i + AT_ONCE] for i in range(0, len(tasks), AT_ONCE)]
+        with self.engine({"target_devices": self.device, "drafter_device": self.device}) as engine:
+            for number, group in enumerate(harness.tracked(groups, len(groups), f"groups in {self.dtype}"), 1):
+                plain = [self.written(engine, [task], TREES["nonsi"])[0] for task in group]
+                for name, spec in TREES.items():
+                    alone = [self.written(engine, [task], spec)[0] for task in group]
+                    for how, texts in (("alone", alone), ("at once", self.written(engine, group, spec))):
+                        differing[f"{name}, {how}"] += sum(a != b for a, b in zip(texts, plain))
+                yield self.rows(differing, min(number * AT_ONCE, len(tasks)))
 
 
 def main() -> None:
@@ -262,6 +312,7 @@ def main() -> None:
         "logits": [],
         "packed": [],
         "texts": [],
+        "trees": [],
     }
     for name, rows in parts(options, asked):
         results[name] = rows
@@ -287,12 +338,14 @@ def parts(options: argparse.Namespace, asked: Sequence[str]) -> Iterator[tuple[s
             packed.append(differing_packed(name, options.device, options.cuts))
             harness.log(f"  {packed[-1]}")
             yield "packed", packed
-    if "texts" in options.only:
+    tasks = [(seed, *pair) for seed, pair in enumerate(product(asked, TEMPERATURES))]
+    for part in ("texts", "trees"):
         before: list[Row] = []
-        for dtype in options.text_dtype:
+        for dtype in options.text_dtype if part in options.only else ():
+            writing = Writing(dtype, options.device, options.tokens)
             rows: list[Row] = []
-            for rows in differing_texts(dtype, options.device, asked, options.tokens, (0.0, 0.8)):
-                yield "texts", before + rows
+            for rows in writing.differing_texts(tasks) if part == "texts" else writing.differing_trees(tasks):
+                yield part, before + rows
             before += rows
 
 

@@ -2,7 +2,8 @@
 
 Models of real shapes with random weights; an oracle accepts draft tokens at a chosen rate, and the drafter's next
 choice where the one before is wrong. The tokens per second of all requests at once, under plain decoding and under
-the policy that `auto` has there, beside one request alone under plain decoding; texts are compared.
+the policy that `auto` has there, beside one request alone under plain decoding; texts are compared. The prompts are
+in the KV cache before; how long it takes to read them is measured as well.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -88,14 +90,19 @@ def prompt(seed: int, number: int) -> tuple[int, ...]:
     return (1 + seed, 2 + number, *[3] * (PROMPT - 2))
 
 
-def run(loop: EngineLoop, seed: int, tokens: int, policies: Sequence[Policy]) -> tuple[float, list[Any]]:
-    """The seconds that requests with these policies take together, and their texts."""
-    requests = [Request(prompt(seed, i), tokens, policy) for i, policy in enumerate(policies)]
+def run(loop: EngineLoop, seed: int, tokens: int, policies: Sequence[Policy]) -> tuple[float, float, list[Any]]:
+    """The seconds that it takes to read the prompts, and to generate the texts with these policies; the texts."""
+    prompts = [prompt(seed, number) for number in range(len(policies))]
+    reading, _ = timed(loop, [Request(text, 1, autoregressive()) for text in prompts])
+    seconds, texts = timed(loop, [Request(text, tokens, policy) for text, policy in zip(prompts, policies)])
+    loop.fleet.close()
+    return reading, seconds, texts
+
+
+def timed(loop: EngineLoop, requests: Sequence[Request]) -> tuple[float, list[Any]]:
     began = perf_counter()
     done = loop.run(*requests)
-    seconds = perf_counter() - began
-    loop.fleet.close()
-    return seconds, [completion.tokens for completion in done]
+    return perf_counter() - began, [completion.tokens for completion in done]
 
 
 def chosen_policies(loop: EngineLoop, lookahead: int, count: int) -> list[Policy]:
@@ -107,21 +114,25 @@ def chosen_policies(loop: EngineLoop, lookahead: int, count: int) -> list[Policy
 def stream_row(pair: Pair, streams: int, options: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of one request alone, of all under plain decoding, and of all as the engine chooses."""
     speeds: dict[str, list[float]] = {"one": [], "plain": [], "chosen": []}
+    prompt_ms: list[float] = []
     for seed in range(options.repeats + 1):  # the first warms up
-        texts = []
+        texts, readings = [], []
         for name in speeds if seed % 2 else reversed(speeds):
             loop = pair.loop(options.acceptance, options.runner_up, seed)
             count = 1 if name == "one" else streams
             policies = [autoregressive() for _ in range(count)]
             if name == "chosen":
                 policies = chosen_policies(loop, options.lookahead, count)
-            seconds, written = run(loop, seed, options.tokens, policies)
+            reading, seconds, written = run(loop, seed, options.tokens, policies)
             texts.append(written[0])
             if seed:
                 speeds[name].append(count * options.tokens / seconds)
+            readings.append(reading)
+        if seed:
+            prompt_ms.append(1000 * max(readings))  # the others found them in the KV cache
         if len(set(texts)) > 1:
             harness.fail(f"seed {seed}, {streams} streams: different texts")
-    return {"streams": streams, "tokens_per_second": speeds}
+    return {"streams": streams, "tokens_per_second": speeds, "prompts_ms": prompt_ms}
 
 
 def lines(results: dict[str, Any]) -> Iterator[str]:
@@ -130,8 +141,9 @@ def lines(results: dict[str, Any]) -> Iterator[str]:
         for row in part["streams"]:
             one, plain, chosen = row["tokens_per_second"].values()
             over = (harness.spread(harness.ratios(*pair), 2) for pair in ((plain, one), (chosen, one), (chosen, plain)))
-            rows.append([shape, row["streams"], *over])
-    return harness.table(["shape", "streams", "plain over one", "chosen over one", "chosen over plain"], rows)
+            rows.append([shape, row["streams"], *over, f"{median(row['prompts_ms']):.0f}"])
+    heads = ["shape", "streams", "plain over one", "chosen over one", "chosen over plain", "reading prompts, ms"]
+    return harness.table(heads, rows)
 
 
 def measured(shape: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
