@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from dsi.core.messages import GREEDY, DraftToken, Sampling, TopLogprobs
 from dsi.core.sequence import Tokens
@@ -25,6 +25,8 @@ from dsi.sampling.logits import (
 from dsi.sampling.noise import Array
 from dsi.sampling.penalties import apply_penalties
 from dsi.sampling.verify import DraftProbs, draw_guesses, verify_block
+
+Result = TypeVar("Result")
 
 
 class Cancelled(Exception):
@@ -256,6 +258,23 @@ class Pollable(Model, Protocol):
         ...
 
 
+def run_to_end(steps: Generator[None, None, Result]) -> Result:
+    """What a generator that is polled returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+def picked_answer(request: ForwardRequest, picked: Array) -> Answer:
+    """The answer by the likeliest tokens after each position, the likeliest first."""
+    if request.num_children:
+        return Answer(children=tuple(tuple(row[:count]) for row, count in zip(picked.tolist(), request.num_children)))
+    return Answer(tuple(picked[:, 0].tolist()))
+
+
 class Backend(Protocol):
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag) -> Array:
         """Return one row of logits after tokens[:i] for each i from `start` to len(tokens)."""
@@ -304,13 +323,28 @@ class SamplingModel:
         return int(getattr(self.backend, "max_rows", MAX_ROWS))
 
     def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        if self._are_picked(requests):
+            return run_to_end(self.poll_packed(requests))
         return self._answers(requests, self._packed_logits(requests, at_once))
 
     def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
-        """As `answer_packed`, but yield while a backend that computes asynchronously does so."""
+        """As `answer_packed`, but yield while a backend that computes asynchronously does so.
+
+        Where it picks the likeliest tokens itself, and they are the answers, no logits are read.
+        """
+        if self._are_picked(requests):
+            picked = yield from self.backend.poll_picked(requests)  # type: ignore[attr-defined]
+            return list(map(picked_answer, requests, picked))
         poll = getattr(self.backend, "poll_forward_packed", None)
         logits = self._packed_logits(requests) if poll is None else (yield from poll(requests))
         return self._answers(requests, logits)
+
+    def _are_picked(self, requests: Sequence[ForwardRequest]) -> bool:
+        """Whether the backend can pick all answers."""
+        most = getattr(self.backend, "max_picked", 0)
+        return most > 0 and all(
+            self._is_plain(request.sampling) and max(request.num_children, default=0) <= most for request in requests
+        )
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         can_grow = getattr(self.backend, "can_grow", None)

@@ -127,7 +127,9 @@ def test_tokens_are_taken_and_picked_as_in_torch() -> None:
     assert take_tokens(rows).tolist()[:5] == [1, 77, 3, 4, 5]
     logits = torch.randn(16, 40000, generator=torch.Generator().manual_seed(5)).to(torch.float16)
     logits[:, [5, 39999]] = 9.0
+    rows.tables[rows.unread : rows.unread + BRANCHES] = -1
     pick_tokens(logits, rows)
+    assert rows.tables[rows.unread : rows.unread + BRANCHES].tolist() == [-1] * BRANCHES  # of rows nobody asks about
     best = logits.sort(stable=True, descending=True).indices[:3, :BRANCHES]
     assert rows.tables[:12].reshape(3, BRANCHES).tolist() == best[[0, 2, 1]].tolist()
     assert rows.tables[:2].tolist() == [5, 39999]

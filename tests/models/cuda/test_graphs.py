@@ -13,7 +13,7 @@ from transformers import GPTNeoConfig, MambaConfig, MambaForCausalLM, RwkvConfig
 from cancel_flags import CancelAfter
 from decoders import MAX_LENGTH, MODELS
 from dsi.core.messages import Sampling
-from dsi.models.cuda.graphs import CudaGraphModel, EagerForward, static_cache
+from dsi.models.cuda.graphs import CudaGraphModel, EagerForward, hand_over, static_cache
 from dsi.models.hf import Transformer
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from dsi.models.toy import ToyTarget
@@ -52,6 +52,22 @@ def test_cuda_graph_model_poll_draft_streams_the_greedy_text(model: Any) -> None
         if token is not None
     ]
     assert tokens == text[3:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_hand_over_makes_the_current_stream_wait() -> None:
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    zeros = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
+        ones = zeros + 1
+    hand_over([ones], stream)
+    total = ones.sum()
+    del ones
+    with torch.cuda.stream(stream):
+        zeros.clone()  # not in the same memory
+    assert int(total) == 1 << 20
 
 
 def rows_of(model: Any, cut: list[int], text: list[int]) -> torch.Tensor:

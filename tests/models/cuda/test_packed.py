@@ -122,6 +122,33 @@ def test_sampled_rows_of_several_texts_are_drawn_at_once(llama: Any, monkeypatch
     assert len({answer.tokens for answer in one_by_one}) == len(requests)
 
 
+def test_greedy_answers_are_picked_without_reading_logits(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts, trees, drafts, and prompts of several forwards; the next forward does not change them."""
+    texts = [Random(i).choices(range(1, VOCAB_SIZE), k=length) for i, length in enumerate((5, 62, 30))]
+    requests = [
+        ForwardRequest(texts[0], 4),
+        ForwardRequest(texts[1], 62, tree=TREE, asked=(2, 0, 6)),
+        ForwardRequest(texts[1][:50], 51, tree=TREE[:2], asked=(1,), num_children=(3,)),
+        ForwardRequest(texts[2], 2),
+        ForwardRequest(texts[2][:9], 10),
+        ForwardRequest([*texts[0], 8], 6, 5),  # says how much of it is cached...
+        ForwardRequest([7, 7, 7], 3, 2),  # ...wrongly
+    ]
+    monkeypatch.setattr(PackedCudaModel, "max_picked", 0)
+    by_logits = [SamplingModel(PackedCudaModel(llama, MAX_LENGTH, 400)).answer_tree(request) for request in requests]
+    monkeypatch.undo()
+    packed = PackedCudaModel(llama, MAX_LENGTH, 400, sizes=(1, 16))
+    monkeypatch.setattr(packed, "_logits_of", None)
+    model = SamplingModel(packed)
+    assert model.answer_packed(requests) == by_logits
+    assert [model.answer_tree(request) for request in requests] == by_logits
+    few = [ForwardRequest([7, 7], 2, 1), ForwardRequest([8, 8], 2, 1)]  # in one forward, in the device's order
+    assert model.answer_packed(few) == list(map(model.answer_tree, few))
+    drafts = [ForwardRequest(texts[0], 5, num_children=(BRANCHES + 1,))]
+    with pytest.raises(TypeError):
+        model.answer_packed(drafts)  # more than are picked
+
+
 def test_forward_packed_reads_long_prompts_in_several_forwards(llama: Any) -> None:
     packed = PackedCudaModel(llama, MAX_LENGTH, 600, sizes=(1, 16))
     text = Random(3).choices(range(1, VOCAB_SIZE), k=70)

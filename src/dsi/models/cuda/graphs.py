@@ -12,7 +12,7 @@ Where capture is impossible, the model runs eagerly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from ctypes import c_void_p
 from functools import partial
@@ -31,7 +31,7 @@ from dsi.models.cuda.green_contexts import driver, stream_sms
 from dsi.models.cuda.kv_cache import CudaForward, SharedKVCache
 from dsi.models.hf import decoder_layers
 from dsi.models.kv_sequence import common_prefix_length
-from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Model
+from dsi.models.protocol import CancelFlag, Cancelled, ForwardRequest, Model, run_to_end
 from dsi.sampling.acceptance_rules import match
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are captured
@@ -174,6 +174,16 @@ def last_line(error: Exception) -> str:
 def on(stream: Any) -> AbstractContextManager[Any]:
     """Make this stream the current one temporarily."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def hand_over(tensors: Iterable[Tensor], stream: Any) -> None:
+    """Let the current stream read what another one computes: it waits for that, and the memory is kept meanwhile."""
+    if stream is None:
+        return
+    current = torch.cuda.current_stream(stream.device)
+    current.wait_stream(stream)
+    for tensor in tensors:
+        tensor.record_stream(current)
 
 
 def own_stream(stream: Any, device: torch.device) -> Any:
@@ -388,18 +398,14 @@ class CudaGraphModel:
         return logits
 
     def last_logits(self) -> Tensor:
-        """A copy of the logits of the last forward's tokens, and of the padding after them."""
+        """A copy of the logits of the last forward's tokens, and of the padding after them, for the current stream."""
         with torch.inference_mode(), on(self._stream):
-            return self._forwards[self._last_size].logits.clone()
+            logits = self._forwards[self._last_size].logits.clone()
+        hand_over([logits], self._stream)
+        return logits
 
     def answer(self, request: ForwardRequest) -> Tokens:
-        steps = self.poll_answer(request)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                tokens: Tokens = end.value
-                return tokens
+        return run_to_end(self.poll_answer(request))
 
     def poll_answer(self, request: ForwardRequest) -> Generator[None, None, Tokens]:
         """As `answer`, but yield while the GPU computes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import Level
 from dsi.models.cuda.decoder_triton import supports_triton, torch_kernels, triton_forward, triton_kernels
-from dsi.models.cuda.graphs import CapturedForward, Completed, event, on, own_stream, static_cache
+from dsi.models.cuda.graphs import CapturedForward, Completed, event, hand_over, on, own_stream, static_cache
 from dsi.models.cuda.green_contexts import stream_sms
 from dsi.models.cuda.kv_pool import PooledRows, TextPool
 from dsi.models.cuda.packed_rows import (
@@ -36,7 +36,7 @@ from dsi.models.cuda.packed_rows import (
     split_limits,
 )
 from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth
-from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
+from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest, run_to_end
 
 Moves = np.ndarray  # places in the device's buffer, and the slots to write there
 NO_MOVES: Moves = np.zeros((2, 0), np.int32)
@@ -62,20 +62,24 @@ class PackedForward:
         self.logits = torch.empty(0)
         self.graph: CapturedForward | None = None
 
-    def fill(self, texts: Sequence[SlotRows], moves: Moves, copy: int = 0) -> None:
-        """Describe the rows and slots that the device does not know, and begin to copy that to the device."""
+    def fill(self, texts: Sequence[SlotRows], moves: Moves, copy: int = 0, picked: Sequence[int] = ()) -> None:
+        """Describe the rows and slots that the device does not know, and begin to copy that to the device.
+
+        The likeliest tokens after the rows `picked` come to the host, in this order.
+        """
         (plan, tails), owner = self._plans[copy], self._owner
         programs = PROGRAMS_PER_SM * owner.sms // owner.kv_heads
         fill_plan(plan, tails, texts, self.layout, self.rows, programs)
+        if picked:
+            plan.outputs[list(picked)] = owner.first_picked + BRANCHES * np.arange(len(picked))
         plan.moves[:, : moves.shape[1]] = moves
         self._region.copy_(self._host[copy], non_blocking=True)
 
     def compute(self) -> Tensor:
         owner, kernels = self._owner, self._owner.row_kernels
         self.logits = owner.logits(kernels.take_tokens(self.rows), self.rows)
-        if owner.drafts:
-            kernels.pick_tokens(self.logits, self.rows)
-            owner.host_picked.copy_(owner.picked, non_blocking=True)
+        kernels.pick_tokens(self.logits, self.rows)
+        owner.host_picked.copy_(owner.picked, non_blocking=True)
         return self.logits
 
     def launch(self) -> Any:
@@ -88,6 +92,14 @@ class PackedForward:
         end = event()
         end.record(self._owner.stream)
         return end
+
+
+def wanted_rows(begun: Sequence[PooledRows]) -> Iterator[Sequence[int]]:
+    """The rows of each text whose logits are wanted, among those of all texts."""
+    begin = 0
+    for pooled in begun:
+        yield [begin + row for row in pooled.wanted]
+        begin += pooled.rows.num_rows
 
 
 class RowKernels(NamedTuple):
@@ -112,6 +124,7 @@ class PackedCudaModel:
     """
 
     supports_trees = can_pack = True
+    max_picked = BRANCHES  # tokens after each row
 
     def __init__(
         self,
@@ -201,38 +214,55 @@ class PackedCudaModel:
         return logits
 
     def forward_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Tensor]:  # noqa: ARG002
-        steps = self.poll_forward_packed(requests)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                logits: list[Tensor] = end.value
-                return logits
+        return run_to_end(self.poll_forward_packed(requests))
 
     def poll_forward_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Tensor]]:
-        """The logits of each request: those that fit share a forward. Yield while the device computes."""
-        logits: list[list[Tensor]] = []
+        """The logits of each request, for the current stream: those that fit share a forward.
+
+        Yield while the device computes.
+        """
+        logits = yield from self._poll(requests, picks=False)
+        hand_over(logits, self.stream)
+        return logits
+
+    def poll_picked(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[np.ndarray]]:
+        """The likeliest tokens after each row that a request asks about, the likeliest first: picked on the device."""
+        return (yield from self._poll(requests, picks=True))
+
+    def _poll(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
+        """Logits or tokens of each request, of one forward or of several."""
+        if self._fit(requests):
+            return (yield from self._compute(requests, picks))
+        parts: list[list[Any]] = []
         last: list[tuple[int, ForwardRequest]] = []
         for request in requests:
             *pieces, rest = self._pieces(request)
-            logits.append([])
+            parts.append([])
             for _, piece in pieces:
-                logits[-1] += yield from self._compute([piece])
+                parts[-1] += yield from self._compute([piece], picks)
                 self.pool.continue_with(request.tokens, piece.tokens)
             last.append(rest)
-        rows = iter(logits)
+        rows = iter(parts)
         for group in self._groups(last):
-            for own in (yield from self._compute(group)):
+            for own in (yield from self._compute(group, picks)):
                 next(rows).append(own)
-        return [self._joined(parts) for parts in logits]
+        return list(map(self._joined, parts))
 
-    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def _joined(self, parts: Sequence[Any]) -> Any:
         """The rows of the pieces of a request."""
         parts = [part for part in parts if len(part)] or parts[:1]
         if len(parts) == 1:
             return parts[0]
+        if isinstance(parts[0], np.ndarray):
+            return np.concatenate(parts)
         with torch.inference_mode(), on(self.stream):
             return torch.cat(list(parts))
+
+    def _fit(self, requests: Sequence[ForwardRequest]) -> bool:
+        """Whether all share a forward, if as much is cached as they say."""
+        new = sum(len(request.tokens) - (request.num_cached or 0) + len(request.tree) for request in requests)
+        positions = sum(request.num_positions for request in requests)
+        return new + positions <= self.max_rows and len(requests) < self.pool.max_texts
 
     def _pieces(self, request: ForwardRequest) -> Iterator[tuple[int, ForwardRequest]]:
         """A request as several that fit into a forward, each with its rows at most: the last ends with the text."""
@@ -262,19 +292,21 @@ class PackedCudaModel:
         if group:
             yield group
 
-    def _compute(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Tensor]]:
+    def _compute(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
         """Run one forward."""
         begun = self.pool.begin(requests)
         count = sum(pooled.rows.num_rows for pooled in begun)
         if not count:
-            return [torch.empty((0, 0)) for _ in begun]
-        if count > self.max_rows:  # what was cached had to make room for others
+            return [np.empty((0, BRANCHES), np.int32) if picks else torch.empty((0, 0)) for _ in begun]
+        if count > self.max_rows:  # less was cached than they say, or had to make room for others
             self.pool.cancel(begun)
-            return (yield from self._compute_apart(requests))
+            return (yield from self._compute_apart(requests, picks))
+        wanted = list(wanted_rows(begun))
         try:
             forward = self.forward_of(count)
             with torch.inference_mode(), on(self.stream):
-                forward.fill([pooled.rows for pooled in begun if pooled.rows.num_rows], self._moves(begun))
+                rows = [pooled.rows for pooled in begun if pooled.rows.num_rows]
+                forward.fill(rows, self._moves(begun), picked=list(chain(*wanted)) if picks else ())
                 end = forward.launch()
             while not end.query():
                 yield None
@@ -282,18 +314,33 @@ class PackedCudaModel:
             self.pool.cancel(begun)
             raise
         self.pool.finish(begun)
-        return list(self._wanted(forward.logits, begun))
+        return self._picked_tokens(wanted) if picks else list(self._logits_of(forward, wanted))
+
+    def _picked_tokens(self, wanted: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        ends = list(accumulate(map(len, wanted)))
+        picked = self.host_picked.numpy()[: BRANCHES * ends[-1]].reshape(-1, BRANCHES).copy()
+        return np.split(picked, ends[:-1])
+
+    def _logits_of(self, forward: PackedForward, wanted: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        with torch.inference_mode(), on(self.stream):
+            # As what is sampled from everywhere; a copy, as the next forward overwrites these.
+            logits = forward.logits.to(torch.float32, copy=True)
+            for rows in wanted:
+                if rows and rows[-1] + 1 - rows[0] == len(rows) and all(b > a for a, b in pairwise(rows)):
+                    yield logits[rows[0] : rows[-1] + 1]
+                else:
+                    yield logits[list(rows)]
 
     def forward_of(self, count: int) -> PackedForward:
         """The smallest forward of so many rows."""
         return next(forward for size, forward in self._forwards.items() if size >= count)
 
-    def _compute_apart(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Tensor]]:
-        """Compute each request by itself."""
-        logits: list[Tensor] = []
+    def _compute_apart(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
+        """Compute each request by itself, of which it does not say what is cached."""
+        rows: list[Any] = []
         for request in requests:
-            logits += yield from self.poll_forward_packed([request])
-        return logits
+            rows += yield from self._poll([replace(request, num_cached=None)], picks)
+        return rows
 
     def _moves(self, begun: Sequence[PooledRows]) -> Moves:
         """Slots of positions that no forward has written: those of nodes that became text, and of forks."""
@@ -311,17 +358,6 @@ class PackedCudaModel:
         places, slots = torch.from_numpy(joined).to(self.device)
         self.tables.scatter_(0, places, slots.int())
         return NO_MOVES
-
-    def _wanted(self, logits: Tensor, begun: Sequence[PooledRows]) -> Iterator[Tensor]:
-        with torch.inference_mode(), on(self.stream):
-            begin, logits = 0, logits.float()  # as what is sampled from everywhere
-            for pooled in begun:
-                wanted = pooled.wanted
-                if isinstance(wanted, range) or all(b == a + 1 for a, b in pairwise(wanted)):
-                    yield logits[begin + wanted[0] : begin + wanted[-1] + 1] if wanted else logits[:0]
-                else:
-                    yield logits[[begin + row for row in wanted]]
-                begin += pooled.rows.num_rows
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         """Whether `poll_levels` can grow such a tree."""

@@ -33,29 +33,30 @@ def _take_tokens(buffer, sources, places, slots, moves, ids, ROWS: tl.constexpr,
 
 
 def pick_tokens(logits: Tensor, rows: PackedRows) -> None:
-    """Write the likeliest tokens after each row to where its plan says, the likeliest first."""
+    """Write the likeliest tokens after each row to where its plan says, the likeliest first, if anybody asks."""
     vocab = logits.shape[-1]
     block = min(next_power_of_2(vocab), MAX_BLOCK)
     _pick_tokens[(len(logits),)](
-        logits, rows.plan.outputs, rows.tables, vocab, BRANCHES=BRANCHES, BLOCK=block, num_warps=WARPS
+        logits, rows.plan.outputs, rows.tables, vocab, rows.unread, BRANCHES=BRANCHES, BLOCK=block, num_warps=WARPS
     )
 
 
 @triton.jit
-def _pick_tokens(logits, outputs, buffer, vocab, BRANCHES: tl.constexpr, BLOCK: tl.constexpr):
+def _pick_tokens(logits, outputs, buffer, vocab, unread, BRANCHES: tl.constexpr, BLOCK: tl.constexpr):
     """Each token is the first of the largest logits among those that come after the one picked before."""
     row = tl.program_id(0)
     output = tl.load(outputs + row)
-    last_logit, last = float("inf"), -1
-    for rank in tl.static_range(BRANCHES):
-        best_logit, best = -float("inf"), vocab - 1
-        for start in tl.range(0, vocab, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            logit = tl.load(logits + row.to(tl.int64) * vocab + token, token < vocab, -float("inf")).to(tl.float32)
-            after = (logit < last_logit) | ((logit == last_logit) & (token > last))
-            logit = tl.where(after, logit, -float("inf"))
-            top, index = tl.max(logit, 0, return_indices=True)
-            better = top > best_logit
-            best, best_logit = tl.where(better, start + index, best), tl.where(better, top, best_logit)
-        tl.store(buffer + output + rank, best)
-        last_logit, last = best_logit, best
+    if output != unread:
+        last_logit, last = float("inf"), -1
+        for rank in tl.static_range(BRANCHES):
+            best_logit, best = -float("inf"), vocab - 1
+            for start in tl.range(0, vocab, BLOCK):
+                token = start + tl.arange(0, BLOCK)
+                logit = tl.load(logits + row.to(tl.int64) * vocab + token, token < vocab, -float("inf")).to(tl.float32)
+                after = (logit < last_logit) | ((logit == last_logit) & (token > last))
+                logit = tl.where(after, logit, -float("inf"))
+                top, index = tl.max(logit, 0, return_indices=True)
+                better = top > best_logit
+                best, best_logit = tl.where(better, start + index, best), tl.where(better, top, best_logit)
+            tl.store(buffer + output + rank, best)
+            last_logit, last = best_logit, best
