@@ -10,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dsi.models.cuda import linear, packed_attention, packed_rows, triton_kernels as kernels  # noqa: E402
+from dsi.models.cuda import linear, packed_attention, packed_rows, packed_tokens, triton_kernels as kernels  # noqa: E402
 
 INTERPRETED = Path(__file__).with_name("interpreted.py")
 PACKED = Path(__file__).with_name("interpreted_packed.py")
@@ -122,6 +122,17 @@ def test_attend_packed_compiles_for_a_gpu(
     shared = constants.pop("SPLITS") > 1
     constants |= {"TAIL": packed_rows.TAIL, "FIELDS": len(packed_rows.Part._fields), "SHARED": shared}
     check_compiled(compiled(packed_attention._attend_packed, kinds, constants))
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [HOPPER, ADA])
+def test_tokens_are_taken_and_picked_by_kernels_that_compile_for_a_gpu(capability: int) -> None:
+    taken = dict.fromkeys(("buffer", "sources", "places", "slots", "moves", "ids"), "*i32")
+    rows = {"ROWS": 256, "MOVES": packed_rows.MOVES}
+    assert compiled(packed_tokens._take_tokens, taken, rows, capability=capability).asm["ptx"]
+    picked = {"logits": "*bf16", "outputs": "*i32", "buffer": "*i32", "vocab": "i32", "unread": "i32"}
+    sizes = {"BRANCHES": packed_rows.BRANCHES, "BLOCK": packed_tokens.MAX_BLOCK}
+    assert compiled(packed_tokens._pick_tokens, picked, sizes, packed_tokens.WARPS, capability).asm["ptx"]
 
 
 TABLES = ("IN_SLICES", "GATED_IN_SLICES", "NARROW", "WIDE", "GATED_WIDE")
