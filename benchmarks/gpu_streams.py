@@ -26,7 +26,8 @@ from dsi.core.request import Request
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.engine.build import silence_transformers
-from dsi.engine.profile_cuda import latency_model, with_packed_drafts
+from dsi.engine.build_cuda import packed_servers
+from dsi.engine.profile_cuda import latency_model, with_packed_forwards
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import PrefixTable, Server, make_servers
@@ -63,7 +64,8 @@ class Pair:
             for role, model in ((TARGET, target), (DRAFTER, drafter))
         }
         latency = latency_model(single[:1], single[1], PROMPT, context=ROOM)
-        return cls(*single, packed, with_packed_drafts(latency.with_targets(1), packed[DRAFTER], PROMPT))
+        trial = CudaFleet(make_servers(single[:1], {DRAFTER: single[1]}), packed=packed_servers(packed))
+        return cls(*single, packed, with_packed_forwards(latency, trial, packed, PROMPT).with_targets(1))
 
     def loop(self, acceptance: float, runner_up: float, seed: int) -> EngineLoop:
         teacher = ToyTarget(seed)

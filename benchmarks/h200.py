@@ -35,7 +35,8 @@ from dsi.core.request import Completion, Request
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import TREE_BRANCHES, rank_chances
 from dsi.engine.build import silence_transformers
-from dsi.engine.profile_cuda import latency_model, order_by_contention, with_packed_drafts
+from dsi.engine.build_cuda import packed_servers
+from dsi.engine.profile_cuda import latency_model, order_by_contention, with_packed_forwards
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server, make_servers
@@ -142,8 +143,11 @@ def bench(
         name: PackedCudaModel(model.model, ROOM, TEXTS * ROOM, TEXTS, model.stream, PACKED_SIZES, name == DRAFTER)
         for name, model in ((DRAFTER, drafter), *((f"{TARGET}-{i}", target) for i, target in enumerate(targets, 1)))
     }
+    first = {TARGET: packed[f"{TARGET}-1"], DRAFTER: packed[DRAFTER]}
+    trial = CudaFleet(make_servers(targets[:1], {DRAFTER: drafter}), packed=packed_servers(first))
+    latency = with_packed_forwards(latency, trial, first, PROMPT)
     freeze_objects()
-    return Bench(targets, drafter, with_packed_drafts(latency, packed[DRAFTER], PROMPT), runner_up, packed)
+    return Bench(targets, drafter, latency, runner_up, packed)
 
 
 def write(bench: Bench, choice: DeploymentPlan, acceptance: float, tokens: int, seed: int) -> Completion:

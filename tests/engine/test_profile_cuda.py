@@ -1,14 +1,31 @@
 """Which slices of a GPU are used first where they share its memory bandwidth."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.tree_policies import PRIOR_CHANCES
 from dsi.engine import profile_cuda
-from dsi.engine.profile_cuda import PACKED_ROWS, order_by_contention, with_packed_drafts
+from dsi.engine.profile_cuda import (
+    PACKED_ROWS,
+    TRIED_TREES,
+    fitted_trees,
+    order_by_contention,
+    with_shared_drafts,
+    with_trees,
+)
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.servers import PrefixTable, Server
+from dsi.models.protocol import Answer, ForwardRequest
+from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.planning.latency import LatencyModel
+from dsi.planning.trees import turn_ms
+from polled_pair import PolledPair
 
 
 @pytest.fixture
@@ -43,23 +60,54 @@ class PackedModel:
     class Pool:
         max_texts = 64
 
-        def clear(self) -> None:
-            pass
-
-    pool = Pool()
+    pool, max_picked = Pool(), 0
 
     def __init__(self) -> None:
         self.now = 0.0
 
-    def forward_packed(self, requests: Sequence[Any]) -> list[torch.Tensor]:
+    def forward_packed(self, requests: Sequence[Any], at_once: int = 1) -> list[torch.Tensor]:  # noqa: ARG002
         self.now += (3 + (len(requests) - 1) / 4) / 1000
         return [torch.zeros(1, 5) for _ in requests]
 
 
-def test_with_packed_drafts_separates_levels_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_shared_drafts_separates_forwards_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = PackedModel()
     monkeypatch.setattr(profile_cuda, "perf_counter", lambda: model.now)
-    latency = with_packed_drafts(LatencyModel(20.0, 1.0), model, prompt=4)
+    latency = with_shared_drafts(LatencyModel(20.0, 1.0), model, prompt=4)
     assert PACKED_ROWS > 1
-    assert latency.drafter_level_ms == pytest.approx(2.0)
+    assert latency.drafter_shared_ms == pytest.approx(2.0)
     assert latency.drafter_per_token_ms == pytest.approx(0.25)
+
+
+def test_fitted_trees_give_the_turns_that_were_measured() -> None:
+    true = LatencyModel(20.0, 1.0, drafter_per_token_ms=0.1, drafter_level_ms=0.3, tree_ms=0.7, tree_node_ms=0.02)
+    measured = [turn_ms(true, PRIOR_CHANCES, *tree) for tree in TRIED_TREES]
+    fitted = fitted_trees(replace(true, drafter_level_ms=0, tree_ms=0, tree_node_ms=0), *measured)
+    for name in ("drafter_level_ms", "tree_ms", "tree_node_ms"):
+        assert getattr(fitted, name) == pytest.approx(getattr(true, name))
+    as_fast = [turn_ms(LatencyModel(20.0, 1.0), PRIOR_CHANCES, *tree) for tree in TRIED_TREES]
+    assert fitted_trees(LatencyModel(20.0, 2.0), *as_fast).tree_ms == 0  # noise, but nothing takes less than no time
+
+
+def test_with_trees_measures_turns_on_the_servers() -> None:
+    """Servers that wait, in real time: what a level takes beyond a draft token is found."""
+    target = ToyTarget(1)
+    models = {TARGET: Waiting(target, 0.004), DRAFTER: Waiting(ToyDrafter(target, 0.5, 2, 0.5), 0.003)}
+    servers = [Server(f"{TARGET}-1", TARGET, models[TARGET]), Server(DRAFTER, DRAFTER, models[DRAFTER])]
+    packed = {server.name: Server(server.name, server.role, server.model, PrefixTable(4)) for server in servers}
+    latency = LatencyModel(4.0, 1.0)
+    measured = with_trees(latency, CudaFleet(servers, packed=packed), 4, 256)
+    assert 1.5 < measured.drafter_level_ms < 3.5
+    assert with_trees(latency, CudaFleet(servers, packed=packed), 4, 51) == latency  # no room for a text
+
+
+class Waiting(PolledPair):
+    """Waits for so many seconds in each forward."""
+
+    def __init__(self, model: Any, seconds: float) -> None:
+        super().__init__(model, 1)
+        self._seconds = seconds
+
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        sleep(self._seconds)
+        return super().answer_packed(requests, at_once)

@@ -23,6 +23,15 @@ def test_latency_model_reads_measured_curves() -> None:
     assert latency.with_targets(7).drafter_ms == 1.5
 
 
+def test_with_targets_takes_nothing_to_compute_beside_a_drafter_in_turns() -> None:
+    latency = LatencyModel(10.0, 1.0, by_busy_targets=((1, 10.0), (2, 12.0)), drafter_by_busy_targets=((1, 1.8),))
+    at_work = latency.with_targets(2)
+    assert (at_work.under("dsi").drafter_ms, at_work.under("si").drafter_ms) == (1.8, 1.0)
+    assert at_work.under("si").contention == 0
+    assert at_work.with_targets(2) == at_work
+    assert LatencyModel(10.0, 1.0).with_targets(2).alone is None
+
+
 def test_latency_model_scales_exactly() -> None:
     latency = LatencyModel(Fraction(1, 3), 2, 4, 5, per_token_ms=1, by_width=((1, Fraction(1, 3)),))
     scaled = latency.scaled(target=Fraction(3), drafter=2)

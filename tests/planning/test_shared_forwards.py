@@ -72,7 +72,7 @@ def test_forward_ms_goes_on_along_the_last_line() -> None:
     assert forward_ms(LatencyModel(2.0, 1.0, per_token_ms=0.5), 5) == pytest.approx(4.0)
 
 
-def test_draft_ms_counts_rows_and_levels_as_measured() -> None:
-    measured = LatencyModel(2.0, 1.0, drafter_per_token_ms=0.25, drafter_level_ms=0.5)
+def test_draft_ms_counts_rows_as_measured() -> None:
+    measured = LatencyModel(2.0, 1.0, drafter_per_token_ms=0.25, drafter_shared_ms=0.5)
     assert (draft_ms(measured, 1), draft_ms(measured, 5)) == (1.5, 2.5)
     assert draft_ms(LatencyModel(2.0, 1.0), 5) == pytest.approx(1 + 4 * 0.4)

@@ -68,6 +68,13 @@ def test_si_tree_ms_counts_what_a_level_takes_beyond_a_draft_token() -> None:
     assert si_tree_ms(slower, chances, 12, 4) - si_tree_ms(LATENCY, chances, 12, 4) == pytest.approx(4 * 0.5 / tokens)
 
 
+def test_si_tree_ms_counts_what_the_engine_does_for_a_tree_and_its_nodes() -> None:
+    slower = replace(LATENCY, tree_ms=0.5, tree_node_ms=0.25)
+    chances = rank_chances(0.8, 0.5, 3)
+    tokens = 1 + num_accepted(chances, 12, 4)
+    assert si_tree_ms(slower, chances, 12, 4) - si_tree_ms(LATENCY, chances, 12, 4) == pytest.approx(3.5 / tokens)
+
+
 def test_tree_predictions_without_simulations_choose_si_alone() -> None:
     """As in a process with CUDA: with many targets DSI would be faster, and is not looked at."""
     config = SimulationConfig(LATENCY, 0.7, 8, 100, thread_pool=False)

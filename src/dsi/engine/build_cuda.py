@@ -14,7 +14,7 @@ from dsi.engine.build import PARTING, ModelInfo, check_same_vocabulary, shortest
 from dsi.engine.config import DTYPES, FLOAT32, INT8, EngineConfig, check_dtype
 from dsi.engine.deployment import TYPICAL_ACCEPTANCE, Deployment
 from dsi.engine.devices import Device, Placement, check_available
-from dsi.engine.profile_cuda import latency_model, order_by_contention, with_packed_drafts
+from dsi.engine.profile_cuda import latency_model, order_by_contention, with_packed_forwards
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.servers import PrefixTable, Server, make_servers
 from dsi.models.cuda.decoder_triton import supports_triton
@@ -56,14 +56,16 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
     plans = {plan.algorithm: plan for plan in fastest}
     sp = plans["dsi"].sp
     if packed := packed_models(targets[:sp], drafter):
-        latency = with_packed_drafts(latency, packed[DRAFTER], prompt)
+        status("measuring shared forwards and trees")
+        trial = CudaFleet(make_servers(targets[:1], {DRAFTER: drafter}), packed=packed_servers(packed))
+        latency = with_packed_forwards(latency, trial, packed, prompt)
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
     return Deployment(
         CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv), packed=packed_servers(packed)),
         info.tokenizer,
         targets[0].context,
         sp,
-        replace(latency.with_targets(sp), by_width=monotone(dict(latency.by_width))),
+        replace(latency, by_width=monotone(dict(latency.by_width))).with_targets(sp),
         plans=plans,
         warnings=eager_warnings([*targets, drafter]) + exact_warnings(config, targets, latency),
         exact=are_exact(targets),

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.policies import policy_for
+from dsi.core.request import Request
+from dsi.core.sequence import Tokens
+from dsi.core.spec import SpecConfig
+from dsi.core.tree_policies import PRIOR_CHANCES
+from dsi.core.tree_shape import levels
+from dsi.fleets.cuda import CudaFleet
+from dsi.fleets.loop import EngineLoop
 from dsi.models.cuda.packed import PackedCudaModel
-from dsi.models.protocol import ForwardRequest, Pollable
+from dsi.models.protocol import ForwardRequest, Pollable, SamplingModel
 from dsi.planning.latency import LatencyModel, without_noise
+from dsi.planning.trees import turn_ms
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are captured
 CONTENTION_WIDTH = 8  # new tokens of the forwards by which contention is measured
@@ -20,6 +30,9 @@ ORDERING_ROUNDS = 4
 MAX_ORDERED = 5  # targets; the order of more hardly matters
 TOKEN = 1  # any will do
 PACKED_ROWS = 32
+TRIED_TREES = ((3, 2), (31, 4), (31, 12))  # draft tokens and levels
+TURN_TOKENS, LEAST_TURN_TOKENS = 256, 48  # of the text with each: trees near its end have fewer levels
+TURNS, TURN_SECONDS = 12, 0.5
 DONE = object()
 
 
@@ -104,28 +117,91 @@ class BusyModel:
             self._begin()
 
 
-def with_packed_drafts(latency: LatencyModel, model: PackedCudaModel, prompt: int = 128) -> LatencyModel:
-    """With the time of a drafter's forwards over one token of each of several texts, or over a level of a tree."""
+def with_packed_forwards(
+    latency: LatencyModel, fleet: CudaFleet, models: Mapping[str, PackedCudaModel], prompt: int = 128
+) -> LatencyModel:
+    """With the time of forwards over several texts and over trees: of one target and the drafter, by their roles."""
+    latency = with_shared_drafts(latency, models[DRAFTER], prompt)
+    target = models[TARGET]
+    if target.on_gpu and prompt + target.max_rows <= target.context:
+        latency = with_width(latency, target.max_rows, widest_forward_ms(target, prompt))
+    for model in models.values():
+        model.pool.clear()
+    return with_trees(latency, fleet, prompt, min(model.context for model in models.values()))
+
+
+def with_shared_drafts(latency: LatencyModel, model: PackedCudaModel, prompt: int) -> LatencyModel:
+    """With the time of a drafter's forwards over one token of each of several texts."""
     texts = [[TOKEN] * prompt + [i] for i in range(min(PACKED_ROWS, model.pool.max_texts))]
-    requests = [ForwardRequest(text, len(text)) for text in texts]
+    requests = [ForwardRequest(text, len(text), len(text) - 1) for text in texts]
     one, all_rows = (packed_forward_ms(model, requests[:count]) for count in (1, len(requests)))
-    model.pool.clear()
     return replace(
         latency,
-        drafter_level_ms=max(0.0, one - float(latency.drafter_ms)),
+        drafter_shared_ms=max(0.0, one - float(latency.drafter_ms)),
         drafter_per_token_ms=max(0.0, all_rows - one) / (len(requests) - 1),
     )
 
 
+def widest_forward_ms(model: PackedCudaModel, prompt: int) -> float:
+    """The time of a forward over as many new tokens as texts can share."""
+    text = [TOKEN] * (prompt + model.max_rows)
+    return packed_forward_ms(model, [ForwardRequest(text, prompt + 1)])
+
+
 def packed_forward_ms(model: PackedCudaModel, requests: Sequence[ForwardRequest]) -> float:
-    """The median time of a forward whose texts are cached but for their last token."""
-    times = []
+    """The median time of a forward whose texts are cached up to what is asked about, with what the host does for it."""
+    sampling, times = SamplingModel(model), list[float]()
     for _ in range(ROUNDS + 1):  # the first reads the prompts
         began = perf_counter()
-        for logits in model.forward_packed(requests):
-            logits.argmax(-1).tolist()  # as whoever asks does
+        sampling.answer_packed(requests)
         times.append(perf_counter() - began)
     return 1000 * median(times[1:])
+
+
+def with_width(latency: LatencyModel, width: int, ms: float) -> LatencyModel:
+    """With another width of a target forward, which takes no less than narrower ones."""
+    by_width = dict(latency.by_width)
+    if width in by_width:
+        return latency
+    return replace(latency, by_width=(*latency.by_width, (width, max(ms, *by_width.values()))))
+
+
+def with_trees(latency: LatencyModel, fleet: CudaFleet, prompt: int, context: int) -> LatencyModel:
+    """With what a level of a tree takes, a tree, and each node: from turns of SI with three trees on these servers."""
+    tokens = min(TURN_TOKENS, context - prompt)
+    if tokens < LEAST_TURN_TOKENS:
+        return latency
+    loop = EngineLoop(fleet)
+    few, wide, deep = (measured_turn_ms(loop, tree, (TOKEN,) * prompt, tokens) for tree in TRIED_TREES)
+    return fitted_trees(latency, few, wide, deep)
+
+
+def fitted_trees(latency: LatencyModel, few: float, wide: float, deep: float) -> LatencyModel:
+    """With the levels and nodes by which turns with `TRIED_TREES` take as long as these were measured to."""
+
+    def beyond(measured: float, tree: tuple[int, int]) -> float:
+        return measured - turn_ms(latency, PRIOR_CHANCES, *tree)
+
+    small, broad, tall = TRIED_TREES
+    more_levels = len(levels(PRIOR_CHANCES, *tall)) - len(levels(PRIOR_CHANCES, *broad))
+    level_ms = max(0.0, (beyond(deep, tall) - beyond(wide, broad)) / more_levels)
+    latency = replace(latency, drafter_level_ms=level_ms)
+    node_ms = max(0.0, (beyond(wide, broad) - beyond(few, small)) / (broad[0] - small[0]))
+    return replace(latency, tree_node_ms=node_ms, tree_ms=max(0.0, beyond(few, small) - node_ms * small[0]))
+
+
+def measured_turn_ms(loop: EngineLoop, tree: tuple[int, int], prompt: Tokens, tokens: int) -> float:
+    """The median time of a turn of SI with such a tree, from one growth of the text to the next."""
+    size, depth = tree
+    policy = policy_for(SpecConfig("si", depth, max_targets=1, tree=size, chances=PRIOR_CHANCES))
+    active, ends = loop.submit(Request(prompt, tokens, policy)), list[float]()
+    for _ in loop.follow(active):
+        ends.append(float(active.times[-1]))
+        if len(ends) > TURNS or ends[-1] - ends[0] > TURN_SECONDS:
+            break
+    if not active.done:
+        loop.cancel(active)
+    return 1000 * median(end - begin for begin, end in pairwise(ends if len(ends) > 1 else [0.0, *ends]))
 
 
 def finish(models: Iterable[BusyModel]) -> None:

@@ -30,9 +30,10 @@ class LatencyModel:
     drafter_ttft_ms: Number | None = option("The drafter's first forward, over the prompt.", None)
     per_token_ms: Number = option("What each further new token adds to a target forward.", 0)
     drafter_per_token_ms: Number = option("What each further node of a tree adds to a drafter forward.", 0)
-    drafter_level_ms: Number = (
-        0  # that a forward over a level of a tree, or over several texts, takes beyond one token's
-    )
+    drafter_level_ms: Number = 0  # that a forward over a level of a tree takes beyond one token's
+    drafter_shared_ms: Number = 0  # that a forward over several texts takes beyond one token's
+    tree_ms: Number = 0  # that the engine does for each turn of SI with a tree...
+    tree_node_ms: Number = 0  # ...and for each node of it
     by_width: Curve = ()  # instead: target forwards of up to so many new tokens, padded to that width
     jitter: float = option("Each forward takes evenly up to this share more or less: 0 to 0.99, by seed.", 0)
     contention: float = option("Share by which each other busy target slows one (virtual time only).", 0)
@@ -63,6 +64,9 @@ class LatencyModel:
             ("extra ms per token", self.per_token_ms, 0, MOST_MS),
             ("extra ms per token of the drafter", self.drafter_per_token_ms, 0, MOST_MS),
             ("extra ms per level of the drafter", self.drafter_level_ms, 0, MOST_MS),
+            ("extra ms per forward of several texts of the drafter", self.drafter_shared_ms, 0, MOST_MS),
+            ("ms per tree", self.tree_ms, 0, MOST_MS),
+            ("ms per node of a tree", self.tree_node_ms, 0, MOST_MS),
             ("network delay in ms", self.network_ms, 0, MOST_MS),
             ("drafter delay in ms", self.drafter_delay_ms, 0, MOST_MS),
             ("network jitter", self.network_jitter, 0, 0.99),
@@ -103,14 +107,13 @@ class LatencyModel:
         return max(0.0, float(ms[busy] / ms[1]) - 1) / max(1, busy - 1)
 
     def with_targets(self, sp: int) -> LatencyModel:
-        """The same servers with `sp` targets at work: their contention and the drafter beside them."""
-        return replace(
-            self,
-            drafter_ms=self.drafter_beside(sp),
-            contention=self.contention_of(sp),
-            by_busy_targets=(),
-            drafter_by_busy_targets=(),
-        )
+        """The same servers with `sp` targets at work: their contention and the drafter beside them.
+
+        Where they take turns, nothing computes beside the drafter.
+        """
+        idle = replace(self, by_busy_targets=(), drafter_by_busy_targets=())
+        at_work = replace(idle, drafter_ms=self.drafter_beside(sp), contention=self.contention_of(sp))
+        return at_work if at_work.drafter_ms == self.drafter_ms else replace(at_work, alone=self.alone or idle)
 
     def scaled(self, target: Number = 1, drafter: Number = 1) -> LatencyModel:
         """All forwards of the target and of the drafter so many times as slow."""
@@ -124,6 +127,7 @@ class LatencyModel:
             per_token_ms=self.per_token_ms * target,
             drafter_per_token_ms=self.drafter_per_token_ms * drafter,
             drafter_level_ms=self.drafter_level_ms * drafter,
+            drafter_shared_ms=self.drafter_shared_ms * drafter,
             by_width=tuple((width, ms * target) for width, ms in self.by_width),
             by_busy_targets=tuple((busy, ms * target) for busy, ms in self.by_busy_targets),
             drafter_by_busy_targets=tuple((busy, ms * drafter) for busy, ms in self.drafter_by_busy_targets),

@@ -79,7 +79,7 @@ def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
 def draft_ms(latency: LatencyModel, rows: int) -> float:
     """A draft forward over so many rows, of texts or of their trees."""
     row_ms = latency.drafter_per_token_ms or DRAFT_ROW * latency.drafter_ms
-    return float(latency.drafter_ms + latency.drafter_level_ms + row_ms * (rows - 1))
+    return float(latency.drafter_ms + latency.drafter_shared_ms + row_ms * (rows - 1))
 
 
 def forward_ms(latency: LatencyModel, width: int) -> float:

@@ -41,13 +41,17 @@ NODE_MS = 0.01  # that the engine takes to handle a draft token of a tree
 
 def si_tree_ms(latency: LatencyModel, chances: Chances, size: int, depth: int) -> float:
     """Milliseconds per token of SI with the best tree of a size, in a long text."""
-    turns = latency.under("si")
+    return turn_ms(latency.under("si"), chances, size, depth) / (1 + num_accepted(chances, size, depth))
+
+
+def turn_ms(latency: LatencyModel, chances: Chances, size: int, depth: int) -> float:
+    """Drafting such a tree level by level, and verifying it."""
     rows = levels(chances, size, depth)
-    level_ms = turns.drafter_ms + turns.drafter_level_ms
-    drafting = sum(float(level_ms + turns.drafter_per_token_ms * (row - 1)) for row in rows)
-    messages = 2 * float(turns.drafter_delay_ms) + (2 + 2 * bool(rows)) * float(turns.network_ms)
-    verifying = forward_ms(turns, 1 + size) + float(turns.engine_ms)
-    return (drafting + messages + verifying) / (1 + num_accepted(chances, size, depth))
+    level_ms = latency.drafter_ms + latency.drafter_level_ms
+    drafting = sum(float(level_ms + latency.drafter_per_token_ms * (row - 1)) for row in rows)
+    messages = 2 * float(latency.drafter_delay_ms) + (2 + 2 * bool(rows)) * float(latency.network_ms)
+    handling = float(latency.engine_ms + latency.tree_ms + latency.tree_node_ms * size)
+    return drafting + messages + forward_ms(latency, 1 + size) + handling
 
 
 @lru_cache(4096)
