@@ -10,7 +10,7 @@ from typing import Any
 from dsi.core.sequence import Tokens
 
 REPLACEMENT = "\ufffd"  # what a decoder writes for an incomplete character
-MAX_DECODED = 1 << 14  # tokens whose spelling is kept
+MAX_DECODED = 1 << 15  # tokens, and pairs of them, whose spelling is kept
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of tokenizers that fall back to bytes
 
 
@@ -43,9 +43,9 @@ class Tokenizer:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     @cached_property
-    def decode_one(self) -> Callable[[int], str]:
-        """`decode` of one token, which is asked for again and again while a text grows."""
-        return lru_cache(MAX_DECODED)(lambda token: self.decode((token,)))
+    def decode_few(self) -> Callable[[Tokens], str]:
+        """`decode` of a token or two, which is asked for again and again while texts grow."""
+        return lru_cache(MAX_DECODED)(self.decode)
 
     def encode_word(self, word: str) -> list[Tokens]:
         """The tokens of a word at the beginning of a text and, if other ones as many, within it: as vLLM does."""
@@ -142,16 +142,18 @@ class Detokenizer:
     def _new_text(self, final: bool) -> str:
         if self._shown == len(self._tokens) or (not final and self._tokens[-1] in self._tokenizer.byte_ids):
             return ""
-        text = self._tokenizer.decode(self._tokens[self._start :])
+        text = self._decode(self._tokens[self._start :])
         if not final and text.endswith(REPLACEMENT):
             return ""
-        shown = self._tokens[self._start : self._shown]
-        before = self._tokenizer.decode_one(*shown) if len(shown) == 1 else self._tokenizer.decode(shown)
+        before = self._decode(self._tokens[self._start : self._shown])
         added = text[_common_length(before, text) :]
         if added:
             self._start = self._shown
         self._shown = len(self._tokens)
         return added
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode_few(tuple(tokens)) if len(tokens) <= 2 else self._tokenizer.decode(tokens)
 
 
 def _common_length(before: str, text: str) -> int:
