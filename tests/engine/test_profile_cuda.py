@@ -7,20 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.tree_policies import PRIOR_CHANCES
 from dsi.engine import profile_cuda
+from dsi.engine.build_cuda import packed_servers
 from dsi.engine.profile_cuda import (
     PACKED_ROWS,
     TRIED_TREES,
     fitted_trees,
     order_by_contention,
+    with_packed_forwards,
     with_shared_drafts,
     with_trees,
 )
 from dsi.fleets.cuda import CudaFleet
-from dsi.fleets.servers import PrefixTable, Server
+from dsi.fleets.servers import PrefixTable, Server, make_servers
+from dsi.models.cuda.graphs import CudaGraphModel
+from dsi.models.cuda.packed import PackedCudaModel
 from dsi.models.protocol import Answer, ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.planning.latency import LatencyModel
@@ -99,6 +104,21 @@ def test_with_trees_measures_turns_on_the_servers() -> None:
     measured = with_trees(latency, CudaFleet(servers, packed=packed), 4, 256)
     assert 1.5 < measured.drafter_level_ms < 3.5
     assert with_trees(latency, CudaFleet(servers, packed=packed), 4, 51) == latency  # no room for a text
+
+
+def test_with_packed_forwards_leaves_nothing_in_the_caches() -> None:
+    """Of models on the CPU; what they compute there is slow, and measured all the same."""
+    sizes: Any = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    weights = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=97, max_position_embeddings=160)).eval()
+    single = [CudaGraphModel(weights, 160), CudaGraphModel(weights, 160, drafts=True)]
+    packed = {role: PackedCudaModel(weights, 160, 640, 4, drafts=role == DRAFTER) for role in (TARGET, DRAFTER)}
+    fleet = CudaFleet(make_servers(single[:1], {DRAFTER: single[1]}), packed=packed_servers(packed))
+    measured = with_packed_forwards(LatencyModel(0.01, 0.01), fleet, packed, 4)
+    assert measured.drafter_per_token_ms > 0
+    assert measured.tree_ms + measured.tree_node_ms + measured.drafter_level_ms > 0
+    for model in packed.values():
+        model.pool.clear()
+        assert model.pool.slots.num_free == 640
 
 
 class Waiting(PolledPair):

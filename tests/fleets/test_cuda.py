@@ -13,7 +13,7 @@ from dsi.core.spec import SpecConfig
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server, make_servers
-from dsi.models.protocol import ForwardRequest
+from dsi.models.protocol import Answer, ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from polled_pair import PolledPair
 
@@ -90,6 +90,26 @@ def test_cuda_fleet_drops_a_job_of_a_forward_in_flight_at_its_end() -> None:
     assert fleet.next_event() == Verified(3, ToyTarget(3).answer(ForwardRequest([1, 2], 2)))
     assert models[TARGET].forwards == [2, 1]
     fleet.close()
+
+
+def test_cuda_fleet_gives_up_shared_forwards_when_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, models = packed_fleet()
+    closed: list[bool] = []
+
+    def poll_packed(_: object) -> Generator[None, None, list[Answer]]:
+        try:
+            while True:
+                yield None
+        finally:
+            closed.append(True)
+
+    monkeypatch.setattr(models[TARGET], "poll_packed", poll_packed)
+    fleet.num_requests = 2
+    fleet.start(verification(1, (1, 2)))
+    fleet._wait_for_events()
+    assert not closed
+    fleet.close()
+    assert closed
 
 
 def test_cuda_fleet_fails_the_jobs_of_a_server_that_is_killed_in_a_shared_forward() -> None:

@@ -120,14 +120,20 @@ class BusyModel:
 def with_packed_forwards(
     latency: LatencyModel, fleet: CudaFleet, models: Mapping[str, PackedCudaModel], prompt: int = 128
 ) -> LatencyModel:
-    """With the time of forwards over several texts and over trees: of one target and the drafter, by their roles."""
+    """With the time of forwards over several texts and over trees: of one target and the drafter, by their roles.
+
+    The fleet is closed then.
+    """
     latency = with_shared_drafts(latency, models[DRAFTER], prompt)
     target = models[TARGET]
     if target.on_gpu and prompt + target.max_rows <= target.context:
         latency = with_width(latency, target.max_rows, widest_forward_ms(target, prompt))
     for model in models.values():
         model.pool.clear()
-    return with_trees(latency, fleet, prompt, min(model.context for model in models.values()))
+    try:
+        return with_trees(latency, fleet, prompt, min(model.context for model in models.values()))
+    finally:
+        fleet.close()
 
 
 def with_shared_drafts(latency: LatencyModel, model: PackedCudaModel, prompt: int) -> LatencyModel:

@@ -132,6 +132,13 @@ class CudaFleet(RealTimeFleet):
     def _is_shared(self, job: Job) -> bool:
         return self.packs and self.num_requests > 1 and not isinstance(job, Prefill) and job.alone
 
+    def close(self) -> None:
+        """Give up the forwards that are computed, too: what they fill is free again."""
+        for inflight in self._forwards.values():
+            inflight.steps.close()
+        self._forwards.clear()
+        super().close()
+
     def cancel(self, id: int) -> None:
         for packed in self._packed.values():
             packed.discard(id)

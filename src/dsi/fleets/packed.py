@@ -7,7 +7,7 @@ texts that continue, speculation last, then long prompts in chunks of what is le
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
@@ -208,7 +208,7 @@ class PackedServer:
         except Exception:  # one of them cannot be computed: which?
             forward.answers = [self._answer_alone(request, at_once) for request in forward.requests]
 
-    def poll(self, forward: PackedForward) -> Iterator[Answer | None]:
+    def poll(self, forward: PackedForward) -> Generator[Answer | None, None, None]:
         """The same, but yield while a model that computes asynchronously does so.
 
         Where it computes all levels of a tree together, yield the answer of each when it comes.

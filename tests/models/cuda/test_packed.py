@@ -13,7 +13,7 @@ from torch import Tensor
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Level, Tree
-from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.cuda.packed import PackedCudaModel, PackedForward
 from dsi.models.cuda.packed_rows import BRANCHES
 from dsi.models.protocol import ForwardRequest, SamplingModel, tree_path
 
@@ -226,6 +226,24 @@ def test_poll_levels_gives_its_slots_back_when_it_is_given_up(llama: Any) -> Non
     steps = packed.poll_levels(ForwardRequest([1, 2, 3], 3, num_children=(2,)), [[(0, 1)], [(2, 1)]])
     assert next(steps) is not None
     steps.close()
+    packed.pool.clear()
+    assert packed.pool.slots.num_free == 100
+
+
+def test_a_forward_that_is_given_up_gives_its_slots_back(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 100)
+
+    class Computing:
+        def query(self) -> bool:
+            return False
+
+    monkeypatch.setattr(PackedForward, "launch", lambda _: Computing())
+    steps = packed.poll_picked([ForwardRequest([1, 2, 3], 3), ForwardRequest([4, 5], 2, tree=TREE, asked=(2,))])
+    assert next(steps) is None
+    assert packed.pool.slots.num_free == 100 - 3 - 4
+    steps.close()
+    monkeypatch.undo()
+    check(llama, packed, [ForwardRequest([4, 5], 2), ForwardRequest([1, 2, 3], 3)])
     packed.pool.clear()
     assert packed.pool.slots.num_free == 100
 

@@ -311,10 +311,15 @@ class PackedCudaModel:
             while not end.query():
                 yield None
         except BaseException:
-            self.pool.cancel(begun)
+            self._give_up(begun)
             raise
         self.pool.finish(begun)
         return self._picked_tokens(wanted) if picks else list(self._logits_of(forward, wanted))
+
+    def _give_up(self, begun: Sequence[PooledRows]) -> None:
+        if self.on_gpu:
+            self.stream.synchronize()  # what describes the forwards may be overwritten
+        self.pool.cancel(begun)
 
     def _picked_tokens(self, wanted: Sequence[Sequence[int]]) -> list[np.ndarray]:
         ends = list(accumulate(map(len, wanted)))
@@ -382,9 +387,7 @@ class PackedCudaModel:
                 if number < len(levels):
                     yield children
         except BaseException:
-            if self.on_gpu:
-                self.stream.synchronize()  # what describes the forwards may be overwritten
-            self.pool.cancel(begun)
+            self._give_up(begun)
             raise
         self.pool.finish(begun)
         self.pool.name_nodes(pooled, growth.tokens)
