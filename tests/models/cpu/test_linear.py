@@ -38,14 +38,18 @@ def test_compiled_linear_gives_the_products_of_torch(sizes: tuple[int, int], bia
     torch.testing.assert_close(CompiledLinear(layer)(x), layer(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ROW_CASES = [linear(), linear(torch.bfloat16), Int8Linear(linear(torch.bfloat16)), linear(sizes=(600, 70))]
+
+
+@pytest.mark.parametrize("layer", ROW_CASES, ids=["float32", "bfloat16", "int8", "wide"])
 @torch.inference_mode()
-def test_compiled_linear_gives_the_same_bits_for_every_number_of_rows(dtype: torch.dtype) -> None:
-    layer = CompiledLinear(linear(dtype))
-    x = torch.randn(200, 70).to(dtype)
-    whole = layer(x)
-    for rows in range(1, 20):
-        assert torch.equal(layer(x[50 : 50 + rows]), whole[50 : 50 + rows])
+def test_compiled_linear_gives_the_same_bits_for_every_number_of_rows(layer: Any) -> None:
+    compiled = CompiledLinear(layer)
+    dtype = torch.float32 if layer.weight.dtype == torch.float32 else torch.bfloat16
+    x = torch.randn(200, layer.in_features).to(dtype)
+    whole = compiled(x)
+    for rows in (*range(1, 33), 64, 65, 127):
+        assert torch.equal(compiled(x[50 : 50 + rows]), whole[50 : 50 + rows])
 
 
 @torch.inference_mode()

@@ -35,6 +35,8 @@
 #define COLUMNS 4        /* outputs of a tile */
 #define ROWS 6           /* tokens of a tile: ROWS * COLUMNS accumulators fit into 32 registers */
 #define BLOCK_BYTES (256 << 10) /* of inputs that stay in the L2 cache while all weights pass */
+#define CHUNK_BYTES (96 << 10)  /* of weights that stay there while all inputs pass */
+#define MAX_STREAMED 24  /* tokens up to which weights come from memory no faster than they are needed */
 #define SPINS 4000       /* of a waiting thread before it yields its core: some 50 microseconds */
 #define IDLE_SPINS 100000 /* of an idle thread before it sleeps: waking it can take longer than a small forward */
 #define CANCEL_EVERY(layers) (((layers) + 7) / 8) /* layers between two looks at whether the forward was cancelled */
@@ -55,6 +57,10 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef float loaded_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t half_vec __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 typedef int8_t byte_vec __attribute__((vector_size(LANES), aligned(1), may_alias));
+typedef float quad __attribute__((vector_size(16), aligned(4), may_alias)); /* a row of a tile's outputs */
+
+INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
 
 enum { FLOAT32, BFLOAT16, INT8 };
 enum { SILU, GELU_TANH };
@@ -235,13 +241,17 @@ INLINE uint16_t round_to_bf16(float value) {
     return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
-/* acc[r][c] += x[r][k:] . w[c][k:], over one vector of k */
+/* acc[r][c] += x[r][k:] . w[c][k:], over one vector of k; weights that are `near` are loaded once for all rows */
 INLINE void multiply_add(
-    const int rows, const int32_t type, const char *const *x, const char *const *w, int64_t k, vec acc[ROWS][COLUMNS]) {
+    const int rows, const int32_t type, const int near, const char *const *x, const char *const *w, int64_t k,
+    vec acc[ROWS][COLUMNS]) {
 #if DOT_BF16
     if (type != FLOAT32) {
         __m512bh weights[COLUMNS];
-        for (int c = 0; c < COLUMNS; c++) weights[c] = load_bf16(w[c] + size_of(type) * k, type);
+        for (int c = 0; c < COLUMNS; c++) {
+            weights[c] = load_bf16(w[c] + size_of(type) * k, type);
+            if (near) KEEP(weights[c]);
+        }
         for (int r = 0; r < rows; r++) {
             __m512bh inputs = (__m512bh)_mm512_loadu_si512(x[r] + 2 * k);
             KEEP(inputs);
@@ -251,7 +261,10 @@ INLINE void multiply_add(
     }
 #endif
     vec weights[COLUMNS];
-    for (int c = 0; c < COLUMNS; c++) weights[c] = load_weights(w[c] + size_of(type) * k, type);
+    for (int c = 0; c < COLUMNS; c++) {
+        weights[c] = load_weights(w[c] + size_of(type) * k, type);
+        if (near) KEEP(weights[c]);
+    }
     for (int r = 0; r < rows; r++) {
         vec inputs = load((const float *)x[r] + k);
         KEEP(inputs);
@@ -277,18 +290,28 @@ INLINE void prefetch(const char *weights, const int rows) {
     else __builtin_prefetch(weights + ahead, 0, 2);
 }
 
-/* The dot products of `rows` inputs with COLUMNS rows of weights. */
+/* What a tile fetches into the L2 cache for later ones: lines so far behind its own weights from `begin` to `end`. */
+struct fetch {
+    int64_t ahead, begin, end;
+};
+
+/* The dot products of `rows` inputs with COLUMNS rows of weights, which come from memory or, with `fetch`, are near. */
 INLINE void multiply_tile(
     const int rows, const int32_t type, const char *const *x, const char *const *w, int64_t size,
-    float sums[ROWS][COLUMNS]) {
+    const struct fetch *fetch, float sums[ROWS][COLUMNS]) {
     const int64_t step = input_type(type) == BFLOAT16 ? 2 * LANES : LANES;
     vec acc[ROWS][COLUMNS];
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < COLUMNS; c++) acc[r][c] = (vec){0};
     int64_t k = 0;
+    if (fetch) {
+        for (int c = 0; c < COLUMNS; c++)
+            for (int64_t i = fetch->begin; i < fetch->end; i += LINE) __builtin_prefetch(w[c] + fetch->ahead + i, 0, 2);
+        for (; k + step <= size; k += step) multiply_add(rows, type, 1, x, w, k, acc);
+    }
     for (; k + step <= size; k += step) {
         for (int c = 0; c < COLUMNS; c++) prefetch(w[c] + size_of(type) * k, rows);
-        multiply_add(rows, type, x, w, k, acc);
+        multiply_add(rows, type, 0, x, w, k, acc);
     }
     if (k < size) { /* the rest, padded with zeros */
         char inputs[ROWS][4 * LANES] = {{0}}, weights[COLUMNS][4 * LANES] = {{0}};
@@ -298,15 +321,16 @@ INLINE void multiply_tile(
             padded_x[r] = memcpy(inputs[r], x[r] + input_size * k, input_size * (size - k));
         for (int c = 0; c < COLUMNS; c++)
             padded_w[c] = memcpy(weights[c], w[c] + size_of(type) * k, size_of(type) * (size - k));
-        multiply_add(rows, type, padded_x, padded_w, 0, acc);
+        multiply_add(rows, type, 0, padded_x, padded_w, 0, acc);
     }
     for (int r = 0; r < rows; r++) sum_lanes_of_4(acc[r], sums[r]);
 }
 
 #define TILE(rows, type) \
     static void multiply_##rows##_##type( \
-        const char *const *x, const char *const *w, int64_t size, float sums[ROWS][COLUMNS]) { \
-        multiply_tile(rows, type, x, w, size, sums); \
+        const char *const *x, const char *const *w, int64_t size, const struct fetch *fetch, \
+        float sums[ROWS][COLUMNS]) { \
+        multiply_tile(rows, type, x, w, size, fetch, sums); \
     }
 #define TILES(type) TILE(1, type) TILE(2, type) TILE(3, type) TILE(4, type) TILE(5, type) TILE(6, type)
 #define NAMES(type) \
@@ -314,7 +338,8 @@ INLINE void multiply_tile(
 TILES(FLOAT32)
 TILES(BFLOAT16)
 TILES(INT8)
-static void (*const multiply[3][ROWS])(const char *const *, const char *const *, int64_t, float[ROWS][COLUMNS]) = {
+static void (*const multiply[3][ROWS])(
+    const char *const *, const char *const *, int64_t, const struct fetch *, float[ROWS][COLUMNS]) = {
     NAMES(FLOAT32), NAMES(BFLOAT16), NAMES(INT8)};
 
 /* Divide rows evenly into tiles of at most ROWS: 9 are 5 and 4, not 6 and 3. */
@@ -323,34 +348,86 @@ INLINE int tile_rows(int64_t left) {
     return (int)((left + tiles - 1) / tiles);
 }
 
-/* out[r][n] = x[r] . weight[n] for n from `first` to `last`, added to what is there with `add`.
- *
- * The outputs of a tile are a quarter of the range apart: the processor reads ahead in each of four long streams, which
- * is faster than in one. */
-static void linear_block(
-    const struct matrix *m, const char *x, int64_t x_stride, int64_t rows, float *out, int64_t out_stride, int add,
-    int64_t first, int64_t last) {
-    int64_t bytes = size_of(m->type) * m->stride, apart = (last - first + COLUMNS - 1) / COLUMNS;
-    for (int64_t i = first; i < first + apart; i++) {
+/* A linear layer over outputs `first` to `last`: out[r][n] = x[r] . weight[n], added to what is there with `add`. */
+struct product {
+    const struct matrix *m;
+    const char *x;
+    int64_t x_stride, rows;
+    float *out;
+    int64_t out_stride, first, last;
+    int add;
+};
+
+/* The rows of weights of COLUMNS outputs, of which `count` are wanted. */
+INLINE void rows_of_weights(const struct matrix *m, const int64_t *n, int count, const char **w) {
+    for (int c = 0; c < COLUMNS; c++)
+        w[c] = (const char *)m->weight + size_of(m->type) * m->stride * n[c < count ? c : count - 1];
+}
+
+/* These outputs of up to ROWS tokens from `row` on. */
+INLINE void compute_tile(
+    const struct product *p, const char *const *w, const int64_t *n, int count, int64_t row, int rows,
+    const struct fetch *fetch) {
+    const struct matrix *m = p->m;
+    const char *x[ROWS];
+    float sums[ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++) x[r] = p->x + p->x_stride * (row + r);
+    multiply[m->type][rows - 1](x, w, m->in_features, fetch, sums);
+    if (fetch && count == COLUMNS) { /* one behind the other */
+        quad one = {1.0f, 1.0f, 1.0f, 1.0f}, zero = {0};
+        quad scales = m->scale ? *(const quad *)(m->scale + n[0]) : one;
+        quad biases = m->bias ? *(const quad *)(m->bias + n[0]) : zero;
+        for (int r = 0; r < rows; r++) {
+            quad *to = (quad *)(p->out + p->out_stride * (row + r) + n[0]);
+            *to = (p->add ? *to : zero) + (*(const quad *)sums[r] * scales + biases);
+        }
+        return;
+    }
+    for (int c = 0; c < count; c++) {
+        float scale = m->scale ? m->scale[n[c]] : 1.0f, bias = m->bias ? m->bias[n[c]] : 0.0f;
+        float *to = p->out + p->out_stride * row + n[c];
+        for (int r = 0; r < rows; r++, to += p->out_stride) *to = (p->add ? *to : 0.0f) + (sums[r][c] * scale + bias);
+    }
+}
+
+/* Every weight is read from memory for a few tokens. The outputs of a tile are a quarter of the range apart: the
+ * processor reads ahead in each of four long streams, which is faster than in one. */
+INLINE void multiply_streamed(const struct product *p) {
+    int64_t apart = (p->last - p->first + COLUMNS - 1) / COLUMNS;
+    for (int64_t i = p->first; i < p->first + apart; i++) {
         int64_t n[COLUMNS];
-        const char *w[COLUMNS];
-        int count = 0; /* the last stream may be shorter */
+        int count = 1; /* the last stream may be shorter */
         for (int c = 0; c < COLUMNS; c++) {
             n[c] = i + apart * c;
-            if (n[c] < last) count = c + 1;
-            w[c] = (const char *)m->weight + bytes * n[count - 1];
+            if (n[c] < p->last) count = c + 1;
         }
-        for (int64_t r = 0, some; r < rows; r += some) {
-            some = tile_rows(rows - r);
-            const char *inputs[ROWS];
-            float sums[ROWS][COLUMNS];
-            for (int64_t j = 0; j < some; j++) inputs[j] = x + x_stride * (r + j);
-            multiply[m->type][some - 1](inputs, w, m->in_features, sums);
-            for (int c = 0; c < count; c++) {
-                float scale = m->scale ? m->scale[n[c]] : 1.0f, bias = m->bias ? m->bias[n[c]] : 0.0f;
-                float *to = out + out_stride * r + n[c];
-                for (int64_t j = 0; j < some; j++, to += out_stride)
-                    *to = (add ? *to : 0.0f) + (sums[j][c] * scale + bias);
+        const char *w[COLUMNS];
+        rows_of_weights(p->m, n, count, w);
+        for (int64_t r = 0, some; r < p->rows; r += some) {
+            some = tile_rows(p->rows - r);
+            compute_tile(p, w, n, count, r, (int)some, NULL);
+        }
+    }
+}
+
+/* Every weight is computed with many tokens: those of a chunk with all of them while they are in the L2 cache, and with
+ * the inputs of a tile in the L1 cache. Meanwhile the next chunk is fetched, an equal part of it beside each tile. */
+INLINE void multiply_near(const struct product *p) {
+    const struct matrix *m = p->m;
+    int64_t bytes = size_of(m->type) * m->stride, used = size_of(m->type) * m->in_features;
+    int64_t chunk = max_of(CHUNK_BYTES / bytes / COLUMNS, 1) * COLUMNS, tiles = (p->rows + ROWS - 1) / ROWS;
+    int64_t part = (used / tiles + LINE) / LINE * LINE;
+    for (int64_t begin = p->first; begin < p->last; begin += chunk) {
+        struct fetch fetch = {bytes * chunk, 0, 0};
+        for (int64_t r = 0, some; r < p->rows; r += some) {
+            some = tile_rows(p->rows - r);
+            fetch.begin = fetch.end, fetch.end = min_of(fetch.end + part, used);
+            for (int64_t i = begin; i < min_of(begin + chunk, p->last); i += COLUMNS) {
+                int64_t n[COLUMNS] = {i, i + 1, i + 2, i + 3};
+                int count = (int)min_of(p->last - i, COLUMNS);
+                const char *w[COLUMNS];
+                rows_of_weights(m, n, count, w);
+                compute_tile(p, w, n, count, r, (int)some, &fetch);
             }
         }
     }
@@ -360,11 +437,12 @@ static void linear_share(
     const struct matrix *m, const void *x, int64_t rows, float *out, int64_t out_stride, int add, int64_t first,
     int64_t last) {
     int64_t x_stride = size_of(input_type(m->type)) * m->in_features, block = BLOCK_BYTES / x_stride / ROWS * ROWS;
-    if (block < ROWS) block = ROWS;
-    for (int64_t r = 0; r < rows; r += block) {
-        int64_t some = rows - r < block ? rows - r : block;
-        const char *inputs = (const char *)x + x_stride * r;
-        linear_block(m, inputs, x_stride, some, out + out_stride * r, out_stride, add, first, last);
+    for (int64_t r = 0, some; r < rows; r += some) {
+        some = min_of(rows - r, max_of(block, ROWS));
+        struct product p = {
+            m, (const char *)x + x_stride * r, x_stride, some, out + out_stride * r, out_stride, first, last, add};
+        if (some > MAX_STREAMED) multiply_near(&p);
+        else multiply_streamed(&p);
     }
 }
 
@@ -609,8 +687,9 @@ INLINE int64_t first_seen(const struct attention *a, int64_t last) {
 /* The products of up to ROWS queries with keys begin..end. */
 static void score_tile(const struct attention *a, int64_t row, int rows, int64_t begin, int64_t end) {
     struct matrix keys = {.weight = a->keys, .out_features = end, .in_features = a->head_dim, .stride = a->head_dim};
-    linear_block(&keys, (const char *)(a->queries + a->query_stride * row), 4 * a->query_stride, rows, a->scores,
-                 a->scores_stride, 0, begin, end);
+    struct product p = {&keys, (const char *)(a->queries + a->query_stride * row), 4 * a->query_stride, rows, a->scores,
+                        a->scores_stride, begin, end, 0};
+    multiply_streamed(&p);
 }
 
 /* The weighted values begin..end of up to ROWS tokens, divided by the sums of the weights. */
@@ -700,8 +779,6 @@ struct forward { /* arguments of a call */
     float *own; /* `own_size` floats for each thread */
     int64_t own_size, scores_stride;
 };
-
-INLINE int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
 
 INLINE int64_t rounded(int64_t floats) { return (floats + 31) / 16 * 16; } /* a cache line of room behind each buffer */
 
@@ -955,21 +1032,14 @@ void move_slots(
     }
 }
 
-struct product {
-    const struct matrix *matrix;
-    const void *x;
-    int64_t rows;
-    float *out;
-};
-
 static void run_product(void *argument, struct member *member) {
     const struct product *p = argument;
-    project(p->matrix, p->x, p->rows, p->out, p->matrix->out_features, 0, member);
+    project(p->m, p->x, p->rows, p->out, p->out_stride, 0, member);
 }
 
 /* One linear layer: inputs are of `linear_input_type`, outputs float32. */
 void run_linear(const struct matrix *matrix, const void *x, int64_t rows, float *out, int threads) {
-    struct product p = {matrix, x, rows, out};
+    struct product p = {.m = matrix, .x = x, .rows = rows, .out = out, .out_stride = matrix->out_features};
     run_on_threads(run_product, &p, threads);
 }
 
