@@ -54,6 +54,7 @@ def test_auto_starts_from_simulated_plans_and_adapts(texts: list[tuple[int, ...]
         assert [plan.ms for plan in plans] == sorted(plan.ms for plan in plans)
         assert {plan.algorithm for plan in plans} == {"nonsi", "si", "dsi"}
         assert engine.algorithm == "auto"
+        assert engine.deployment.max_running == 1  # several targets compute each forward for one text
         assert engine.deployment.latency.drafter_cancel_points == 1  # as in the simulations of the planner
         done = engine.generate(PROMPT, max_new_tokens=24)
         assert done.tokens == texts[0]

@@ -98,6 +98,7 @@ def test_trees_of_requests_at_once_write_the_texts_alone(dtype: str) -> None:
 def test_requests_at_once_on_a_device_write_the_texts_alone() -> None:
     """Here the device is a CPU, where torch computes what the kernels of a GPU do."""
     with Engine.load(dtype="float32", target_devices="cpu", drafter_device="cpu") as engine:
+        assert (engine.deployment.max_running or 0) > 1  # or a server would run one text at a time
         check_trees_at_once(engine, PROMPTS[:2], 12, together=2)
         chains = [
             engine.make_request(engine.tokenizer.encode(prompt), 12, SpecConfig(algorithm), Sampling(temperature=t))

@@ -132,6 +132,22 @@ def test_engine_thread_generates_each_jobs_own_text_in_turn(engine_thread: Engin
     run(scenario)
 
 
+def test_engine_thread_delivers_more_tokens_together_the_more_jobs_run(
+    engine_thread: EngineThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an interval longer than the texts take, all tokens of one after the first come with its end."""
+    monkeypatch.setattr("dsi.server.engine_thread.OUTPUT_INTERVAL", 30.0)
+    monkeypatch.setattr("dsi.server.engine_thread.MAX_OUTPUT_INTERVAL", 30.0)
+
+    async def scenario() -> None:
+        first, second = Client(1), Client(2, 90)
+        await engine_thread.submit(jobs(first, second))
+        assert len(await first.check_tokens()) == 2
+        assert len(await second.check_tokens()) > 4  # it was alone in the end, and nothing was held back
+
+    run(scenario)
+
+
 def verification(prompt: tuple[int, ...], num_positions: int) -> tuple[VerificationJob, asyncio.Queue[EngineOutput]]:
     outputs: asyncio.Queue[EngineOutput] = asyncio.Queue()
     loop = asyncio.get_running_loop()

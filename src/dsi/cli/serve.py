@@ -42,8 +42,6 @@ def serve(
     listener = listen(host, port)
     if config.target_devices is None:
         config = replace(config, max_num_seqs=min(limits.running, MAX_RUNNING_APART) + 1)
-    else:
-        limits = replace(limits, running=1)  # a device holds one text
     with load_engine(config, spec) as engine:
         from dsi.server.run import serve as run
 

@@ -70,7 +70,7 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
         warnings=eager_warnings([*targets, drafter]) + exact_warnings(config, targets, latency),
         exact=are_exact(targets),
         trees=bool(packed),
-        max_running=MAX_TEXTS if packed else None,
+        max_running=MAX_TEXTS if packed else 1,
         drafter_contexts={DRAFTER: drafter.context},
         vocab_size=info.vocab_size,
     )

@@ -55,7 +55,7 @@ class Deployment:
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
     repetition_penalty: float = 1.0  # of the target's generation configuration, for requests that give none
-    max_running: int | None = None  # requests at once, beyond which KV caches would be computed again; None: no limit
+    max_running: int | None = None  # requests at once that there are KV caches for; None: no limit
     endpoints: tuple[Endpoint, ...] = ()  # of the targets, where they are engines behind URLs
     stream_ms: float | None = None  # per token of a text that a target streams; None: it cannot
     profile_key: str = ""  # under which what is measured of these models is kept; empty: nowhere

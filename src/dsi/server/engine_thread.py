@@ -30,6 +30,8 @@ log = logging.getLogger("dsi.server")
 
 CHECK_SECONDS = 0.25  # between two checks for dead workers while no job runs
 TRACE_INTERVAL = 0.04  # seconds between two outputs of a traced job while no token is generated
+OUTPUT_INTERVAL = 0.001  # between two outputs of a job, for each that runs: to send one takes a share of the cores
+MAX_OUTPUT_INTERVAL = 0.05  # however many run
 MAX_SPANS = 10_000  # forwards of one job that are recorded
 MAX_RETRY_SECONDS = 60  # clients wait no longer
 FINISHED_WEIGHT = 0.1  # of a finished job in the average of their seconds
@@ -204,6 +206,7 @@ class EngineThread:
         self._waiting: FairQueue[JobState] = FairQueue()
         self._running: dict[ActiveRequest, JobState] = {}
         self._traced: dict[ActiveRequest, JobState] = {}  # of those, the ones whose forwards are followed
+        self._held: dict[JobState, ActiveRequest] = {}  # those with tokens that are not delivered yet, oldest first
         self._by_prompt: dict[TokenSequence, JobState] = {}  # a span's context says whose it is
         self._job_seconds = 0.0  # that jobs ran, on average; 0: none has finished yet
         self._next_place = 0.0  # when those that were refused have all found one
@@ -390,6 +393,7 @@ class EngineThread:
         if state.run is not None:
             self._running.pop(state.run, None)
             self._traced.pop(state.run, None)
+            self._held.pop(state, None)
             self._by_prompt.pop(state.run.generation.origin, None)
 
     def _step(self) -> None:
@@ -399,10 +403,24 @@ class EngineThread:
         run = handled[0] if handled else None
         state = self._running.get(run) if run else None
         if run and state and (run.done or len(run.tokens) > state.num_tokens):
-            self._output(state, run)
+            if run.done or not state.num_tokens:
+                self._output(state, run)
+            else:
+                self._held.setdefault(state, run)
+        self._output_held()
         for state in [state for state in self._traced.values() if self._is_due(state)]:
             if state.run is not None and state.run in self._running:
                 self._output(state, state.run)
+
+    def _output_held(self) -> None:
+        """Deliver tokens whose turn has come: the more jobs run, the more tokens of one are delivered together."""
+        num_running = len(self._running)
+        interval = min(OUTPUT_INTERVAL * num_running, MAX_OUTPUT_INTERVAL) if num_running > 1 else 0.0
+        while self._held:
+            state, run = next(iter(self._held.items()))
+            if self._elapsed(state) - state.time < interval:
+                return
+            self._output(state, run)
 
     def _is_due(self, state: JobState) -> bool:
         return len(state.spans) > state.num_spans and self._elapsed(state) - state.time > TRACE_INTERVAL
@@ -419,6 +437,7 @@ class EngineThread:
 
     def _output(self, state: JobState, run: ActiveRequest) -> None:
         """Deliver what is new; after the prompt's scores the job goes on with its next request."""
+        self._held.pop(state, None)
         output = self._new_output(state, run)
         state.num_tokens, state.time = len(run.tokens), output.time
         if not run.done:

@@ -12,7 +12,7 @@ MAX_STOP_LENGTH = 1000  # characters of one stop string
 @dataclass(frozen=True)
 class Limits:
     running: int = option(
-        "Texts generated at once; on devices 1, and where they cannot share forwards up to 16.", 64, "max-running"
+        "Texts generated at once; where they cannot share forwards up to 16, on devices 1.", 64, "max-running"
     )
     waiting: int = option("Texts in the queue, of each API key; then 429.", 256, "max-waiting")
     per_key: int | None = option("Texts of one API key at once, running or waiting; then 429.", None, "max-per-key")
