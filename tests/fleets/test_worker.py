@@ -70,6 +70,25 @@ def test_worker_keeps_its_draft_tokens_cached() -> None:
     assert model.asked[-1] == ((1, 2, *guesses[:2], 77), 1, 4)
 
 
+class GeneratingModel(RecordingModel):
+    """The same, which generates up to three tokens in one call."""
+
+    def generate(self, request: ForwardRequest, count: int) -> Tokens:
+        self.asked.append((tuple(request.tokens), count, request.num_cached))
+        return tuple(range(len(request.tokens), len(request.tokens) + min(count, 3)))
+
+
+def test_worker_drafts_in_one_call_what_nobody_waits_for_one_by_one() -> None:
+    text = TokenSequence.of((1, 2))
+    for alone, calls in ((True, [(5, None), (2, 4)]), (False, [(1, None), (1, 2), (1, 3), (1, 4), (1, 5)])):
+        model = GeneratingModel()
+        server = Server("s", "drafter", model)
+        events = run_job(Draft(1, text, 5, alone=alone), server)
+        assert events == [Drafted(1, token) for token in (2, 3, 4, 5, 6)]
+        assert [(count, kept) for _, count, kept in model.asked] == calls
+        assert server.prefixes.lookup(text).tokens == [1, 2]
+
+
 def test_worker_caches_nothing_of_a_cancelled_forward() -> None:
     server, model = make_server()
     text = TokenSequence.of((1, 2))

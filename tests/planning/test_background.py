@@ -1,6 +1,9 @@
 """Results that a process computes: there when it has ended, given up if it was killed."""
 
 import os
+import signal
+import socket
+import time
 from multiprocessing import active_children
 
 from dsi.planning.background import Results
@@ -30,3 +33,38 @@ def test_results_of_a_killed_process_are_given_up() -> None:
     assert not results.is_ready(1)
     assert active_children() == []
     assert computed_beside(results, 0)
+
+
+def sleeping(seconds: int) -> int:
+    time.sleep(seconds)
+    return seconds
+
+
+def interrupted(key: int) -> int:
+    os.kill(os.getpid(), signal.SIGINT)
+    return key
+
+
+def test_results_that_are_closed_leave_no_process() -> None:
+    results: Results[int, int] = Results(sleeping)
+    assert not results.is_ready(60)
+    results.close()
+    assert active_children() == []
+    assert computed_beside(results, 0)
+    assert results.num_computed() == 1
+
+
+def test_results_survive_an_interrupt_that_the_parent_handles() -> None:
+    assert computed_beside(Results(interrupted), 4)
+
+
+def test_process_of_results_keeps_no_connection_open() -> None:
+    """Or the other end of one that is closed here would not see that."""
+    results: Results[int, int] = Results(sleeping)
+    ours, theirs = socket.socketpair()
+    with ours:
+        results.is_ready(60)
+        theirs.close()
+        ours.settimeout(30)
+        assert ours.recv(1) == b""  # once the process has closed its copy
+        results.close()

@@ -6,7 +6,7 @@ drafters' speed are learned while texts are generated. Nothing here changes a te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from weakref import WeakKeyDictionary
@@ -30,9 +30,10 @@ PROBE_SHARE = 0.01  # of the time that these draft tokens may take, where they t
 MAX_LEARNING = 32  # tokens of a text that is streamed to learn what speculation would be worth
 STREAM_STEPS = 20  # in which the speed of streamed texts is considered: of 5% each
 MIN_TIMED = 8  # forwards before their latency is believed
-
+MAX_DECIDED = 10_000  # decisions that are kept
 
 DrafterSet = tuple[str, ...]  # drafters that share a tree
+Inputs = tuple[object, ...]  # of a decision
 Candidate = tuple[DrafterSet, int | SpecConfig]  # drafters, and the index of a config or one with a tree
 
 
@@ -136,6 +137,7 @@ class AdaptiveController:
         initial = self.spec(self.best(unlearned, 0.0))
         self._initial_policy = policy_for(replace(initial, drafters=self.drafters[:1]))
         self._requests: WeakKeyDictionary[Generation, RequestController] = WeakKeyDictionary()
+        self._decided: dict[Inputs, Candidate] = {}  # a decision takes as long as a small forward
 
     def __call__(self, g: Generation) -> None:
         if g.needs_draft:  # its text depends on its blocks, which must not depend on what was learned
@@ -145,6 +147,14 @@ class AdaptiveController:
         if controller is None:
             controller = self._requests[g] = RequestController(self, g)
         controller(g)
+
+    def decide(self, inputs: Inputs, best: Callable[[], Candidate]) -> Candidate:
+        """What is best with these inputs, which are all that it depends on."""
+        if inputs not in self._decided:
+            if len(self._decided) >= MAX_DECIDED:
+                self._decided.clear()
+            self._decided[inputs] = best()
+        return self._decided[inputs]
 
     def update_scales(self) -> bool:
         """Read the latency monitor; return whether a drafter's speed is not what it was taken to be."""
@@ -236,7 +246,7 @@ class RequestController:
         self._runner_up = AcceptanceEMA(engine.runner_up.rate)
         self._num_learned = 0  # verified positions
         self._latency_changed = False  # a drafter's speed, since the last decision
-        self._decided_by: tuple[object, ...] = ()
+        self._decided_by: Inputs = ()
         self._next_probe = 0  # in tokens
         self._choose(g, self._best(g), "start")
 
@@ -272,11 +282,12 @@ class RequestController:
         self._latency_changed |= self._engine.update_scales()
         if (inputs := self._inputs(g)) == self._decided_by:
             return
-        self._decided_by, candidate = inputs, self._best(g)
-        enough = (1 - self._min_gain(candidate)) * self._ms(self._candidate)
+        self._decided_by, candidate = inputs, self._engine.decide(inputs, lambda: self._best(g))
+        if candidate == self._candidate:
+            return
         if _fits(g, candidate[0]) and not _fits(g, self._candidate[0]):
             self._choose(g, candidate, "context")
-        elif candidate != self._candidate and self._ms(candidate) < enough:
+        elif self._ms(candidate) < (1 - self._min_gain(candidate)) * self._ms(self._candidate):
             self._choose(g, candidate, "latency" if self._latency_changed else "acceptance")
             self._latency_changed = False
 
@@ -286,15 +297,15 @@ class RequestController:
         moves = self._engine.spec(candidate).takes_turns != self.spec.takes_turns
         return MIN_OVERLAP_GAIN if moves and table.alone_steps_ms else MIN_GAIN
 
-    def _inputs(self, g: Generation) -> tuple[object, ...]:
-        """What a decision depends on, as exactly as the latency table knows it."""
+    def _inputs(self, g: Generation) -> Inputs:
+        """What a decision depends on, as exactly as the latency table knows it, and the predictions that there are."""
         table, monitor = self._engine.latency_table, self._engine.latency_monitor
         fitting = [_fits(g, drafters) for drafters in self._acceptance]
         emas = *self._acceptance.values(), self._runner_up
         rates = [table.rate_index(rate) for ema in emas for rate in (ema.rate, ema.optimistic_rate)]
         slowdown = round(STREAM_STEPS * monitor.stream_slowdown)
         streams = (self._is_learning(g), slowdown) if table.plain_ms is not None else ()
-        return (*rates, *fitting, *self._engine.scales.values(), *streams)
+        return (*rates, *fitting, *self._engine.scales.values(), *streams, table.num_predicted())
 
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""

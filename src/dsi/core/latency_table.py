@@ -24,6 +24,18 @@ class TreeForecast(Protocol):
         ...
 
 
+class BackgroundResults(Protocol):
+    """Predictions that are made while texts go on."""
+
+    def num_computed(self) -> int:
+        """How many there are by now."""
+        ...
+
+    def close(self) -> None:
+        """Make no more."""
+        ...
+
+
 @dataclass(frozen=True)
 class LatencyTable:
     """Predicted milliseconds per token.
@@ -45,12 +57,22 @@ class LatencyTable:
     plain_ms: float | None = None  # per token that a target streams, where it does so without speculation
     trees: TreeForecast | None = field(default=None, repr=False, compare=False)  # None: there are only chains
     is_ready: Callable[[int], bool] = field(default=lambda _: True, repr=False, compare=False)  # whether a scale is
+    background: tuple[BackgroundResults, ...] = field(default=(), repr=False, compare=False)
     num_rates: int = field(init=False)
     _best: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _best_speculating: dict[int, tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_rates", len(self.ms[self.scale_index(1.0)][0]))
+
+    def num_predicted(self) -> int:
+        """How many predictions there are by now, of those that come while texts go on."""
+        return sum(results.num_computed() for results in self.background)
+
+    def close(self) -> None:
+        """Make no more predictions beside texts."""
+        for results in self.background:
+            results.close()
 
     def best(self, scale: int, rate: int) -> int:
         """The index of the fastest config."""

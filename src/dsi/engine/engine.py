@@ -307,6 +307,7 @@ class Engine(AbstractContextManager["Engine"]):
     def close(self) -> None:
         try:
             if "_controller" in vars(self):
+                self._controller.latency_table.close()
                 self._keep_acceptance()
         finally:
             self.fleet.close()

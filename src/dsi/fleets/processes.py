@@ -195,9 +195,10 @@ class ProcessFleet(RemoteFleet):
     def _assign(self, name: str, job: Job) -> None:
         role, may_use_all = self._servers[name].role, self._is_alone(name, job)
         packed = self._packed_for(role, job)
-        if (packed and self._is_shared(job)) or (may_use_all and self._runs_inline(name, job)):
+        shares = packed is not None and self._is_shared(job)
+        if shares or (may_use_all and self._runs_inline(name, job)):
             self._inline_jobs[name] = job
-            if packed:
+            if packed and (shares or self._num_missing(role, job) > MAX_INLINE_TOKENS):  # which it reads in chunks
                 packed.add(job)
             return
         self._workers[name].alone.value = may_use_all and name in self.every_core and len(self._scheduler.running) == 1
@@ -208,11 +209,12 @@ class ProcessFleet(RemoteFleet):
         role = self._servers[name].role
         if role not in self._inline or not self._inline_alone or name not in self.every_core:
             return False
-        if self._packed_for(role, job):  # which reads a long prompt in chunks
-            return True
+        return bool(self._packed_for(role, job)) or self._num_missing(role, job) <= MAX_INLINE_TOKENS
+
+    def _num_missing(self, role: str, job: Job) -> int:
+        """How many tokens of a job's text are not cached in this process."""
         prefix = self._inline[role].prefixes.entries.get(job.context.origin)
-        num_cached = prefix.num_cached if prefix else None
-        return len(job.context) - (num_cached or 0) <= MAX_INLINE_TOKENS
+        return len(job.context) - ((prefix and prefix.num_cached) or 0)
 
     def _is_shared(self, job: Job) -> bool:
         """Whether a job shares forwards with other requests, even while a worker still ends what it had begun."""
@@ -273,16 +275,9 @@ class ProcessFleet(RemoteFleet):
         if unshared is not None:
             self._run_job_inline(unshared, self._inline_jobs.pop(unshared))
             return True
-        if shared and not self._is_only_short_job(shared):
+        if shared:
             self._step_packed(*min(shared, key=lambda item: item[0] == TARGET))
-            return True
-        if not self._inline_jobs:
-            return False
-        name, job = self._inline_jobs.popitem()
-        for _, packed in shared:
-            packed.discard(job.id)
-        self._run_job_inline(name, job)
-        return True
+        return bool(shared)
 
     def _take_waiting(self) -> None:
         """Let waiting jobs join those that share forwards."""
@@ -296,13 +291,6 @@ class ProcessFleet(RemoteFleet):
                     packed.add(job)
                 else:
                     self._scheduler.enqueue(job)
-
-    def _is_only_short_job(self, shared: Sequence[tuple[str, PackedServer]]) -> bool:
-        """Whether there is but one job, which has not begun and may as well run to its end."""
-        [first, *others] = [packed for _, server in shared for packed in server.jobs.values()]
-        if others or [job.id for job in self._inline_jobs.values()] != [first.job.id]:
-            return False
-        return not first.has_begun and first.part().num_rows <= MAX_INLINE_TOKENS
 
     @staticmethod
     def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
@@ -396,21 +384,22 @@ class ProcessFleet(RemoteFleet):
             self.log.append(span(name, self._servers[name].role, job, context, start, end, event, num_texts))
 
     def _run_job_inline(self, name: str, job: Job) -> None:
+        """Run a whole job; nobody can use one of its answers before the last."""
         self._unshared_is_next = False
         server, context, start = self._inline[self._servers[name].role], job.context, self.now()
         try:
-            for event in work(job, server):
-                end = self.now()
-                self._record(name, job, context, start, end, event)
-                self._events.append(event)
-                start = end
-                if isinstance(event, Drafted):
-                    context = context.then(event.token)
+            events = list(work(job, server))
         except BaseException:  # Ctrl-C
             server.prefixes.entries.clear()
             raise
         finally:
             self._scheduler.release(name, computed=False)
+        each = (self.now() - start) / max(1, len(events))  # tokens that one call drafts come at once
+        for i, event in enumerate(events):
+            self._record(name, job, context, start + i * each, start + (i + 1) * each, event)
+            self._events.append(event)
+            if isinstance(event, Drafted):
+                context = context.then(event.token)
 
     def _is_alone(self, name: str, job: Job) -> bool:
         """Whether no worker computes beside this job."""

@@ -27,6 +27,7 @@ from dsi.models.protocol import (
     Model,
     Pollable,
     draw_or_answer,
+    generate_or_answer,
     logprobs_or_answer,
     tree_answer,
 )
@@ -99,8 +100,15 @@ def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Can
         for token in model.poll_draft(draft_request(job, prefix, cancelled), job.count):
             yield None if token is None else Drafted(job.id, token)
         return
-    for _ in range(job.count):
-        yield _draft_token(job, model, draft_request(job, prefix, cancelled))
+    missing = job.count
+    while missing:
+        request, at_once = draft_request(job, prefix, cancelled), missing if job.alone else 1  # or some are waited for
+        if job.sampling.needs_draft:
+            drafted = [_draft_token(job, model, request)]
+        else:
+            drafted = [Drafted(job.id, token) for token in generate_or_answer(model, request, at_once)]
+        yield from drafted
+        missing -= len(drafted)
 
 
 def _draft_tree(job: Draft, model: Model, prefix: CachedPrefix, cancelled: CancelFlag) -> Iterator[Event]:
@@ -117,8 +125,6 @@ def _draft_tree(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Cance
 
 def _draft_token(job: Draft, model: Model, request: ForwardRequest) -> Drafted:
     """Draft one token, with the probabilities and alternates that the acceptance rule needs."""
-    if not job.sampling.needs_draft:
-        return Drafted(job.id, model.answer(request)[0])
     start = job.block_start + (request.start - job.block_start) // job.block_size * job.block_size
     (token, *others), draft_probs = draw_or_answer(model, request, start)
     return Drafted(job.id, token, draft_probs, tuple(others))

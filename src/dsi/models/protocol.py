@@ -127,6 +127,12 @@ def draw_or_answer(model: Model, request: ForwardRequest, start: int) -> tuple[S
     return model.draw(request, start) if isinstance(model, SupportsDraw) else (model.answer(request), None)
 
 
+def generate_or_answer(model: Model, request: ForwardRequest, count: int) -> Tokens:
+    """The token after a text and up to `count - 1` after it, from a model that can `generate` them in one call."""
+    generate: Callable[[ForwardRequest, int], Tokens] | None = getattr(model, "generate", None)  # fast
+    return model.answer(request) if generate is None or count < 2 else generate(request, count)
+
+
 @runtime_checkable
 class SupportsTopK(Model, Protocol):
     """A model that can return runners-up."""
@@ -305,6 +311,13 @@ class SamplingModel:
 
     def answer(self, request: ForwardRequest) -> Tokens:
         return self._verify(request, self._logits(request))
+
+    def generate(self, request: ForwardRequest, count: int) -> Tokens:
+        """So many tokens, if they are the likeliest and the backend can generate them in one call; or one."""
+        generate = getattr(self.backend, "generate", None)
+        if generate is None or not self._is_plain(request.sampling):
+            return self.answer(request)
+        return tuple(generate(request.tokens, count, request.cancelled))
 
     def answer_with_logprobs(self, request: ForwardRequest) -> tuple[Tokens, tuple[TopLogprobs, ...]]:
         return self._with_logprobs(request, self._forward(request))[:2]

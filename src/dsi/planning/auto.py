@@ -11,7 +11,7 @@ import numpy as np
 
 from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
-from dsi.core.latency_table import LatencyTable
+from dsi.core.latency_table import BackgroundResults, LatencyTable
 from dsi.core.spec import SpecConfig
 from dsi.fleets.base import BaseFleet
 from dsi.fleets.loop import EngineLoop
@@ -76,6 +76,10 @@ def latency_table(
     predictions = ScaledPredictions(config, specs, drafter_scales, plain_ms)
     alone = latency.alone
     trees = trees and config.drafters == 1 and config.spec.rule == "match"
+    tree_predictions = TreePredictions(config, in_background or not simulates, simulates) if trees else None
+    results: list[BackgroundResults] = [predictions.results]
+    if tree_predictions is not None:
+        results.append(tree_predictions.simulated)
     return LatencyTable(
         tuple(specs),
         tuple(drafter_scales),
@@ -86,9 +90,10 @@ def latency_table(
         latency.contention,
         alone_drafter_ms=None if alone is None else float(alone.drafter_ms),
         alone_steps_ms=() if alone is None else _steps_ms(alone),
-        trees=TreePredictions(config, in_background or not simulates, simulates) if trees else None,
+        trees=tree_predictions,
         plain_ms=plain_ms,
         is_ready=predictions.results.is_ready if in_background else (lambda _: True),
+        background=tuple(results) if in_background else (),
     )
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from dsi.fleets.processes import FORK
-from dsi.models.process_utils import die_with_parent
+from dsi.models.process_utils import close_other_fds, die_with_parent
 
 NICENESS = 10  # of a process that computes beside a text
 
@@ -33,10 +34,15 @@ class Results(Generic[Key, Result]):
         """Whether the result is there now."""
         return key in self._computed
 
+    def num_computed(self) -> int:
+        """How many results there are by now."""
+        if self._pending is not None and self._pending[-1].poll():
+            self._receive(*self._pending)
+        return len(self._computed)
+
     def is_ready(self, key: Key) -> bool:
         """Whether the result is there; if not, a process computes it, after the one that is being computed."""
-        if self._pending is not None:
-            self._receive(*self._pending)
+        self.num_computed()
         if self._pending is None and key not in self._computed and key not in self._killed:
             self._start(key)
         return key in self._computed
@@ -50,15 +56,24 @@ class Results(Generic[Key, Result]):
 
     def _send(self, key: Key, sender: Any) -> None:
         die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        close_other_fds(sender.fileno())
         os.nice(NICENESS)
         sender.send(self._function(key))
 
-    def _receive(self, key: Key, process: Any, receiver: Any) -> None:
-        if receiver.poll():
-            try:
-                self._computed[key] = receiver.recv()
-            except EOFError:
-                self._killed.add(key)
+    def _receive(self, key: Key, _: Any, receiver: Any) -> None:
+        try:
+            self._computed[key] = receiver.recv()
+        except EOFError:
+            self._killed.add(key)
+        self.close()
+
+    def close(self) -> None:
+        """End the process, if there is one: a text should not wait until it has ended by itself."""
+        if self._pending is not None:
+            _, process, receiver = self._pending
+            process.kill()
             process.join()
             receiver.close()
             self._pending = None

@@ -198,7 +198,7 @@ class TreePredictions:
         self._config, self._on_servers = replace(config, spec=SpecConfig()), on_servers
         self._simulates = simulates
         self._caution = 1 + (CAUTION if on_servers else SIMULATED_CAUTION)
-        self._simulated: Results[tuple[float, float, float], dict[SpecConfig, float]] = Results(self._simulate)
+        self.simulated: Results[tuple[float, float, float], dict[SpecConfig, float]] = Results(self._simulate)
         self._by_scale: dict[float, ScaledTrees] = {}
         self._least: dict[tuple[float, float, float], float] = {}  # milliseconds per token of DSI, by scale and rates
 
@@ -230,7 +230,7 @@ class TreePredictions:
         """All that are predicted, if one of them may be faster; none while predictions are missing."""
         if not self._simulates or not rates[1] or self._least_ms(scale, rates) >= limit_ms:
             return ()
-        if self._on_servers and not all(self._simulated.is_ready((scale, rate, rates[1])) for rate in around(rates[0])):
+        if self._on_servers and not all(self.simulated.is_ready((scale, rate, rates[1])) for rate in around(rates[0])):
             return ()
         return self._scaled(scale).dsi
 
@@ -245,10 +245,13 @@ class TreePredictions:
         """Interpolated between acceptance rates; if only one of them is predicted yet, as there."""
         keys = {(scale, rate, rates[1]): weight for rate, weight in around(rates[0]).items()}
         if self._on_servers:
-            keys = {key: weight for key, weight in keys.items() if self._simulated.has(key)}
+            keys = {key: weight for key, weight in keys.items() if self.simulated.has(key)}
         if not keys:
             return inf
-        return sum(weight * self._simulated[key][spec] for key, weight in keys.items()) / sum(keys.values())
+        times = (
+            (self.simulated[key].get(spec, inf), weight) for key, weight in keys.items()
+        )  # a scale has its own trees
+        return sum(weight * ms for ms, weight in times) / sum(keys.values())
 
     def _simulate(self, key: tuple[float, float, float]) -> dict[SpecConfig, float]:
         scale, acceptance, runner_up = key

@@ -40,10 +40,10 @@ def sample_rows(logits: Array, sampling: Sampling, position: int) -> tuple[int, 
 
     No row's arithmetic depends on how many there are: nothing is added up over a row, but where top-p does.
     """
-    if not _is_on_device(logits) or (sampling.temperature > 0 and sampling.top_p < 1):
-        return tuple(sample(row, sampling, position + i) for i, row in enumerate(logits))
     if sampling.temperature == 0:
         return tuple(greedy_tokens([logits]))
+    if not _is_on_device(logits) or sampling.top_p < 1:
+        return tuple(sample(row, sampling, position + i) for i, row in enumerate(logits))
     return race_of_rows(
         weights_of_rows(logits, sampling), [noise_key(sampling.seed, position + i) for i in range(len(logits))]
     )
@@ -92,9 +92,12 @@ def _in_numpy(array: Array) -> np.ndarray:
 
 def greedy_tokens(logits: Sequence[Array]) -> list[int]:
     """The likeliest token of each row, of several texts' rows at once."""
-    if not logits:
+    if not any(map(len, logits)):
         return []
-    tokens: list[int] = concatenated(logits).argmax(-1).tolist()
+    rows = concatenated(logits)
+    if not (isinstance(rows, np.ndarray) or _is_on_device(rows)):
+        rows = rows.float().numpy()  # which is several times as fast for few rows, and takes the first of equals, too
+    tokens: list[int] = rows.argmax(-1).tolist()
     return tokens
 
 

@@ -288,3 +288,43 @@ def test_cpu_model_does_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(f"dsi.models.cpu.{module}.why_unavailable", lambda: "there is no C compiler")
     assert type(cpu_model(random_model("llama"))) is LlamaCpu
     assert type(cpu_model(random_model("qwen2"))) is Transformer
+
+
+def one_by_one(decoder: CompiledDecoder, text: list[int], count: int) -> list[int]:
+    decoder.clear_cache()
+    for _ in range(count):
+        text = [*text, int(decoder.forward(text, len(text))[0].argmax())]
+    return text[-count:]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decoder_generates_in_one_call_what_it_generates_one_by_one(shape: str) -> None:
+    decoder = CompiledDecoder(random_model(shape))
+    for length in (1, 5, 60):
+        text = TOKENS[:length]
+        generated = one_by_one(decoder, text, 9)
+        decoder.clear_cache()
+        assert decoder.generate(text, 9) == generated
+        assert decoder.generate([*text, *generated[:4]], 5) == generated[4:]  # cached
+        other = [*text, *generated[:2], TOKENS[-1]]  # as after a rejection
+        again = decoder.generate(other, 6)
+        assert again == one_by_one(decoder, other, 6)
+        rest = [*other, *again[:3]]
+        assert torch.equal(decoder.forward(rest, 1), CompiledDecoder(decoder.model).forward(rest, 1))
+
+
+def test_decoder_generates_after_a_text_of_several_forwards() -> None:
+    long = [1 + number % 90 for number in range(400)]
+    decoder = CompiledDecoder(random_model("llama", max_position_embeddings=512))
+    assert decoder.generate(long, 4) == one_by_one(decoder, long, 4)
+
+
+def test_decoder_generates_no_further_than_its_context_and_until_it_is_cancelled() -> None:
+    decoder = CompiledDecoder(random_model("llama", max_position_embeddings=64))
+    assert len(decoder.generate(TOKENS[:60], 5)) == 5
+    with pytest.raises(ValueError, match="a text of 65 tokens: the model's context is 64"):
+        decoder.generate(TOKENS[:60], 6)
+    before = decoder.generate(TOKENS[:20], 3)
+    with pytest.raises(Cancelled):
+        decoder.generate(TOKENS[:22], 8, CancelAfter(2))
+    assert decoder.generate(TOKENS[:20], 3) == before

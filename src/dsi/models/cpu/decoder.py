@@ -10,6 +10,7 @@ number of threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from inspect import signature
@@ -25,7 +26,7 @@ from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
 from dsi.models.hf import Transformer, is_of_transformers, record_rows, sliding_window
 from dsi.models.kv_sequence import GROWTH, KVLayer, KVSequence
 from dsi.models.masked_rows import TextRows
-from dsi.models.protocol import NEVER, Cancelled, ForwardRequest
+from dsi.models.protocol import NEVER, CancelFlag, Cancelled, ForwardRequest
 from dsi.models.tree_cache import TreeRows
 
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
@@ -81,18 +82,10 @@ class SequenceStruct(Structure):
 
 
 SEQUENCES = POINTER(ModelStruct), POINTER(SequenceStruct), c_int64
+TOKENS = POINTER(ModelStruct), c_void_p, POINTER(SequenceStruct)
 declare("scratch_size", c_int64, *SEQUENCES, c_int32)
-declare(
-    "run_decoder",
-    c_int32,
-    POINTER(ModelStruct),
-    c_void_p,
-    POINTER(SequenceStruct),
-    *[c_int64] * 2,
-    c_void_p,
-    c_int32,
-    IsCancelled,
-)
+declare("run_decoder", c_int32, *TOKENS, *[c_int64] * 2, c_void_p, c_int32, IsCancelled)
+declare("generate", c_int64, *TOKENS, c_int64, *[c_void_p] * 2, c_int64, c_int32, IsCancelled)
 declare("move_slots", None, c_void_p, *[c_int64] * 4, c_void_p, *[c_int64] * 2)
 
 
@@ -322,6 +315,39 @@ class CompiledDecoder(Transformer):
         self._reserve_all(parts)
         return self._compute_parts(parts)[0]
 
+    def generate(self, tokens: Sequence[int], count: int, cancelled: CancelFlag = NEVER) -> list[int]:
+        """The likeliest token after a text, and so on: so many, without coming back to Python between them."""
+        self.check_text(tokens, len(tokens), count - 1)
+        self._cancelled = cancelled
+        sequence, num_cached = self._sequence(tokens, len(tokens))
+        sequence.truncate(num_cached)
+        if len(tokens) - num_cached > MAX_ROWS:
+            prompt = list(tokens[num_cached:-1])
+            self._compute(sequence, prompt, 0)
+            sequence.tokens += prompt
+        part = TextPart(sequence, len(sequence.tokens), list(tokens[len(sequence.tokens) :]), 1)
+        generated = self._generate(part, count)
+        for kv_layer in sequence.cache.layers:
+            kv_layer.length = part.end + count - 1
+        sequence.tokens += part.new_tokens + generated[:-1]
+        return generated
+
+    def _generate(self, part: TextPart, count: int) -> list[int]:
+        longest, threads = part.end + count - 1, self._num_threads
+        self._check_tokens(part.new_tokens)
+        self._reserve_rotary(longest)
+        self._reserve(part.sequence, longest)
+        struct = self._sequence_struct(part)
+        widest = SequenceStruct(struct.rows, longest - struct.rows, struct.capacity, 1, struct.kv)
+        ids = (c_int64 * struct.rows)(*part.new_tokens)
+        generated, logits = (c_int64 * count)(), floats(1, self._struct.head.out_features)
+        with self._scratch_for((SequenceStruct * 1)(widest), threads) as model:
+            results = logits.data_ptr(), addressof(generated), count
+            layers, callback = len(self._layers), self._is_cancelled
+            if kernel("generate")(model, addressof(ids), byref(struct), layers, *results, threads, callback) < count:
+                raise Cancelled
+        return list(generated)
+
     def _compute_texts(self, texts: list[TextRows]) -> list[Tensor]:
         parts = [TextPart.of(text) for text in texts]
         self._reserve_all(parts)
@@ -362,29 +388,33 @@ class CompiledDecoder(Transformer):
 
     def _run(self, parts: list[TextPart], at_once: int = 1) -> Sequence[Tensor]:
         """Run one forward; return the logits of each part."""
-        threads, tokens = max(1, (self._threads or torch.get_num_threads()) // at_once), parts[0].tokens
+        threads, tokens = max(1, self._num_threads // at_once), parts[0].tokens
         if len(parts) > 1:
             tokens = [token for part in parts for token in part.tokens]
-        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: must be below {self._vocab_size}")
+        self._check_tokens(tokens)
         self._reserve_rotary(max(part.longest for part in parts))
         structs = (SequenceStruct * len(parts))(*map(self._sequence_struct, parts))
-        scratch = self._take_scratch(structs, threads)
-        struct = ModelStruct.from_buffer_copy(self._struct)
-        struct.scratch = scratch.data_ptr()
-        ids = torch.tensor(tokens, dtype=torch.int64, device="cpu")
-        counts = [part.num_logits for part in parts]
+        ids, counts = (c_int64 * len(tokens))(*tokens), [part.num_logits for part in parts]
         logits = floats(sum(counts), self._struct.head.out_features)
-        model, callback = byref(struct), NEVER_CALLED if self._cancelled is NEVER else self._callback
-        sizes = len(parts), len(self._layers)
-        try:
-            if kernel("run_decoder")(model, ids.data_ptr(), structs, *sizes, logits.data_ptr(), threads, callback):
+        with self._scratch_for(structs, threads) as model:
+            sizes = len(parts), len(self._layers), logits.data_ptr(), threads
+            if kernel("run_decoder")(model, addressof(ids), structs, *sizes, self._is_cancelled):
                 raise Cancelled
-        finally:
-            self._scratch.append(scratch)
         if len(parts) == 1:
             return [logits]
         return [logits[end - count : end] for count, end in zip(counts, accumulate(counts))]
+
+    @property
+    def _num_threads(self) -> int:
+        return self._threads or torch.get_num_threads()
+
+    @property
+    def _is_cancelled(self) -> Any:
+        return NEVER_CALLED if self._cancelled is NEVER else self._callback
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise IndexError(f"tokens {min(tokens)} to {max(tokens)}: must be below {self._vocab_size}")
 
     def _sequence_struct(self, part: TextPart) -> SequenceStruct:
         addresses = self._reserve(part.sequence, part.num_slots)
@@ -406,14 +436,22 @@ class CompiledDecoder(Transformer):
         sequence.addresses = addresses = KVAddresses.of(layers)
         return addresses
 
-    def _take_scratch(self, structs: Any, threads: int) -> Tensor:
-        """Memory for one forward, as large as it needs."""
+    @contextmanager
+    def _scratch_for(self, structs: Any, threads: int) -> Iterator[Any]:
+        """The model with memory for one forward, as large as it needs."""
         size = kernel("scratch_size")(byref(self._struct), structs, len(structs), threads)
         try:
             scratch = self._scratch.pop()
         except IndexError:
             scratch = floats(size)
-        return scratch if len(scratch) >= size else floats(size)
+        if len(scratch) < size:
+            scratch = floats(size)
+        struct = ModelStruct.from_buffer_copy(self._struct)
+        struct.scratch = scratch.data_ptr()
+        try:
+            yield byref(struct)
+        finally:
+            self._scratch.append(scratch)
 
     def _reserve_rotary(self, length: int) -> None:
         """Compute the rotary embedding of all positions below `length`, and some more."""

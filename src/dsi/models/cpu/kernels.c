@@ -1019,6 +1019,37 @@ int run_decoder(
     return atomic_load(&f.stopped);
 }
 
+/* Of equal ones, the first. */
+static int64_t index_of_largest(const float *x, int64_t size) {
+    float largest = -INFINITY;
+    vec largest_of = {0}; /* each lane */
+    int64_t i = 0;
+    for (largest_of -= INFINITY; i + LANES <= size; i += LANES) {
+        ivec is_larger = load(x + i) > largest_of;
+        largest_of = (vec)(((ivec)load(x + i) & is_larger) | ((ivec)largest_of & ~is_larger));
+    }
+    for (; i < size; i++) largest = x[i] > largest ? x[i] : largest;
+    for (int lane = 0; lane < LANES; lane++) largest = largest_of[lane] > largest ? largest_of[lane] : largest;
+    for (i = 0; i < size; i++)
+        if (x[i] == largest) return i;
+    return 0; /* not numbers */
+}
+
+/* Generate the likeliest tokens: a forward over the new tokens of a text, of which the last logits are wanted, and one over
+ * each token that came of it but the last. The scratch memory has to do for all. Returns how many tokens there are: fewer
+ * where it was cancelled. */
+int64_t generate(
+    struct model *model, const int64_t *tokens, const struct sequence *text, int64_t num_layers, float *logits,
+    int64_t *generated, int64_t count, int threads, int (*is_cancelled)(void)) {
+    struct sequence next = *text;
+    for (int64_t i = 0; i < count; i++) {
+        if (run_decoder(model, tokens, &next, 1, num_layers, logits, threads, is_cancelled)) return i;
+        generated[i] = index_of_largest(logits, model->head.out_features);
+        tokens = generated + i, next.length += next.rows, next.rows = 1;
+    }
+    return count;
+}
+
 /* Move keys and values of one text from slots `from` to the slots `to` and behind; `from` ascends, and none is before its
  * destination. */
 void move_slots(
