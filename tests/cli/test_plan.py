@@ -30,3 +30,13 @@ def test_plan_measures_this_machine() -> None:
     assert 0.5 < planned["evidence"]["rates"]["match"] < 1
     first = planned["offers"][0]["algorithm"]  # which of them is faster depends on what else the machine does
     assert planned["command"].startswith(f"dsi generate --target builtin --drafter builtin --algorithm {first}")
+
+
+def test_plan_says_of_trees_on_several_gpus_that_they_cannot_run() -> None:
+    """Where more GPUs make no forward faster, and rows are free, DSI with trees comes first."""
+    command = ("plan", "--target-ms", "40", "--drafter-ms", "4", "--gpus", "4", "--parallel-fraction", "0")
+    printed = dsi_here(*command, "--acceptance", "0.5", "--runner-up-acceptance", "0.6").stdout
+    [line] = [line for line in printed.splitlines() if line.startswith("to run the first")]
+    assert "--sp " in line
+    assert "--tree" in line
+    assert line.endswith("# with trees on several GPUs, which dsi does not have yet")

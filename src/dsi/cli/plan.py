@@ -331,6 +331,8 @@ def _threads(plan: DeploymentPlan, cores: int) -> str:
 def _devices(plan: DeploymentPlan) -> str:
     if plan.mp > 1:
         return "  # with targets that are tensor parallel over GPUs, which dsi does not have yet"
+    if plan.sp > 1 and plan.spec.tree:
+        return "  # with trees on several GPUs, which dsi does not have yet"
     first = plan.processors - plan.sp
     places = ",".join(f"cuda:{first + i}" for i in range(plan.sp))
     return f" --target-devices {places} --drafter-device cuda:0"

@@ -149,7 +149,12 @@ class SimulationConfig:
             spec = shared_spec(self.latency, 1, self.acceptance, self.runner_up_acceptance, self.spec.tree)
             shared = SharedForwards(DRAFTER, load) if shared is None else shared
             return shared.policy(policy_for(spec), self.spec.tree)
-        if load is None or self.requests == 1 or algorithm != "dsi":
+        if load is None or algorithm != "dsi":
+            return alone
+        return self._load_aware(alone, spec, load)
+
+    def _load_aware(self, alone: Policy, spec: SpecConfig, load: Load) -> Policy:
+        if self.requests == 1:
             return alone
         return load_aware(alone, replace(spec, lookahead=self.lookahead_for("dsi")), load)
 
@@ -202,10 +207,6 @@ class SimulationConfig:
         loop = EngineLoop(fleet)
         loop.load.targets = self.sp
         unit = SECOND if real_time else 1
-        if algorithm == AUTO:  # is given the latencies, and has to learn the acceptance rate
-            from dsi.planning.auto import adaptive, cached_latency_table
-
-            algorithm = adaptive(cached_latency_table(self), self)
         if self.share_forwards:
             loop.load.shared_spec = partial(shared_spec, self.latency)
         try:
@@ -216,13 +217,25 @@ class SimulationConfig:
         return SimulatedRun(tuple(done), dict(fleet.busy), log, unit, failures)
 
     def _requests(self, algorithm: str | PolicyFactory, loop: EngineLoop, unit: int) -> Iterator[Request]:
-        """All requests; a policy that shares forwards learns of its own alone."""
-        shared = SharedForwards(DRAFTER, loop.load)
-        policy = self.policy(algorithm, loop.load, shared) if isinstance(algorithm, str) else algorithm(loop, unit)
+        """All requests; each has a policy of its own, but for what they learn together."""
+        policy = self._policies(algorithm, loop, unit)
         for i in range(self.requests):
-            if self.share_forwards and isinstance(algorithm, str):
-                policy = self.policy(algorithm, loop.load, shared)
-            yield Request(prompt(i), self.tokens, policy, self.sampling)
+            yield Request(prompt(i), self.tokens, policy(), self.sampling)
+
+    def _policies(self, algorithm: str | PolicyFactory, loop: EngineLoop, unit: int) -> Callable[[], Policy]:
+        """Make the policy of one request, and of the next."""
+        shared, load = SharedForwards(DRAFTER, loop.load), loop.load
+        if algorithm == AUTO:  # is given the latencies, and has to learn the acceptance rate
+            from dsi.planning.auto import adaptive, cached_latency_table
+
+            alone = adaptive(cached_latency_table(self), self)(loop, unit)
+            if self.share_forwards:
+                return lambda: shared.policy(alone, self.spec.tree)
+            return lambda: self._load_aware(alone, SpecConfig(drafters=self.drafter_names), load)
+        if isinstance(algorithm, str):
+            return lambda: self.policy(algorithm, load, shared)
+        own = algorithm(loop, unit)
+        return lambda: own
 
     def simulated(self, seed: int, log: list[Span] | None = None) -> SimulatedFleet | SharedSimulatedFleet:
         """A fleet in virtual time, which counts milliseconds, so that whole ones stay exact."""
