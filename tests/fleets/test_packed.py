@@ -117,6 +117,26 @@ def test_packed_server_reads_long_prompts_in_chunks_beside_others() -> None:
     assert packing.forwards == [[1, MAX_TOKENS - 1], [1, MAX_TOKENS - 1], [1, 300 - 2 * (MAX_TOKENS - 1)], [1]]
 
 
+class Caching(Packing):
+    """One that has ten tokens of every text in its KV cache."""
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        return min(10, len(tokens))
+
+
+def test_packed_server_asks_what_is_cached_of_a_new_text() -> None:
+    packing = Caching(TARGET)
+    server = PackedServer(Server("target-1", "target", packing), packing)
+    server.max_tokens = 16
+    first, second = text(*range(25)), text(*range(10))
+    server.add(Verify(0, first, 1))
+    server.add(Verify(1, second, 1))
+    assert [event.id for *_, event in server.step()] == [0, 1]
+    server.add(Verify(2, first.then(1).then(2), 1))
+    assert [event.id for *_, event in server.step()] == [2]
+    assert packing.forwards == [[15, 0], [2]]
+
+
 def test_packed_server_reads_prompts_where_others_fill_its_forwards() -> None:
     server, packing = packed_server()
     server.add(Verify(0, text(*range(40)), 1))

@@ -7,7 +7,7 @@ texts that continue, speculation last, then long prompts in chunks of what is le
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
@@ -127,6 +127,7 @@ class PackedServer:
         # What it can do, once: asking takes as long as a small forward.
         self._polled = model if isinstance(model, PollsPacked) else None
         self._grows_trees = model if isinstance(model, GrowsTrees) else None
+        self._find_cached: Callable[[Sequence[int]], int] | None = getattr(model, "num_cached", None)
         self._max_positions = max_positions  # of a job; a wider one would make the others wait
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
@@ -167,7 +168,10 @@ class PackedServer:
     def add(self, job: Job) -> None:
         left = job.num_answers if isinstance(job, Draft) else 1
         growth = TreeGrowth(job) if isinstance(job, Draft) and job.expansions else None
-        self.jobs[job.id] = PackedJob(job, self.server.prefixes.lookup(job.context), left, growth)
+        prefix = self.server.prefixes.lookup(job.context)
+        if prefix.num_cached is None and self._find_cached is not None:  # the turn of a chat, or a system prompt
+            prefix.num_cached = self._find_cached(prefix.tokens) or None
+        self.jobs[job.id] = PackedJob(job, prefix, left, growth)
         self._origins.add(job.context.origin)
 
     def discard(self, id: int) -> bool:

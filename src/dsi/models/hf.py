@@ -172,6 +172,10 @@ class Transformer:
                 layer.length = text.end
         return torch.split(logits, [text.num_logits for text in texts])
 
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens a text that begins like this one has in the KV caches now."""
+        return self._longest_prefix(tokens)[0]
+
     def check_text(self, tokens: Sequence[int], start: int, depth: int = 0) -> None:
         """Refuse a text, and a tree of this depth after it, that the model cannot compute."""
         if start < 1:

@@ -322,6 +322,11 @@ class SamplingModel:
         """The new tokens and nodes of a shared forward at most."""
         return int(getattr(self.backend, "max_rows", MAX_ROWS))
 
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a text the backend has in its KV caches, of this text or another; 0 if it does not say."""
+        find = getattr(self.backend, "num_cached", None)
+        return 0 if find is None else int(find(tokens))
+
     def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
         if self._are_picked(requests):
             return run_to_end(self.poll_packed(requests))

@@ -317,6 +317,10 @@ class CompiledDecoder(Transformer):
                 self._in_use -= sequences
         return logits
 
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        with self._lock:  # another thread may take a sequence
+            return super().num_cached(tokens)
+
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
         parts = [TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)]
         self._reserve_all(parts)

@@ -100,8 +100,11 @@ class TextPool:
 
     def num_new(self, request: ForwardRequest) -> int:
         """How many tokens of a text its forward has to compute."""
-        shared, _ = self._find(request.tokens)
-        return len(request.tokens) - min(shared, request.start - 1)
+        return len(request.tokens) - min(self.num_cached(request.tokens), request.start - 1)
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a text are cached, of this one or of another."""
+        return self._find(tokens)[0]
 
     def begin(self, requests: Sequence[ForwardRequest]) -> list[PooledRows]:
         """Give slots to the new rows of each request, whose text no other of them has."""
