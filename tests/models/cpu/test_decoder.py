@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
@@ -18,7 +19,7 @@ from dsi.core.sequence import TokenSequence
 from dsi.engine.build import cpu_model
 from dsi.fleets.packed import PackedServer
 from dsi.fleets.servers import Server
-from dsi.models.cpu.decoder import CompiledDecoder, TextPart
+from dsi.models.cpu.decoder import CompiledDecoder, TextPart, rotary_embedding
 from dsi.models.cpu.huge_pages import move_to_huge_pages
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.hf import Transformer
@@ -181,6 +182,25 @@ def test_requests_that_begin_alike_compute_what_is_new() -> None:
         alone = SamplingModel(SHARED).answer(ForwardRequest(prompt, len(prompt)))
         assert [event for *_, event in events] == [Verified(id, alone)]
     assert decoder.counts == [32, 32, 16, 2, 1, 1, 80]
+
+
+def test_packed_forwards_at_once_share_nothing_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the tables of the rotary embedding nor the list of KV caches."""
+    decoder = CompiledDecoder(SHARED.model, 32, 2)
+    locked: list[bool] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            locked.append(decoder._lock.locked())
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setattr("dsi.models.cpu.decoder.rotary_embedding", noting(rotary_embedding))
+    monkeypatch.setattr(decoder, "_longest_prefix", noting(decoder._longest_prefix))
+    decoder.forward_packed([ForwardRequest(TOKENS, 80)], 2)
+    assert decoder.num_cached([*TOKENS, 1]) == 80
+    assert locked == [True] * 3
 
 
 def test_packed_forward_of_many_tokens_takes_several(monkeypatch: pytest.MonkeyPatch) -> None:

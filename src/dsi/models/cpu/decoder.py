@@ -308,6 +308,7 @@ class CompiledDecoder(Transformer):
             parts = [TextPart.of(text) for text in texts]
             sequences = {part.sequence for part in parts}
             self._reserve_all(parts)
+            self._reserve_rotary(max((part.longest for part in parts), default=0))
             self._in_use |= sequences
         try:
             logits = self._compute_parts(parts, at_once)
