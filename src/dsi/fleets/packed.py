@@ -220,13 +220,17 @@ class PackedServer:
         if self._polled is None:
             self.run(forward)
             return
+        levels: list[Level] = []
         try:
             if levels := self._levels_at_once(forward):
                 yield from self._grows_trees.poll_levels(forward.parts[0].request, levels)  # type: ignore[union-attr]
             else:
                 forward.answers = yield from self._polled.poll_packed(forward.requests)
-        except Exception:
-            forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
+        except Exception as error:
+            if levels and forward.parts[0].packed.has_begun:  # it has the answer to this request already
+                forward.answers = [error]
+            else:
+                forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
 
     def _levels_at_once(self, forward: PackedForward) -> list[Level]:
         """The levels after the first of a growing tree, if the model can compute all of them together."""
