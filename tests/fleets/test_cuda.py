@@ -93,6 +93,22 @@ def test_cuda_fleet_drops_a_job_of_a_forward_in_flight_at_its_end() -> None:
     fleet.close()
 
 
+def test_cuda_fleet_promotes_jobs_that_share_forwards() -> None:
+    fleet, models = packed_fleet()
+    fleet.num_requests, fleet._packed["target-1"].max_tokens = 9, 1
+    jobs = [replace(verification(id, (id,)), lead=3 * (id in (1, 3))) for id in range(5)]
+    for job in jobs:
+        fleet.start(job)
+    fleet.promote(3)
+    assert [fleet.next_event().id for _ in range(3)] == [0, 2, 4]
+    fleet.start(verification(5, (5,)))
+    fleet._wait_for_events()  # all have joined
+    fleet.promote(1)
+    assert [fleet.next_event().id for _ in range(3)] == [3, 1, 5]
+    assert models[TARGET].forwards == [1] * 6
+    fleet.close()
+
+
 class Failing(PolledPair):
     """A drafter whose forwards over a growing tree end after the first level."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
+from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import Level
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
@@ -181,6 +182,11 @@ class PackedServer:
         if not packed.computing:  # or another job of its request would share the KV cache with that forward
             self._origins.discard(packed.job.context.origin)
         return True
+
+    def promote(self, id: int) -> None:
+        """Somebody waits for this job now."""
+        if packed := self.jobs.get(id):
+            packed.job = promoted(packed.job)
 
     @property
     def has_ready_jobs(self) -> bool:
