@@ -207,15 +207,6 @@ class GrowsTrees(PollsPacked, Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsTrees(Model, Protocol):
-    """A model that answers about a tree of draft tokens in one forward."""
-
-    def answer_tree(self, request: ForwardRequest) -> Answer:
-        """The answer for the positions of the text, then for the nodes asked about."""
-        ...
-
-
 def computes_trees(model: Model) -> bool:
     """Whether a model computes a tree of draft tokens in one forward."""
     return bool(getattr(model, "computes_trees", False))
