@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from dsi.core.messages import DRAFTER, TARGET, Failed, Verified, Verify
+from dsi.core.messages import DRAFTER, TARGET, Draft, DraftedLevel, Failed, Verified, Verify
 from dsi.core.policies import autoregressive, policy_for
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import SpecConfig
+from dsi.core.tree_shape import END
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server, make_servers
-from dsi.models.protocol import Answer, ForwardRequest
+from dsi.models.protocol import Answer, ForwardRequest, tree_answer
 from dsi.models.toy import ToyDrafter, ToyTarget
 from polled_pair import PolledPair
 
@@ -89,6 +90,45 @@ def test_cuda_fleet_drops_a_job_of_a_forward_in_flight_at_its_end() -> None:
     assert fleet.next_event() == Verified(2, ToyTarget(3).answer(ForwardRequest([3, 4], 2)))
     assert fleet.next_event() == Verified(3, ToyTarget(3).answer(ForwardRequest([1, 2], 2)))
     assert models[TARGET].forwards == [2, 1]
+    fleet.close()
+
+
+def test_cuda_fleet_promotes_jobs_that_share_forwards() -> None:
+    fleet, models = packed_fleet()
+    fleet.num_requests, fleet._packed["target-1"].max_tokens = 9, 1
+    jobs = [replace(verification(id, (id,)), lead=3 * (id in (1, 3))) for id in range(5)]
+    for job in jobs:
+        fleet.start(job)
+    fleet.promote(3)
+    assert [fleet.next_event().id for _ in range(3)] == [0, 2, 4]
+    fleet.start(verification(5, (5,)))
+    fleet._wait_for_events()  # all have joined
+    fleet.promote(1)
+    assert [fleet.next_event().id for _ in range(3)] == [3, 1, 5]
+    assert models[TARGET].forwards == [1] * 6
+    fleet.close()
+
+
+class Failing(PolledPair):
+    """A drafter whose forwards over a growing tree end after the first level."""
+
+    def can_grow(self, *_: object) -> bool:
+        return True
+
+    def poll_levels(self, request: ForwardRequest, _: object) -> Iterator[Answer | None]:
+        yield tree_answer(self._model, request)
+        yield None
+        raise RuntimeError("out of memory")
+
+
+def test_cuda_fleet_fails_a_growing_tree_whose_forward_fails_between_two_levels() -> None:
+    server = Server(DRAFTER, DRAFTER, Failing(ToyDrafter(ToyTarget(3), 0.7, 5, runner_up_acceptance=0.5), 1))
+    fleet = CudaFleet([server], packed={DRAFTER: server})
+    fleet.start(Draft(0, TokenSequence.of((1, 2)), 1, DRAFTER, expansions=((END, 2), (0, 2), (1, 1)), alone=True))
+    level = fleet.next_event()
+    assert isinstance(level, DraftedLevel)
+    assert len(level.children[0]) == 2
+    assert fleet.next_event() == Failed(0, "RuntimeError: out of memory")
     fleet.close()
 
 

@@ -117,6 +117,26 @@ def test_packed_server_reads_long_prompts_in_chunks_beside_others() -> None:
     assert packing.forwards == [[1, MAX_TOKENS - 1], [1, MAX_TOKENS - 1], [1, 300 - 2 * (MAX_TOKENS - 1)], [1]]
 
 
+class Caching(Packing):
+    """One that has ten tokens of every text in its KV cache."""
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        return min(10, len(tokens))
+
+
+def test_packed_server_asks_what_is_cached_of_a_new_text() -> None:
+    packing = Caching(TARGET)
+    server = PackedServer(Server("target-1", "target", packing), packing)
+    server.max_tokens = 16
+    first, second = text(*range(25)), text(*range(10))
+    server.add(Verify(0, first, 1))
+    server.add(Verify(1, second, 1))
+    assert [event.id for *_, event in server.step()] == [0, 1]
+    server.add(Verify(2, first.then(1).then(2), 1))
+    assert [event.id for *_, event in server.step()] == [2]
+    assert packing.forwards == [[15, 0], [2]]
+
+
 def test_packed_server_reads_prompts_where_others_fill_its_forwards() -> None:
     server, packing = packed_server()
     server.add(Verify(0, text(*range(40)), 1))
@@ -216,6 +236,18 @@ def test_packed_server_computes_what_somebody_waits_for_before_speculation_and_p
     assert [event.id for *_, event in server.step()] == [2, 3, 4]
     assert [event.id for *_, event in server.step()] == [1]
     assert packing.forwards == [[1 + 4, 1, 1 + 4, MIN_CHUNK], [2 + 4, MIN_CHUNK]]
+
+
+def test_packed_server_computes_speculation_that_somebody_waits_for_now() -> None:
+    server, packing = packed_server()
+    server.max_tokens = 2
+    server.add(Verify(0, text(1, 2), 1, lead=3))
+    server.add(Verify(1, text(3), 1))
+    server.add(Verify(2, text(4), 1))
+    server.promote(0)
+    server.promote(99)
+    assert [[event.id for *_, event in server.step()] for _ in range(2)] == [[0], [1, 2]]
+    assert packing.forwards == [[2], [1, 1]]
 
 
 def test_packed_server_computes_a_tree_that_is_larger_than_its_forwards() -> None:
@@ -512,6 +544,40 @@ def test_process_fleet_drops_a_cancelled_job_from_shared_forwards() -> None:
         assert [fleet.next_event(), fleet.next_event()] == [Verified(1, after((1,))), Verified(2, after((2,)))]
         with pytest.raises(RuntimeError, match="nothing to do"):
             fleet.next_event()
+    finally:
+        fleet.close()
+
+
+def test_process_fleet_promotes_jobs_that_share_forwards() -> None:
+    fleet = packing_fleet()
+    fleet.num_requests = 9
+    fleet.limit_inline(alone=True, max_tokens=1)
+    try:
+        for id in range(6):  # of which the servers are given the first two
+            fleet.start(Verify(id, text(id), 1, 0 if id in (1, 4) else 3, alone=True))
+        fleet.promote(5)
+        assert [fleet.next_event().id for _ in range(3)] == [1, 4, 5]
+        fleet.promote(2)
+        assert [fleet.next_event().id for _ in range(3)] == [2, 0, 3]
+    finally:
+        fleet.close()
+
+
+def test_process_fleet_promotes_a_job_before_it_shares_forwards() -> None:
+    """It waits for the end of another job of its text."""
+    fleet = packing_fleet()
+    fleet.num_requests = 9
+    fleet.limit_inline(alone=True, max_tokens=1)
+    origin = text(1)
+    try:
+        fleet.start(Verify(0, origin, 1, alone=True))
+        fleet.start(Verify(1, origin.then(2), 1, 3, alone=True))
+        for id in (2, 3):
+            fleet.start(Verify(id, text(id), 1, alone=True))
+        fleet.promote(1)
+        assert [fleet.next_event().id for _ in range(2)] == [0, 2]
+        fleet.start(Verify(4, text(4), 1, alone=True))
+        assert [fleet.next_event().id for _ in range(3)] == [3, 1, 4]
     finally:
         fleet.close()
 

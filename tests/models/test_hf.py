@@ -19,7 +19,7 @@ from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
 from dsi.models.hf import Transformer, check_supported, context_length, load_model
-from dsi.models.kv_sequence import common_prefix_length
+from dsi.models.kv_sequence import KVSequence, common_prefix_length
 from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from dsi.models.wait import Latency, Wait
 
@@ -275,3 +275,73 @@ def test_common_prefix_length_of_two_texts(alike: int, a: list[int], b: list[int
     n = common_prefix_length(a, b)
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+class Counted(Transformer):
+    """Notes how many tokens each forward computes."""
+
+    def __init__(self, model: Any, max_sequences: int) -> None:
+        super().__init__(model, max_sequences)
+        self.counts: list[int] = []
+
+    def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
+        self.counts.append(len(new_tokens))
+        return super()._compute(sequence, new_tokens, num_positions)
+
+
+@pytest.mark.parametrize("max_sequences", [2, 32])
+def test_transformer_keeps_apart_texts_that_begin_with_one_token(llama: Any, max_sequences: int) -> None:
+    backend = Counted(llama, max_sequences)
+    texts = [[1, *PROMPT], [1, 2, *PROMPT]]
+    for _ in range(3):
+        for text in texts:
+            backend.forward(text, len(text))
+            text.append(4)
+    assert backend.counts == [6, 6, 1, 1, 1, 1]
+
+
+def test_transformer_keeps_texts_apart_when_all_its_sequences_are_taken(llama: Any) -> None:
+    """Those of texts that have ended, the least recently used ones, are dropped."""
+    backend = Counted(llama, 32)
+    for first in range(32):
+        backend.forward([first, 1], 2)
+    texts = [[31, *PROMPT], [31, 2, *PROMPT]]
+    for _ in range(2):
+        for text in texts:
+            backend.forward(text, len(text))
+            text.append(4)
+    assert backend.counts[32:] == [5, 6, 1, 1]
+    assert len(backend._sequences) == 32
+
+
+def test_transformer_forks_nothing_after_a_rejection(llama: Any) -> None:
+    backend = Counted(llama, 32)
+    text = list(PROMPT)
+    for draft in ([3, 4], [7], [5, 6, 7, 8]):
+        text[len(PROMPT) :] = draft
+        backend.forward(text, len(PROMPT) + 1)
+    assert backend.counts == [7, 1, 4]
+    assert len(backend._sequences) == 1
+    backend.forward(list(PROMPT), len(PROMPT))
+    assert backend.counts[3:] == [1]
+
+
+def test_transformer_does_not_take_one_list_of_tokens_for_another_that_is_gone(llama: Any) -> None:
+    """Python reuses the identity of a list that is freed."""
+    backend = Counted(llama, 32)
+    texts = [[1, first, *PROMPT] for first in (2, 3)]
+    for text in texts:
+        backend.forward(text, len(text))
+    for _ in range(20):
+        for text in texts:
+            backend.forward(list(text), len(text) + 1)
+            backend.forward([*text, 4], len(text) + 1)
+    assert backend.counts == [7, 6] + [1] * 40
+
+
+def test_transformer_finds_the_longest_prefix_whatever_was_used_last(llama: Any) -> None:
+    backend = Counted(llama, 32)
+    backend.forward(PROMPT, 5)
+    backend.forward([PROMPT[0]], 1)
+    backend.forward([*PROMPT, 3], 6)
+    assert backend.counts == [5, 1, 1]

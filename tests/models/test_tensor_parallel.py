@@ -144,6 +144,21 @@ def test_tensor_parallel_recovers_from_refused_requests(split: Callable[..., Ten
         torch.testing.assert_close(other.forward([5, 17], 1), one.forward([5, 17], 1), atol=1e-4, rtol=1e-4)
 
 
+def test_tensor_parallel_ranks_find_the_same_texts_in_their_caches(
+    split: Callable[..., TensorParallel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their tokens: the lists that hold them are others in each process."""
+    monkeypatch.setattr(parallel, "TIMEOUT", timedelta(seconds=5))
+    model = make("llama")
+    one, other = cpu_model(model), split(model)
+    texts = [[1, *range(2, 60)], [1, 70]]
+    for _ in range(2):
+        for text in texts:
+            expected = one.forward(text, len(text))
+            torch.testing.assert_close(other.forward(text, len(text)), expected, atol=1e-4, rtol=1e-4)
+            text.append(5)
+
+
 def test_tensor_parallel_detects_a_dead_rank(split: Callable[..., TensorParallel]) -> None:
     other = split(make("llama"))
     other.forward([5, 17], 2)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from dsi.core.messages import TARGET, Draft, Failed, Job, Prefill, Verify
 from dsi.core.sequence import TokenSequence
@@ -21,6 +22,11 @@ Queue = OrderedDict[int, Job]  # by id
 
 def role_of(job: Job) -> str:
     return job.model if isinstance(job, Draft) else TARGET
+
+
+def promoted(job: Job) -> Job:
+    """A verification of what was speculation, once it verifies a root."""
+    return replace(job, lead=0) if isinstance(job, Verify) else job
 
 
 class Scheduler:
@@ -125,7 +131,7 @@ class Scheduler:
         """This job now verifies a root: if it still waits, it goes before the deeper ones."""
         for urgent, deeper in self._queues.values():
             if id in deeper:
-                urgent[id] = deeper.pop(id)
+                urgent[id] = promoted(deeper.pop(id))
 
     def cancel(self, id: int) -> list[str]:
         """Drop a job; return the servers that run it, which stay busy until they are released."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill, Verify
+from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.packed import PackedServer, SharedEvent
@@ -138,6 +139,14 @@ class CudaFleet(RealTimeFleet):
             inflight.steps.close()
         self._forwards.clear()
         super().close()
+
+    def promote(self, id: int) -> None:
+        super().promote(id)
+        for packed in self._packed.values():
+            packed.promote(id)
+        for name, job in self._packed_jobs.items():  # some of which have not joined yet
+            if job.id == id:
+                self._packed_jobs[name] = promoted(job)
 
     def cancel(self, id: int) -> None:
         for packed in self._packed.values():

@@ -7,10 +7,11 @@ texts that continue, speculation last, then long prompts in chunks of what is le
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
+from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import Level
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
@@ -127,6 +128,7 @@ class PackedServer:
         # What it can do, once: asking takes as long as a small forward.
         self._polled = model if isinstance(model, PollsPacked) else None
         self._grows_trees = model if isinstance(model, GrowsTrees) else None
+        self._find_cached: Callable[[Sequence[int]], int] | None = getattr(model, "num_cached", None)
         self._max_positions = max_positions  # of a job; a wider one would make the others wait
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
@@ -167,7 +169,10 @@ class PackedServer:
     def add(self, job: Job) -> None:
         left = job.num_answers if isinstance(job, Draft) else 1
         growth = TreeGrowth(job) if isinstance(job, Draft) and job.expansions else None
-        self.jobs[job.id] = PackedJob(job, self.server.prefixes.lookup(job.context), left, growth)
+        prefix = self.server.prefixes.lookup(job.context)
+        if prefix.num_cached is None and self._find_cached is not None:  # the turn of a chat, or a system prompt
+            prefix.num_cached = self._find_cached(prefix.tokens) or None
+        self.jobs[job.id] = PackedJob(job, prefix, left, growth)
         self._origins.add(job.context.origin)
 
     def discard(self, id: int) -> bool:
@@ -177,6 +182,11 @@ class PackedServer:
         if not packed.computing:  # or another job of its request would share the KV cache with that forward
             self._origins.discard(packed.job.context.origin)
         return True
+
+    def promote(self, id: int) -> None:
+        """Somebody waits for this job now."""
+        if packed := self.jobs.get(id):
+            packed.job = promoted(packed.job)
 
     @property
     def has_ready_jobs(self) -> bool:
@@ -216,13 +226,17 @@ class PackedServer:
         if self._polled is None:
             self.run(forward)
             return
+        levels: list[Level] = []
         try:
             if levels := self._levels_at_once(forward):
                 yield from self._grows_trees.poll_levels(forward.parts[0].request, levels)  # type: ignore[union-attr]
             else:
                 forward.answers = yield from self._polled.poll_packed(forward.requests)
-        except Exception:
-            forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
+        except Exception as error:
+            if levels and forward.parts[0].packed.has_begun:  # it has the answer to this request already
+                forward.answers = [error]
+            else:
+                forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
 
     def _levels_at_once(self, forward: PackedForward) -> list[Level]:
         """The levels after the first of a growing tree, if the model can compute all of them together."""

@@ -22,6 +22,7 @@ from selectors import SelectorKey
 from typing import Any
 
 from dsi.core.messages import TARGET, Drafted, Event, Job, Prefill
+from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.connection import Connection, JobDecoder
 from dsi.fleets.packed import PackedForward, PackedServer
@@ -223,6 +224,14 @@ class ProcessFleet(RemoteFleet):
     def _packed_for(self, role: str, job: Job) -> PackedServer | None:
         packed = self._packed.get(role)
         return packed if packed and packed.accepts(job) else None
+
+    def promote(self, id: int) -> None:
+        super().promote(id)
+        for packed in self._packed.values():
+            packed.promote(id)
+        for name, job in self._inline_jobs.items():  # some of which have not joined yet
+            if job.id == id:
+                self._inline_jobs[name] = promoted(job)
 
     def cancel(self, id: int) -> None:
         for packed in self._packed.values():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from dsi.core.messages import TARGET, WOKEN, Event, Job, Prefill, Time
-from dsi.core.scheduler import role_of
+from dsi.core.scheduler import promoted, role_of
 from dsi.fleets.base import BaseFleet
 from dsi.fleets.packed import PackedServer
 from dsi.fleets.servers import Server
@@ -55,7 +55,10 @@ class SharedSimulatedFleet(BaseFleet):
             self._waiting[job.id] = job
 
     def promote(self, id: int) -> None:
-        pass
+        if id in self._waiting:
+            self._waiting[id] = promoted(self._waiting[id])
+        for packed in self._packed.values():
+            packed.promote(id)
 
     def cancel(self, id: int) -> None:
         self._waiting.pop(id, None)

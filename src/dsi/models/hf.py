@@ -14,7 +14,6 @@ from importlib import import_module
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import transformers
@@ -37,8 +36,7 @@ from dsi.models.packed_attention import PackedLayer, attending_apart
 from dsi.models.protocol import NEVER, CancelFlag, Cancelled, ForwardRequest
 from dsi.models.tree_cache import TreeRows, tree_depth
 
-MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
-MAX_KNOWN_TEXTS = 1024  # of which it is known which sequence they had; others are found by their tokens
+MAX_OVERWRITE = 32  # cached tokens that a text may overwrite: recomputing so few costs little
 # Types of layers in transformers' configurations that keep a state besides keys and values, or instead of them.
 STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 MIN_PACKED_SEQUENCES = 32  # with fewer KV caches, texts that share forwards would take them from each other
@@ -86,7 +84,7 @@ class Transformer:
 
     def clear_cache(self) -> None:
         self._sequences = {}
-        self._sequence_of = WeakValueDictionary[int, KVSequence]()  # by the identity of a text's list of tokens
+        self._sequence_of: dict[int, KVSequence] = {}  # by the identity of its owner
 
     def forward(self, tokens: Sequence[int], start: int, cancelled: CancelFlag = NEVER) -> Any:
         self.check_text(tokens, start)
@@ -124,10 +122,7 @@ class Transformer:
         for request in requests:
             tokens, start = request.tokens, request.start
             self.check_text(tokens, start, tree_depth(request.tree) if request.asked else 0)
-            sequence, num_cached = self._sequence(tokens, start)
-            if sequence in used:  # by a text that has begun with the same tokens
-                sequence = sequence.fork(num_cached)
-                self._keep_sequence(sequence, tokens)
+            sequence, num_cached = self._sequence(tokens, start, used)
             used.add(sequence)
             tree = TreeRows.of(sequence.nodes, request.tree, request.asked) if request.asked else None
             sequence.truncate(num_cached)
@@ -176,6 +171,10 @@ class Transformer:
             for layer in text.sequence.cache.layers:
                 layer.length = text.end
         return torch.split(logits, [text.num_logits for text in texts])
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens a text that begins like this one has in the KV caches now."""
+        return self._longest_prefix(tokens)[0]
 
     def check_text(self, tokens: Sequence[int], start: int, depth: int = 0) -> None:
         """Refuse a text, and a tree of this depth after it, that the model cannot compute."""
@@ -255,47 +254,58 @@ class Transformer:
             masks[kind].masked_fill_(hidden, torch.finfo(dtype).min)
         return masks
 
-    def _sequence(self, tokens: Sequence[int], start: int) -> tuple[KVSequence, int]:
+    def _sequence(
+        self, tokens: Sequence[int], start: int, in_use: Collection[KVSequence] = ()
+    ) -> tuple[KVSequence, int]:
         """Return the KV sequence to use, and how many of its tokens: those before `start` - 1 at most.
 
-        A text that would overwrite much of what is cached of another one forks off its own sequence.
+        A text that would overwrite what is cached of another one forks off its own sequence.
         """
         shared, sequence = self._last_used(tokens) or self._longest_prefix(tokens)
-        if sequence.nodes and shared == len(sequence.tokens):
+        if sequence in in_use:  # by a text that has begun with the same tokens
+            sequence = sequence.fork(shared)
+        elif sequence.nodes and shared == len(sequence.tokens):
             sequence.accept(tokens)
             shared = len(sequence.tokens)
-        if len(sequence.tokens) - shared > self.max_overwrite:
+        if len(sequence.tokens) - shared > self._overwritable(sequence, tokens):
             sequence = sequence.fork(shared)
         if shared < len(sequence.tokens):
             sequence.nodes = {}  # which are after another text
         self._keep_sequence(sequence, tokens)
         return sequence, min(shared, start - 1)
 
+    def _overwritable(self, sequence: KVSequence, tokens: Sequence[int]) -> int:
+        """How many cached tokens this text may overwrite: if they are another's, none where both can be cached.
+
+        Texts that overwrite each other's are computed again and again. With few sequences, all of them taken, a fork
+        would drop another text.
+        """
+        has_room = len(self._sequences) < self._max_sequences or self._max_sequences >= MIN_PACKED_SEQUENCES
+        return 0 if has_room and sequence.owner is not tokens else self.max_overwrite
+
     def _keep_sequence(self, sequence: KVSequence, tokens: Sequence[int]) -> None:
         """It is the most recently used now, and the one of this text."""
         self._sequences.pop(sequence, None)
         self._sequences[sequence] = None
+        self._sequence_of.pop(id(sequence.owner), None)
+        sequence.owner, self._sequence_of[id(tokens)] = tokens, sequence
         if len(self._sequences) > self._max_sequences:
-            del self._sequences[next(iter(self._sequences))]
-        if len(self._sequence_of) > MAX_KNOWN_TEXTS:
-            self._sequence_of.clear()
-        self._sequence_of[id(tokens)] = sequence
+            oldest = next(iter(self._sequences))
+            del self._sequences[oldest]
+            self._sequence_of.pop(id(oldest.owner), None)
 
     def _last_used(self, tokens: Sequence[int]) -> tuple[int, KVSequence] | None:
         """The sequence that this list of tokens had, if it still has most of them: with many texts, no search."""
-        sequence = self._sequence_of.get(id(tokens))
-        if sequence is None or not sequence.tokens:
+        if (sequence := self._sequence_of.get(id(tokens))) is None:
             return None
         shared = common_prefix_length(sequence.tokens, tokens)
         return (shared, sequence) if shared and len(sequence.tokens) - shared <= self.max_overwrite else None
 
     def _longest_prefix(self, tokens: Sequence[int]) -> tuple[int, KVSequence]:
-        """Return the sequence that shares the longest prefix; if the last one is extended, skip the others."""
+        """Return the sequence that shares the longest prefix, of several the shortest, then the last one used."""
         longest, best = 0, KVSequence()
-        for number, sequence in enumerate(reversed(self._sequences)):
+        for sequence in reversed(self._sequences):
             shared = common_prefix_length(sequence.tokens, tokens)
-            if shared and shared == len(sequence.tokens) and not number:
-                return shared, sequence
             if shared > longest or (shared and shared == longest and len(sequence.tokens) < len(best.tokens)):
                 longest, best = shared, sequence
         return longest, best

@@ -102,6 +102,7 @@ class KVSequence:
     tokens: list[int] = field(default_factory=list)
     nodes: CachedNodes = field(default_factory=dict)
     addresses: Any = None  # of the keys and values, where compiled kernels use them
+    owner: Sequence[int] | None = None  # the list of tokens that used it last, kept so that no other has its identity
 
     def fork(self, length: int) -> KVSequence:
         """Copy the first `length` tokens' keys and values into a new sequence."""

@@ -213,15 +213,6 @@ class GrowsTrees(PollsPacked, Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsTrees(Model, Protocol):
-    """A model that answers about a tree of draft tokens in one forward."""
-
-    def answer_tree(self, request: ForwardRequest) -> Answer:
-        """The answer for the positions of the text, then for the nodes asked about."""
-        ...
-
-
 def computes_trees(model: Model) -> bool:
     """Whether a model computes a tree of draft tokens in one forward."""
     return bool(getattr(model, "computes_trees", False))
@@ -334,6 +325,11 @@ class SamplingModel:
     def max_rows(self) -> int:
         """The new tokens and nodes of a shared forward at most."""
         return int(getattr(self.backend, "max_rows", MAX_ROWS))
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a text the backend has in its KV caches, of this text or another; 0 if it does not say."""
+        find = getattr(self.backend, "num_cached", None)
+        return 0 if find is None else int(find(tokens))
 
     def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
         if self._are_picked(requests):

@@ -129,7 +129,7 @@ class TensorParallel:
             self.groups[0].cancelled = cancelled
             for helper in self.helpers:
                 _send(helper, tokens, start)
-            return self._shards[0].forward(tokens, start)
+            return self._forward(0, tokens, start)
         except RAISED_ON_ALL_RANKS:
             raise
         except Exception as error:  # from gloo or a pipe: nothing else differs between ranks
@@ -184,7 +184,11 @@ class TensorParallel:
                 num_shared, new_tokens, start = pickle.load(requests)
                 tokens[num_shared:] = new_tokens
                 with suppress(*RAISED_ON_ALL_RANKS):
-                    self._shards[rank].forward(tokens, start)
+                    self._forward(rank, tokens, start)
+
+    def _forward(self, rank: int, tokens: Sequence[int], start: int) -> Any:
+        """Every rank looks in its KV caches for the tokens: a list that it knows is not the other ranks' list."""
+        return self._shards[rank].forward(list(tokens), start)
 
     def _pin(self, rank: int, cores: Sequence[int]) -> None:
         """Give each rank its own cores, if there are enough."""

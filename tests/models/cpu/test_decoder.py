@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Any
@@ -13,13 +14,17 @@ from hypothesis import given, settings, strategies as st
 
 from backend_forwards import forward_packed
 from cancel_flags import CancelAfter
+from dsi.core.messages import Verified, Verify
+from dsi.core.sequence import TokenSequence
 from dsi.engine.build import cpu_model
-from dsi.models.cpu.decoder import CompiledDecoder
+from dsi.fleets.packed import PackedServer
+from dsi.fleets.servers import Server
+from dsi.models.cpu.decoder import CompiledDecoder, TextPart, rotary_embedding
 from dsi.models.cpu.huge_pages import move_to_huge_pages
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.protocol import Cancelled, ForwardRequest
+from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
 from models.cpu.shapes import SHAPES, random_model
 
 TOKENS = [int(token) for token in torch.randint(1, 97, (80,), generator=torch.Generator().manual_seed(1))]
@@ -147,6 +152,55 @@ def test_packed_forward_leaves_the_cache_of_a_text_that_is_computed() -> None:
     assert torch.equal(logits, SHARED.forward(other, 26))
     assert sequence.tokens == TOKENS[:30]
     assert len(packed._sequences) == 2
+
+
+class Counted(CompiledDecoder):
+    """Notes how many rows each call computes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.counts: list[int] = []
+
+    def _compute_parts(self, parts: list[TextPart], at_once: int = 1) -> list[torch.Tensor]:
+        self.counts.append(sum(part.num_rows for part in parts))
+        return super()._compute_parts(parts, at_once)
+
+
+def test_requests_that_begin_alike_compute_what_is_new() -> None:
+    """A prompt is read in chunks, unless most of it is cached."""
+    decoder = Counted(SHARED.model, 32)
+    server = PackedServer.of(Server("target-1", "target", SamplingModel(decoder)))
+    assert server is not None
+    server.max_tokens = 32
+    prompts = [TOKENS, [*TOKENS, 5, 6], [*TOKENS, 7], [*TOKENS[:60], 8], TOKENS]
+    for id, prompt in enumerate(prompts):
+        server.add(Verify(id, TokenSequence.of(prompt), 1))
+        if id == 4:
+            decoder.clear_cache()  # which makes it slower
+        while not (events := server.step()):
+            pass
+        alone = SamplingModel(SHARED).answer(ForwardRequest(prompt, len(prompt)))
+        assert [event for *_, event in events] == [Verified(id, alone)]
+    assert decoder.counts == [32, 32, 16, 2, 1, 1, 80]
+
+
+def test_packed_forwards_at_once_share_nothing_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the tables of the rotary embedding nor the list of KV caches."""
+    decoder = CompiledDecoder(SHARED.model, 32, 2)
+    locked: list[bool] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            locked.append(decoder._lock.locked())
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setattr("dsi.models.cpu.decoder.rotary_embedding", noting(rotary_embedding))
+    monkeypatch.setattr(decoder, "_longest_prefix", noting(decoder._longest_prefix))
+    decoder.forward_packed([ForwardRequest(TOKENS, 80)], 2)
+    assert decoder.num_cached([*TOKENS, 1]) == 80
+    assert locked == [True] * 3
 
 
 def test_packed_forward_of_many_tokens_takes_several(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Level, Tree
+from dsi.models.cuda.kv_pool import TextPool
 from dsi.models.cuda.packed import PackedCudaModel, PackedForward
 from dsi.models.cuda.packed_rows import BRANCHES
 from dsi.models.protocol import ForwardRequest, SamplingModel, tree_path
@@ -275,3 +276,32 @@ def test_packed_cuda_model_refuses_models_without_kernels() -> None:
     model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=1, n_head=2, n_embd=64, vocab_size=9))
     with pytest.raises(ValueError, match="a gpt2 model has no kernels for forwards of several texts"):
         PackedCudaModel(model, 16, 16)
+
+
+def num_new(pool: TextPool, tokens: Sequence[int]) -> int:
+    """How many tokens of a text a forward computes."""
+    begun = pool.begin([ForwardRequest(tokens, len(tokens))])
+    pool.finish(begun)
+    return begun[0].rows.num_rows
+
+
+def test_texts_that_begin_with_one_token_keep_their_slots() -> None:
+    pool = TextPool(100, 8, MAX_LENGTH)
+    texts = [[1, 2, 3, 4], [1, 3, 4, 5, 6]]
+    rows = []
+    for _ in range(3):
+        for text in texts:
+            rows.append(num_new(pool, text))
+            text.append(7)
+    assert rows == [4, 4, 1, 1, 1, 1]
+    texts[0][-3:] = [8]  # after a rejection
+    assert num_new(pool, texts[0]) == 1
+    assert pool.slots.num_free == 100 - 5 - 6
+
+
+def test_list_of_tokens_is_not_taken_for_another_that_is_gone() -> None:
+    """Python reuses the identity of a list that is freed."""
+    pool = TextPool(100, 8, MAX_LENGTH)
+    texts = [[1, first, 3, 4, 5] for first in (2, 3)]
+    assert [num_new(pool, text) for text in texts] == [5, 4]
+    assert [num_new(pool, [*text, 6]) for _ in range(3) for text in texts] == [1] * 6

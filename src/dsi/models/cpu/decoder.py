@@ -301,6 +301,7 @@ class CompiledDecoder(Transformer):
             parts = [TextPart.of(text) for text in texts]
             sequences = {part.sequence for part in parts}
             self._reserve_all(parts)
+            self._reserve_rotary(max((part.longest for part in parts), default=0))
             self._in_use |= sequences
         try:
             logits = self._compute_parts(parts, at_once)
@@ -309,6 +310,10 @@ class CompiledDecoder(Transformer):
             with self._lock:
                 self._in_use -= sequences
         return logits
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        with self._lock:  # another thread may take a sequence
+            return super().num_cached(tokens)
 
     def _compute(self, sequence: KVSequence, new_tokens: list[int], num_positions: int) -> Any:
         parts = [TextPart(sequence, len(sequence.tokens), new_tokens, num_positions)]

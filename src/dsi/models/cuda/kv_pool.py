@@ -16,8 +16,7 @@ from dsi.models.kv_sequence import common_prefix_length
 from dsi.models.protocol import ForwardRequest
 from dsi.models.tree_cache import CachedNodes, TreeRows, cached_path, nodes_below, tree_depth
 
-MAX_OVERWRITE = 32  # cached tokens of one text that another may overwrite: recomputing so few costs little
-MAX_KNOWN_TEXTS = 1024  # of which it is known which they are; others are found by their tokens
+MAX_OVERWRITE = 32  # cached tokens that a text may overwrite: recomputing so few costs little
 
 
 class SlotPool:
@@ -56,6 +55,7 @@ class PooledText:
     nodes: CachedNodes = field(default_factory=dict)
     node_slots: list[int] = field(default_factory=list)
     in_table: int = 0  # positions whose slots the device knows
+    owner: Sequence[int] | None = None  # the list of tokens that used it last, kept so that no other has its identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class TextPool:
         self._num_slots = num_slots
         self._free_tables = list(range(max_texts - 1, -1, -1))
         self._texts: dict[PooledText, None] = {}  # the least recently used first
-        self._text_of: dict[int, PooledText] = {}  # by the identity of a text's list of tokens
+        self._text_of: dict[int, PooledText] = {}  # by the identity of its owner
 
     def clear(self) -> None:
         for text in list(self._texts):
@@ -100,8 +100,11 @@ class TextPool:
 
     def num_new(self, request: ForwardRequest) -> int:
         """How many tokens of a text its forward has to compute."""
-        shared, _ = self._find(request.tokens)
-        return len(request.tokens) - min(shared, request.start - 1)
+        return len(request.tokens) - min(self.num_cached(request.tokens), request.start - 1)
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        """How many tokens of a text are cached, of this one or of another."""
+        return self._find(tokens)[0]
 
     def begin(self, requests: Sequence[ForwardRequest]) -> list[PooledRows]:
         """Give slots to the new rows of each request, whose text no other of them has."""
@@ -143,7 +146,7 @@ class TextPool:
         self.check(request)
         tokens = request.tokens
         shared, text = self._text_for(tokens, used)
-        self._know(tokens, text)
+        self._set_owner(text, tokens)
         num_cached = min(shared, request.start - 1)
         if not request.asked or not shared == len(text.tokens) == len(tokens):  # nodes are after another text
             self._drop_nodes(text)
@@ -160,13 +163,16 @@ class TextPool:
         return PooledRows(text, rows, max(0, len(tokens) + 1 - request.start))
 
     def _text_for(self, tokens: Sequence[int], used: Set[PooledText]) -> tuple[int, PooledText]:
-        """The text that has most of these tokens, or a fork of it if it is in use or has much else; and how many."""
+        """The text that has most of these tokens, and how many.
+
+        It is a fork of the one found where that is in use, or would lose much, or anything of another text.
+        """
         shared, text = self._find(tokens)
         if text is not None and text not in used:
             if shared == len(text.tokens):
                 self._accept(text, tokens)
                 shared = len(text.tokens)
-            if len(text.tokens) - shared <= MAX_OVERWRITE:
+            if len(text.tokens) - shared <= (MAX_OVERWRITE if text.owner is tokens else 0):
                 del self._texts[text]
                 self._texts[text] = None
                 return shared, text
@@ -188,12 +194,11 @@ class TextPool:
     def continue_with(self, tokens: Sequence[int], begun: Sequence[int]) -> None:
         """What is cached of this list of tokens is what was cached of that one, with which it begins."""
         if (text := self._text_of.get(id(begun))) is not None:
-            self._know(tokens, text)
+            self._set_owner(text, tokens)
 
-    def _know(self, tokens: Sequence[int], text: PooledText) -> None:
-        if len(self._text_of) > MAX_KNOWN_TEXTS:
-            self._text_of.clear()
-        self._text_of[id(tokens)] = text
+    def _set_owner(self, text: PooledText, tokens: Sequence[int]) -> None:
+        self._text_of.pop(id(text.owner), None)
+        text.owner, self._text_of[id(tokens)] = tokens, text
 
     def _fork(self, text: PooledText | None, shared: int, used: Set[PooledText]) -> PooledText:
         """A new text that uses the same slots for the tokens it has in common with another."""
@@ -221,7 +226,7 @@ class TextPool:
         self._truncate(text, 0)
         del self._texts[text]
         self._free_tables.append(text.table)
-        self._text_of = {key: other for key, other in self._text_of.items() if other is not text}
+        self._text_of.pop(id(text.owner), None)
 
     def _truncate(self, text: PooledText, length: int) -> None:
         self.slots.give_back(text.slots[length : len(text.tokens)])

@@ -229,6 +229,9 @@ class PackedCudaModel:
         """The likeliest tokens after each row that a request asks about, the likeliest first: picked on the device."""
         return (yield from self._poll(requests, picks=True))
 
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        return self.pool.num_cached(tokens)
+
     def _poll(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
         """Logits or tokens of each request, of one forward or of several."""
         if self._fit(requests):
