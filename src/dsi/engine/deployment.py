@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.latency_table import LatencyTable
@@ -52,6 +53,7 @@ class Deployment:
     warnings: tuple[str, ...] = ()
     exact: bool = False  # whether the target's logits do not depend on how a text is cut into forwards, to the bit
     trees: bool = False  # whether target and first drafter compute a tree of draft tokens in one forward
+    max_tree: float = inf  # draft tokens of a tree at most
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
     repetition_penalty: float = 1.0  # of the target's generation configuration, for requests that give none
@@ -70,6 +72,8 @@ class Deployment:
         """Choose what a request left open: by plan, Eq. (1), or simulation with the measured latencies."""
         if spec.tree and not self.trees:
             raise ValueError(f"tree {spec.tree}: these models compute a chain of draft tokens; leave it out")
+        if spec.tree > self.max_tree:
+            raise ValueError(f"tree {spec.tree}: a forward of these models has at most {self.max_tree} draft tokens")
         lookahead, min_draft = spec.lookahead or self.lookahead(spec.algorithm), spec.min_draft
         if min_draft is None:
             min_draft = self.min_draft(lookahead) if spec.algorithm == "dsi" else 0
