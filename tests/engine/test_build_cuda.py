@@ -1,6 +1,7 @@
 """The engine on devices, here the CPU: the same text as on processes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from command import dsi
-from dsi.core.messages import DRAFTER, TARGET
+from dsi.core.messages import DRAFTER, TARGET, Sampling
 from dsi.core.spec import SpecConfig
 from dsi.engine import build_cuda
 from dsi.engine.build_cuda import (
@@ -30,6 +31,7 @@ from dsi.models.names import model_path
 from dsi.models.protocol import ForwardRequest
 from dsi.models.shapes import config, random_model
 from dsi.planning.latency import LatencyModel
+from dsi.planning.search import DeploymentPlan
 
 pytestmark = pytest.mark.slow
 
@@ -189,6 +191,15 @@ def test_trees_that_are_larger_than_forwards_are_refused() -> None:
     with pytest.raises(ValueError, match="tree 256: a forward of these models has at most 255 draft tokens"):
         deployment.resolve(SpecConfig("si", 4, tree=256))
     assert deployment.resolve(SpecConfig("si", 4, tree=255)).tree == 255
+
+
+def test_trees_on_devices_are_chosen_for_greedy_requests_alone() -> None:
+    model: Any = None
+    deployment = Deployment(model, model, 0, 1, LatencyModel(20.0, 1.0), trees=True)
+    on_devices = replace(deployment, plans={"si": DeploymentPlan(SpecConfig("si", 4))})
+    greedy, sampled = Sampling(), Sampling(temperature=0.5)
+    assert (deployment.drafts_trees(greedy), deployment.drafts_trees(sampled)) == (True, True)
+    assert (on_devices.drafts_trees(greedy), on_devices.drafts_trees(sampled)) == (True, False)
 
 
 def test_random_cuda_model_spreads_over_devices() -> None:

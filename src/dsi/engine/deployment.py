@@ -107,6 +107,10 @@ class Deployment:
             self._shared_specs[key] = shared_spec(self.latency, *key)
         return self._shared_specs[key]
 
+    def drafts_trees(self, sampling: Sampling) -> bool:
+        """Whether trees may be chosen for a request: on devices the host samples each of their tokens, if any."""
+        return self.trees and not (self.plans and sampling.temperature)
+
     def min_draft(self, lookahead: int) -> int:
         """The minimum draft with the lowest expected latency under DSI; the smallest of equals."""
         if plan := self._plan_with(lookahead):
@@ -138,6 +142,7 @@ class Deployment:
             return latency_table(config, in_background=True, trees=self.trees, plain_ms=self.stream_ms)
         specs = device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp)
         table = latency_table(config, specs=specs, trees=self.trees, simulates=False)
+        table = replace(table, greedy_trees=True)  # as in `drafts_trees`
         all(table.ms)  # predicted now: a process with CUDA should not be forked
         return table
 
