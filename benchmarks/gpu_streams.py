@@ -3,15 +3,16 @@
 Models of real shapes with random weights; an oracle accepts draft tokens at a chosen rate, and the drafter's next
 choice where the one before is wrong. The tokens per second of all requests at once, under plain decoding and under
 the policy that `auto` has there, beside one request alone under plain decoding; texts are compared. The prompts are
-in the KV cache before; how long it takes to read them is measured as well.
+in the KV caches before, in the drafter's where it is used: each policy begins its texts twice. How long the first time
+takes, which reads them, is measured as well.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -44,6 +45,7 @@ from oracle import Oracle, PackedOracle
 LABEL = "measured, random weights, acceptance by an oracle"
 PROMPT, ROOM = 128, 512
 MAX_TREE = 32  # of requests at once
+READING = 2  # tokens of the texts by which prompts are read: before the last one there is something to draft
 
 
 @dataclass
@@ -92,13 +94,18 @@ def prompt(seed: int, number: int) -> tuple[int, ...]:
     return (1 + seed, 2 + number, *[3] * (PROMPT - 2))
 
 
-def run(loop: EngineLoop, seed: int, tokens: int, policies: Sequence[Policy]) -> tuple[float, float, list[Any]]:
-    """The seconds that it takes to read the prompts, and to generate the texts with these policies; the texts."""
-    prompts = [prompt(seed, number) for number in range(len(policies))]
-    reading, _ = timed(loop, [Request(text, 1, autoregressive()) for text in prompts])
-    seconds, texts = timed(loop, [Request(text, tokens, policy) for text, policy in zip(prompts, policies)])
+def run(
+    loop: EngineLoop, seed: int, tokens: int, policies: Callable[[], Sequence[Policy]]
+) -> tuple[float, float, list[Any]]:
+    """The seconds that it takes to read the prompts, and to generate the texts with such policies; the texts."""
+    reading, _ = timed(loop, requests(seed, READING, policies()))
+    seconds, texts = timed(loop, requests(seed, tokens, policies()))
     loop.fleet.close()
     return reading, seconds, texts
+
+
+def requests(seed: int, tokens: int, policies: Sequence[Policy]) -> list[Request]:
+    return [Request(prompt(seed, number), tokens, policy) for number, policy in enumerate(policies)]
 
 
 def timed(loop: EngineLoop, requests: Sequence[Request]) -> tuple[float, list[Any]]:
@@ -107,7 +114,11 @@ def timed(loop: EngineLoop, requests: Sequence[Request]) -> tuple[float, list[An
     return perf_counter() - began, [completion.tokens for completion in done]
 
 
-def chosen_policies(loop: EngineLoop, lookahead: int, count: int) -> list[Policy]:
+def plain_policies(count: int) -> list[Policy]:
+    return [autoregressive() for _ in range(count)]
+
+
+def chosen_policies(count: int, loop: EngineLoop, lookahead: int) -> list[Policy]:
     """What an engine with `auto` gives to requests at once; one alone has SI."""
     shared, alone = SharedForwards(DRAFTER, loop.load), policy_for(SpecConfig("si", lookahead))
     return [shared.policy(alone, MAX_TREE) for _ in range(count)]
@@ -122,9 +133,9 @@ def stream_row(pair: Pair, streams: int, options: argparse.Namespace) -> dict[st
         for name in speeds if seed % 2 else reversed(speeds):
             loop = pair.loop(options.acceptance, options.runner_up, seed)
             count = 1 if name == "one" else streams
-            policies = [autoregressive() for _ in range(count)]
+            policies = partial(plain_policies, count)
             if name == "chosen":
-                policies = chosen_policies(loop, options.lookahead, count)
+                policies = partial(chosen_policies, count, loop, options.lookahead)
             reading, seconds, written = run(loop, seed, options.tokens, policies)
             texts.append(written[0])
             if seed:

@@ -275,3 +275,23 @@ def test_adaptive_times_a_stream_before_it_speculates() -> None:
     [job] = g.start().start
     assert isinstance(job, Draft)
     assert job.model == TARGET
+
+
+class FastTree:
+    """A tree that is faster than any chain."""
+
+    spec = SpecConfig("si", 2, max_targets=1, tree=4)
+
+    def best(self, scale: float, acceptance: float, runner_up: float, limit_ms: float) -> SpecConfig:  # noqa: ARG002
+        return self.spec
+
+    def ms(self, spec: SpecConfig, scale: float, acceptance: float, runner_up: float) -> float:  # noqa: ARG002
+        return 0.1
+
+
+@pytest.mark.parametrize(("greedy_trees", "temperature", "tree"), [(True, 0.0, 4), (True, 0.7, 0), (False, 0.7, 4)])
+def test_trees_may_be_for_greedy_requests_alone(greedy_trees: bool, temperature: float, tree: int) -> None:
+    controller = AdaptiveController(replace(TABLE, trees=FastTree(), greedy_trees=greedy_trees), ("drafter",), 0.7)
+    generation = Generation((1, 2), 20, controller, sampling=Sampling(temperature))
+    generation.start()
+    assert generation.decisions[0].spec.tree == tree

@@ -1,20 +1,37 @@
 """The engine on devices, here the CPU: the same text as on processes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from command import dsi
-from dsi.engine.build_cuda import are_exact, random_cuda_model
+from dsi.core.messages import DRAFTER, TARGET, Sampling
+from dsi.core.spec import SpecConfig
+from dsi.engine import build_cuda
+from dsi.engine.build_cuda import (
+    CPU_TEXTS,
+    are_exact,
+    packed_models,
+    random_cuda_model,
+    running_texts,
+    slots_by_role,
+    unpacked_warnings,
+)
+from dsi.engine.deployment import Deployment
 from dsi.engine.engine import Engine
 from dsi.models.cuda.decoder_triton import has_invariant_rows
 from dsi.models.cuda.graphs import CudaGraphModel
 from dsi.models.names import model_path
 from dsi.models.protocol import ForwardRequest
-from dsi.models.shapes import random_model
+from dsi.models.shapes import config, random_model
+from dsi.planning.latency import LatencyModel
+from dsi.planning.search import DeploymentPlan
 
 pytestmark = pytest.mark.slow
 
@@ -116,6 +133,74 @@ def test_measure_latency_times_a_shape_with_random_weights() -> None:
     assert figures["label"] == "measured, random weights"
     assert list(figures["ms"]) == ["1", "2", "4", "8", "16", "32", "64", "128"]
     assert "say --random-weights" in dsi(*shape).stderr
+
+
+def on_a_gpu(shape: str, device: str = "cuda:0", context: int = 4096) -> Any:
+    """As far as the size of its KV cache depends on a model: on the meta device, which has no memory."""
+    with torch.device("meta"):
+        weights = AutoModelForCausalLM.from_config(config(shape), dtype=torch.bfloat16)
+    model = SimpleNamespace(config=weights.config, dtype=weights.dtype, device=torch.device(device))
+    return SimpleNamespace(model=model, on_gpu=True, context=context)
+
+
+@pytest.mark.parametrize(
+    ("free", "drafter_device", "slots"),
+    [
+        (100 << 30, "cuda:0", {TARGET: 161_936, DRAFTER: 161_936}),
+        (100 << 30, "cuda:1", {TARGET: 163_840, DRAFTER: 64 * 4096}),
+        (400 << 30, "cuda:0", {TARGET: 64 * 4096, DRAFTER: 64 * 4096}),
+    ],
+)
+def test_slots_by_role_are_as_many_as_texts_need(
+    free: int, drafter_device: str, slots: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, free))
+    models = {TARGET: on_a_gpu("vicuna-7b"), DRAFTER: on_a_gpu("vicuna-68m", drafter_device)}
+    assert slots_by_role(models) == slots
+    models[DRAFTER].context = 16  # the target has what the drafter cannot use
+    assert slots_by_role(models)[TARGET] >= min(64 * 4096, 163_000)
+
+
+def test_models_that_cannot_share_forwards_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, drafter = (CudaGraphModel(random_model("vicuna-68m", "float32", max_positions=32), 32) for _ in range(2))
+    packed, reason = packed_models([target], drafter)
+    assert (list(packed), reason, running_texts(packed.values())) == ([TARGET, DRAFTER], "", CPU_TEXTS)
+    assert packed_models([target, target], drafter) == ({}, "")
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(build_cuda, "PackedCudaModel", fail)
+    packed, reason = packed_models([target], drafter)
+    assert (packed, running_texts(packed.values())) == ({}, 1)
+    assert "CUDA out of memory" in unpacked_warnings(reason)[0]
+    monkeypatch.setattr(build_cuda, "kv_room", lambda _: 0)
+    assert "memory for 0 tokens of the target's KV cache, and 64" in packed_models([target], drafter)[1]
+
+
+def test_requests_run_at_once_as_far_as_typical_texts_fit() -> None:
+    model = SimpleNamespace(pool=SimpleNamespace(num_slots=10_000), context=4096)
+    assert running_texts([model]) == 9  # type: ignore[list-item]
+    assert running_texts([model, SimpleNamespace(pool=model.pool, context=100)]) == 9  # type: ignore[list-item]
+    model.pool.num_slots = 200
+    assert running_texts([model]) == 1  # type: ignore[list-item]
+
+
+def test_trees_that_are_larger_than_forwards_are_refused() -> None:
+    model: Any = None
+    deployment = Deployment(model, model, 0, 1, LatencyModel(20.0, 1.0), trees=True, max_tree=255)
+    with pytest.raises(ValueError, match="tree 256: a forward of these models has at most 255 draft tokens"):
+        deployment.resolve(SpecConfig("si", 4, tree=256))
+    assert deployment.resolve(SpecConfig("si", 4, tree=255)).tree == 255
+
+
+def test_trees_on_devices_are_chosen_for_greedy_requests_alone() -> None:
+    model: Any = None
+    deployment = Deployment(model, model, 0, 1, LatencyModel(20.0, 1.0), trees=True)
+    on_devices = replace(deployment, plans={"si": DeploymentPlan(SpecConfig("si", 4))})
+    greedy, sampled = Sampling(), Sampling(temperature=0.5)
+    assert (deployment.drafts_trees(greedy), deployment.drafts_trees(sampled)) == (True, True)
+    assert (on_devices.drafts_trees(greedy), on_devices.drafts_trees(sampled)) == (True, False)
 
 
 def test_random_cuda_model_spreads_over_devices() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -17,7 +17,7 @@ from dsi.core.request import Request, VerifyRequest
 from dsi.core.sequence import TokenSequence
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
-from dsi.core.tree_shape import END, Tree
+from dsi.core.tree_shape import END, Level, Tree
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.packed import MAX_TOKENS, MIN_CHUNK, PackedServer
 from dsi.fleets.processes import MIN_SPLIT, ProcessFleet
@@ -223,6 +223,50 @@ def test_packed_server_reads_the_prompt_of_a_tree_in_chunks() -> None:
         [Verified(0, after_tree(*prompt))],
     ]
     assert packing.forwards == [[1, MAX_TOKENS - 1], [3 + 4]]
+
+
+class Growing(Packing):
+    """One that says it computes all levels of any tree together, and records after which texts it was asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(TARGET)
+        self.grown: list[int] = []
+
+    def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
+        yield None
+        return self.answer_packed(requests)
+
+    def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:  # noqa: ARG002
+        return True
+
+    def poll_levels(self, request: ForwardRequest, levels: Sequence[Level]) -> Iterator[Answer | None]:
+        self.grown.append(len(request.tokens))
+        yield from [tree_answer(self, request), *[Answer(children=((),) * len(level)) for level in levels]]
+
+
+def test_packed_server_grows_a_tree_when_all_of_a_long_prompt_is_read() -> None:
+    model = Growing()
+    server = PackedServer.of(Server("drafter", "drafter", model))
+    assert server is not None
+    prompt = [i % 50 for i in range(MAX_TOKENS + 2)]
+    server.add(Draft(0, text(*prompt), 1, expansions=((END, 1), (0, 1))))
+    for grown in ([], [MAX_TOKENS + 2]):
+        forward = server.begin(MAX_TOKENS)
+        answers = [answer for answer in server.poll(forward) if answer is not None]
+        levels = [event for answer in answers for *_, event in server.finish_level(forward, answer)]
+        assert (server.finish(forward), model.grown, len(levels)) == ([], grown, 2 * len(grown))
+    assert model.forwards == [[MAX_TOKENS]]
+    assert server.jobs == {}
+
+
+def test_packed_server_takes_jobs_as_wide_as_the_forwards_of_its_model() -> None:
+    model = Growing()
+    tree = tuple((END, token) for token in range(200))
+    for max_rows, accepts in ((128, False), (256, True)):
+        model.max_rows = max_rows  # type: ignore[attr-defined]
+        server = PackedServer.of(Server("target-1", "target", model))
+        assert server is not None
+        assert server.accepts(Verify(0, text(1), 1, tree=tree, asked=tuple(range(200)))) == accepts
 
 
 def test_packed_server_computes_what_somebody_waits_for_before_speculation_and_prompts() -> None:

@@ -313,12 +313,13 @@ class RequestController:
             return self._engine.drafters[:1], self._engine.latency_table.plain
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
         emas = (fitting or self._acceptance).items()
-        best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, self._runner_up.rate)
         table = self._engine.latency_table
+        runner_up = 0.0 if table.greedy_trees and g.sampling.temperature else self._runner_up.rate  # 0: no trees
+        best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, runner_up)
         if self._engine.spec(best).speculates or table.plain_ms is not None:
             return best
         # Speculation that fails costs little, and without it there is little to learn from.
-        return self._engine.best({drafters: ema.optimistic_rate for drafters, ema in emas}, self._runner_up.rate)
+        return self._engine.best({drafters: ema.optimistic_rate for drafters, ema in emas}, runner_up)
 
     def _ms(self, candidate: Candidate) -> float:
         return self._engine.predicted_ms(candidate, self._acceptance[candidate[0]].rate, self._runner_up.rate)

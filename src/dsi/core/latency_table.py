@@ -56,6 +56,7 @@ class LatencyTable:
     alone_steps_ms: tuple[tuple[int, float], ...] = ()
     plain_ms: float | None = None  # per token that a target streams, where it does so without speculation
     trees: TreeForecast | None = field(default=None, repr=False, compare=False)  # None: there are only chains
+    greedy_trees: bool = False  # whether trees are for greedy requests alone
     is_ready: Callable[[int], bool] = field(default=lambda _: True, repr=False, compare=False)  # whether a scale is
     background: tuple[BackgroundResults, ...] = field(default=(), repr=False, compare=False)
     num_rates: int = field(init=False)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -18,7 +21,7 @@ from dsi.engine.profile_cuda import latency_model, order_by_contention, with_pac
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.servers import PrefixTable, Server, make_servers
 from dsi.models.cuda.decoder_triton import supports_triton
-from dsi.models.cuda.graphs import CudaGraphModel
+from dsi.models.cuda.graphs import CudaGraphModel, last_line
 from dsi.models.cuda.green_contexts import green_context_streams
 from dsi.models.cuda.packed import MAX_TEXTS, PackedCudaModel
 from dsi.models.device_map import split_layers
@@ -32,7 +35,8 @@ from dsi.planning.search import DEVICE_SP, search_devices
 MAX_CONTEXT = 4096  # tokens: a KV cache of this length is allocated from the start
 EXACT_SIZE, EXACT_SLICE_SIZE = 64, 16  # new tokens of every exact forward on a whole GPU, and on a slice of one
 MIN_TEXTS = 2  # of the whole context for which there must be memory
-CPU_TEXTS = 8  # the same where it is the CPU's
+CPU_TEXTS = 8  # for which there is room where it is the CPU's
+TYPICAL_TEXT = 1024  # tokens of a prompt and its answer, and of the tree after them: of a chat, generously
 KV_SHARE = 0.8  # of the free memory that their KV caches may take
 ALIGNMENT = 16  # slots
 MAX_ELEMENTS = 2**31 - 1  # of the keys of a layer, which kernels count in 32 bits
@@ -55,7 +59,8 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
     fastest = search_devices(latency, TYPICAL_ACCEPTANCE, len(targets), degrees=degrees)
     plans = {plan.algorithm: plan for plan in fastest}
     sp = plans["dsi"].sp
-    if packed := packed_models(targets[:sp], drafter):
+    packed, unpacked_reason = packed_models(targets[:sp], drafter)
+    if packed:
         status("measuring shared forwards and trees")
         trial = CudaFleet(make_servers(targets[:1], {DRAFTER: drafter}), packed=packed_servers(packed))
         latency = with_packed_forwards(latency, trial, packed, prompt)
@@ -67,10 +72,15 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
         sp,
         replace(latency, by_width=monotone(dict(latency.by_width))).with_targets(sp),
         plans=plans,
-        warnings=eager_warnings([*targets, drafter]) + exact_warnings(config, targets, latency),
+        warnings=(
+            eager_warnings([*targets, drafter])
+            + exact_warnings(config, targets, latency)
+            + unpacked_warnings(unpacked_reason)
+        ),
         exact=are_exact(targets),
         trees=bool(packed),
-        max_running=MAX_TEXTS if packed else 1,
+        max_tree=min((model.max_rows for model in packed.values()), default=inf) - 1,  # with the text's last token
+        max_running=running_texts(packed.values()),
         drafter_contexts={DRAFTER: drafter.context},
         vocab_size=info.vocab_size,
     )
@@ -97,21 +107,43 @@ def load_models(
     return target, targets, draft_model
 
 
-def packed_models(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) -> dict[str, PackedCudaModel]:
+def packed_models(targets: Sequence[CudaGraphModel], drafter: CudaGraphModel) -> tuple[dict[str, PackedCudaModel], str]:
     """Models, by role, for forwards that several texts share and for draft trees: of one target on a whole device.
 
-    They have the weights of the other two, and KV caches of their own; without memory for these there are none.
+    They have the weights of the other two, and KV caches of their own. Where they cannot be made there are none, and
+    a reason.
     """
     models = {TARGET: targets[0], DRAFTER: drafter}
     if len(targets) > 1 or not all(map(has_packed_forwards, models.values())):
-        return {}
-    num_slots = {role: slots_for(model) // len(models) for role, model in models.items()}
-    if any(num_slots[role] < MIN_TEXTS * model.context for role, model in models.items()):
-        return {}
-    return {
-        role: PackedCudaModel(model.model, model.context, num_slots[role], drafts=role == DRAFTER)
-        for role, model in models.items()
-    }
+        return {}, ""
+    num_slots = slots_by_role(models)
+    for role, model in models.items():
+        if num_slots[role] < (least := MIN_TEXTS * model.context):
+            return {}, f"there is memory for {num_slots[role]} tokens of the {role}'s KV cache, and {least} are needed"
+    try:
+        return {
+            role: PackedCudaModel(model.model, model.context, num_slots[role], drafts=role == DRAFTER)
+            for role, model in models.items()
+        }, ""
+    except Exception as error:  # too little memory or shared memory, or another Triton: there are other forwards
+        reason = last_line(error)
+    gc.collect()
+    if targets[0].on_gpu:
+        torch.cuda.empty_cache()
+    return {}, reason
+
+
+def unpacked_warnings(reason: str) -> tuple[str, ...]:
+    return (f"texts do not share forwards, and there are no draft trees ({reason})",) if reason else ()
+
+
+def running_texts(models: Iterable[PackedCudaModel]) -> int:
+    """How many requests may run at once: so many that the KV caches hold all their texts if these are typical.
+
+    Longer ones may run, too, but then what does not fit is computed again.
+    """
+    fitting = (model.pool.num_slots // min(model.context, TYPICAL_TEXT) for model in models)
+    return max(1, min(MAX_TEXTS, min(fitting, default=1)))
 
 
 def packed_servers(models: Mapping[str, PackedCudaModel]) -> dict[str, Server]:
@@ -130,15 +162,36 @@ def has_packed_forwards(model: CudaGraphModel) -> bool:
     return supports_triton(model.model) and captured and (float32 or same_bits) and not model.is_slice
 
 
-def slots_for(model: CudaGraphModel) -> int:
-    """How many tokens of all texts there is room for."""
+def slots_by_role(models: Mapping[str, CudaGraphModel]) -> dict[str, int]:
+    """How many tokens of all texts each KV cache has room for: where they share a GPU, both for as many.
+
+    A text has to fit into both. What a drafter does not take because it has its most is the target's.
+    """
+    target, drafter = models[TARGET], models[DRAFTER]
+    of_target, of_drafter = kv_bytes(target.model), kv_bytes(drafter.model)
+    shared = target.on_gpu and target.model.device == drafter.model.device
+    drafted = slots_within(drafter, kv_room(drafter), of_drafter + shared * of_target)
+    return {
+        TARGET: slots_within(target, kv_room(target) - shared * drafted * of_drafter, of_target),
+        DRAFTER: drafted,
+    }
+
+
+def kv_room(model: CudaGraphModel) -> int:
+    """The bytes of a device that KV caches may take."""
     if not model.on_gpu:
-        return CPU_TEXTS * model.context
-    config = model.model.config
-    of_a_slot = kv_bytes(model.model) // (2 * model.model.dtype.itemsize * config.num_hidden_layers)
-    most: int = min(MAX_TEXTS * model.context, MAX_ELEMENTS // of_a_slot)
+        return sys.maxsize
     free, _ = torch.cuda.mem_get_info(model.model.device)
-    return min(most, int(KV_SHARE * free) // kv_bytes(model.model)) // ALIGNMENT * ALIGNMENT
+    return int(KV_SHARE * free)
+
+
+def slots_within(model: CudaGraphModel, room: int, of_token: int) -> int:
+    """How many tokens there are so many bytes for, at most those of all texts."""
+    num_layers, itemsize = model.model.config.num_hidden_layers, model.model.dtype.itemsize
+    of_slot = kv_bytes(model.model) // (2 * itemsize * num_layers)
+    texts = MAX_TEXTS if model.on_gpu else CPU_TEXTS
+    most: int = min(texts * model.context, MAX_ELEMENTS // of_slot, room // of_token)
+    return most // ALIGNMENT * ALIGNMENT
 
 
 def eager_warnings(models: Iterable[CudaGraphModel]) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ MAX_SHARED_MS, MIN_TOKENS = 150, 16  # of a forward that requests share, and new
 MAX_PACKED_SEQS = 256  # texts of requests that share forwards, whose KV caches are kept...
 MAX_KV_SHARE, TYPICAL_LENGTH = 0.25, 512  # ...while they take this share of the memory, at so many tokens each
 MIN_SHARE = 0.95  # of the time with few threads that forwards must take on every core to be run on them
+TYPICAL_DRAFT = 3  # draft tokens
 
 
 def build_on_processes(config: EngineConfig, status: Status = no_status) -> Deployment:
@@ -209,11 +210,16 @@ def limit_threads(fleet: ProcessFleet, threads: int) -> None:
             model.backend.torch_threads = min(threads, model.backend.torch_threads)
 
 
+def draft_turn_ms(latency: LatencyModel) -> float:
+    """What a typical draft takes, to the drafter and back."""
+    return float(TYPICAL_DRAFT * latency.drafter_ms + 2 * latency.drafter_delay_ms)
+
+
 def on_every_core(wide: LatencyModel, own: LatencyModel, servers: frozenset[str]) -> MeasuredPair:
-    """Forwards that take turns use every core if that is faster than their own, the drafter's if it gains, too."""
+    """Forwards that take turns use every core if that is faster than their own, the drafter's unless it loses."""
     if wide.target_ms >= MIN_SHARE * own.target_ms:
         return MeasuredPair(own, frozenset())
-    if wide.drafter_ms + wide.drafter_delay_ms >= own.drafter_ms + own.drafter_delay_ms:
+    if MIN_SHARE * draft_turn_ms(wide) >= draft_turn_ms(own):
         servers = frozenset(name for name in servers if name.startswith(TARGET))
         wide = replace(wide, drafter_ms=own.drafter_ms, drafter_delay_ms=own.drafter_delay_ms)
     return MeasuredPair(replace(own, alone=wide), servers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from dsi.core.latency_table import LatencyTable
@@ -52,6 +53,7 @@ class Deployment:
     warnings: tuple[str, ...] = ()
     exact: bool = False  # whether the target's logits do not depend on how a text is cut into forwards, to the bit
     trees: bool = False  # whether target and first drafter compute a tree of draft tokens in one forward
+    max_tree: float = inf  # draft tokens of a tree at most
     drafter_contexts: Mapping[str, int] = field(default_factory=dict)  # by server, in the target's tokens; 0: unlimited
     vocab_size: int | None = None  # of the target's embedding; None: unknown
     repetition_penalty: float = 1.0  # of the target's generation configuration, for requests that give none
@@ -70,6 +72,8 @@ class Deployment:
         """Choose what a request left open: by plan, Eq. (1), or simulation with the measured latencies."""
         if spec.tree and not self.trees:
             raise ValueError(f"tree {spec.tree}: these models compute a chain of draft tokens; leave it out")
+        if spec.tree > self.max_tree:
+            raise ValueError(f"tree {spec.tree}: a forward of these models has at most {self.max_tree} draft tokens")
         lookahead, min_draft = spec.lookahead or self.lookahead(spec.algorithm), spec.min_draft
         if min_draft is None:
             min_draft = self.min_draft(lookahead) if spec.algorithm == "dsi" else 0
@@ -103,6 +107,10 @@ class Deployment:
             self._shared_specs[key] = shared_spec(self.latency, *key)
         return self._shared_specs[key]
 
+    def drafts_trees(self, sampling: Sampling) -> bool:
+        """Whether trees may be chosen for a request: on devices the host samples each of their tokens, if any."""
+        return self.trees and not (self.plans and sampling.temperature)
+
     def min_draft(self, lookahead: int) -> int:
         """The minimum draft with the lowest expected latency under DSI; the smallest of equals."""
         if plan := self._plan_with(lookahead):
@@ -134,6 +142,7 @@ class Deployment:
             return latency_table(config, in_background=True, trees=self.trees, plain_ms=self.stream_ms)
         specs = device_specs(self.latency, TYPICAL_ACCEPTANCE, self.sp)
         table = latency_table(config, specs=specs, trees=self.trees, simulates=False)
+        table = replace(table, greedy_trees=True)  # as in `drafts_trees`
         all(table.ms)  # predicted now: a process with CUDA should not be forked
         return table
 

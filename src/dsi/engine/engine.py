@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dsi.core.adaptive import PRIOR_ACCEPTANCE, AdaptiveController, LatencyMonitor
 from dsi.core.generation import Policy
-from dsi.core.messages import Sampling
+from dsi.core.messages import GREEDY, Sampling
 from dsi.core.policies import load_aware, policy_for, streamed
 from dsi.core.progress import Status, no_status
 from dsi.core.request import Completion, Request, ScoreRequest, VerifyRequest
@@ -260,7 +260,7 @@ class Engine(AbstractContextManager["Engine"]):
         limit = self.deployment.limit_new_tokens(prompt, max_new_tokens)
         ends, contexts = more if ignore_eos else eos | more, self.deployment.drafter_contexts
         streams = self.deployment.can_stream(sampling)
-        return Request(prompt, limit, self.policy(spec, streams), sampling, ends, contexts, streams)
+        return Request(prompt, limit, self.policy(spec, streams, sampling), sampling, ends, contexts, streams)
 
     def score_request(self, prompt: Tokens, logprobs: int) -> ScoreRequest:
         """Prepare a request for the top log probabilities of each token of a prompt."""
@@ -280,7 +280,7 @@ class Engine(AbstractContextManager["Engine"]):
         length = _fixed_length(len(prompt), num_positions, prompt_length, sampling)
         return VerifyRequest(self._verified_texts.sequence(prompt, length, sampling), num_positions, sampling)
 
-    def policy(self, spec: SpecConfig, streams: bool = True) -> Policy:
+    def policy(self, spec: SpecConfig, streams: bool = True, sampling: Sampling = GREEDY) -> Policy:
         """Build the policy of a request; beside other requests it speculates less.
 
         Where targets can stream texts, `streams` says whether this is one of them.
@@ -289,7 +289,8 @@ class Engine(AbstractContextManager["Engine"]):
         deployment, load = self.deployment, self.loop.load
         shared = SpecConfig(lookahead=deployment.shared_lookahead, drafters=deployment.drafters)
         if spec.algorithm == AUTO and deployment.shares_forwards:
-            return self._shared_forwards.policy(self._controller, TREE_SIZES[-1] if deployment.trees else 0)
+            tree = TREE_SIZES[-1] if deployment.drafts_trees(sampling) else 0
+            return self._shared_forwards.policy(self._controller, tree)
         if spec.algorithm == AUTO:
             as_measured = streams or deployment.stream_ms is None
             return load_aware(self._controller if as_measured else self._unstreamed_controller, shared, load)

@@ -123,13 +123,14 @@ class PackedServer:
     compute several forwards at once, and `poll` yields while it computes asynchronously.
     """
 
-    def __init__(self, server: Server, model: SupportsPacking, max_positions: float = MAX_TOKENS) -> None:
+    def __init__(self, server: Server, model: SupportsPacking, max_positions: float | None = None) -> None:
         self.server, self._model, self.max_tokens = server, model, getattr(model, "max_rows", MAX_TOKENS)
         # What it can do, once: asking takes as long as a small forward.
         self._polled = model if isinstance(model, PollsPacked) else None
         self._grows_trees = model if isinstance(model, GrowsTrees) else None
         self._find_cached: Callable[[Sequence[int]], int] | None = getattr(model, "num_cached", None)
-        self._max_positions = max_positions  # of a job; a wider one would make the others wait
+        # Of a job, by default as many as a forward has rows; a wider one would make the others wait.
+        self._max_positions = self.max_tokens if max_positions is None else max_positions
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
 
@@ -242,7 +243,7 @@ class PackedServer:
         """The levels after the first of a growing tree, if the model can compute all of them together."""
         [first, *others] = forward.parts
         growth = first.packed.growth
-        if others or growth is None or first.packed.has_begun or self._grows_trees is None:
+        if others or growth is None or first.is_chunk or first.packed.has_begun or self._grows_trees is None:
             return []
         levels = growth.later_levels(first.request)
         return levels if levels and self._grows_trees.can_grow(first.request, levels) else []

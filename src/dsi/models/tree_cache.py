@@ -48,8 +48,12 @@ class TreeRows:
     @property
     def tokens(self) -> list[int]:
         """Those to compute."""
+        return self.tokens_of(self.computed)
+
+    def tokens_of(self, slots: Sequence[int]) -> list[int]:
+        """The tokens of these nodes."""
         tokens = [token for _, token in self.nodes]
-        return [tokens[slot] for slot in self.computed]
+        return [tokens[slot] for slot in slots]
 
     @cached_property
     def depths(self) -> list[int]:

@@ -12,7 +12,8 @@ from torch import Tensor
 from dsi.models.cuda.decoder_triton import GELU, linear_by_torch, supports_triton, triton_forward
 from dsi.models.cuda.graphs import static_cache
 from dsi.models.cuda.linear import GATED, Tiling, linear
-from dsi.models.cuda.triton_kernels import attend, row_tiles, split_counts
+from dsi.models.cuda.packed_rows import num_parts
+from dsi.models.cuda.triton_kernels import attend, split_counts
 
 MAX_LENGTH, VOCAB_SIZE = 160, 97
 FLOAT, HALF = torch.float32, torch.float16
@@ -147,7 +148,7 @@ def test_attend_gives_the_same_bits_for_any_number_of_splits(new: int, window: i
     keys, values = torch.randn(2, 1, kv_heads, MAX_LENGTH, size, dtype=HALF)
 
     def attention(splits: int) -> Tensor:
-        arrivals = torch.zeros(kv_heads, row_tiles(new, heads, kv_heads), splits, dtype=torch.int32)
+        arrivals = torch.zeros(kv_heads, num_parts(new, heads // kv_heads), splits, dtype=torch.int32)
         cache = keys.clone(), values.clone(), torch.tensor(cached)
         return attend(qkv, table, table, *cache, scale=0.2, window=window, arrivals=arrivals)
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Level, Tree
-from dsi.models.cuda.kv_pool import TextPool
+from dsi.models.cuda.kv_pool import EVICTED, TextPool
 from dsi.models.cuda.packed import PackedCudaModel, PackedForward
-from dsi.models.cuda.packed_rows import BRANCHES
+from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
 from dsi.models.protocol import ForwardRequest, SamplingModel, tree_path
 
 MAX_LENGTH, VOCAB_SIZE = 192, 97
@@ -165,6 +165,76 @@ def test_forward_packed_takes_more_texts_than_there_are_tables(llama: Any) -> No
     check(llama, packed, [ForwardRequest([i, 7], 1) for i in range(5)])
 
 
+def rows_of_texts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows of each text, by forward, from now on."""
+    forwards, fill = list[list[int]](), PackedForward.fill
+
+    def recorded(self: PackedForward, texts: Sequence[SlotRows], *arguments: Any, **named: Any) -> None:
+        forwards.append([text.num_rows for text in texts])
+        fill(self, texts, *arguments, **named)
+
+    monkeypatch.setattr(PackedForward, "fill", recorded)
+    return forwards
+
+
+def test_texts_that_a_call_uses_are_not_dropped_for_one_another(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where slots do not suffice for all, it takes several forwards."""
+    packed = PackedCudaModel(llama, MAX_LENGTH, 64)
+    texts = [Random(i).choices(range(1, VOCAB_SIZE), k=20) for i in range(3)]
+    check(llama, packed, [ForwardRequest(text, 20) for text in texts])
+    forwards = rows_of_texts(monkeypatch)
+    longer = [[*text, 1, 2, 3, 4] for text in texts]
+    check(llama, packed, [ForwardRequest(text, 21) for text in longer])
+    assert forwards == [[4], [4, 4]]
+    check(llama, packed, [ForwardRequest(text, 24) for text in longer])
+    assert sum(map(sum, forwards[2:])) <= 24 + 24 + 1  # even now not all are read again
+    packed.pool.clear()
+    assert packed.pool.slots.num_free == 64
+
+
+def test_texts_that_a_call_does_not_use_lose_their_ends(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used first, not those of later requests."""
+    packed = PackedCudaModel(llama, MAX_LENGTH, 250)
+    *others, oldest, newer = (Random(i).choices(range(1, VOCAB_SIZE), k=k) for i, k in enumerate((20, 20, 20, 130, 60)))
+    for text in (*others, oldest, newer):
+        packed.forward_packed([ForwardRequest(text, len(text))])
+    forwards = rows_of_texts(monkeypatch)
+    check(llama, packed, [ForwardRequest([*text, 1, 2, 3, 4], 25) for text in others])
+    check(llama, packed, [ForwardRequest(oldest, 130), ForwardRequest(newer, 60)])
+    assert forwards == [[4, 4, 4], [EVICTED, 1]]
+
+
+def test_forward_packed_computes_as_many_texts_at_once_as_it_says(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each begins like another that is cached."""
+    packed = PackedCudaModel(llama, MAX_LENGTH, 600, max_texts=4)
+    texts = [Random(i).choices(range(1, VOCAB_SIZE), k=40) for i in range(4)]
+    packed.forward_packed([ForwardRequest(text, 40) for text in texts])
+    forwards = rows_of_texts(monkeypatch)
+    check(llama, packed, [ForwardRequest([*text[:5], 3], 6) for text in texts])
+    assert forwards == [[1] * 4]
+
+
+def test_forward_packed_computes_a_tree_that_is_larger_than_a_forward(
+    llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 200, sizes=(1, 8))
+    forwards = rows_of_texts(monkeypatch)
+    wide: Tree = (*TREE, *((node, 20 + node) for node in range(4)))
+    check(llama, packed, [ForwardRequest([5, 3, 9], 2, tree=wide, asked=range(len(wide)))])
+    assert max(map(sum, forwards)) <= 8
+    deep = tuple((node - 1, 7) for node in range(8))
+    with pytest.raises(ValueError, match="a tree of 8 draft tokens: a forward has 8 rows"):
+        packed.forward_packed([ForwardRequest([5, 3, 9], 3, tree=deep, asked=(7,))])
+
+
+def test_what_is_cached_is_answered_on_the_device_of_the_model(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 200)
+    packed.forward_packed([ForwardRequest([1, 2], 2)])
+    packed.device = torch.device("meta")
+    [logits] = packed.forward_packed([ForwardRequest([1, 2], 3)])
+    assert logits.device.type == "meta"
+
+
 def test_texts_share_the_slots_of_their_common_prefix(llama: Any) -> None:
     packed = PackedCudaModel(llama, MAX_LENGTH, 200)
     text = Random(4).choices(range(1, VOCAB_SIZE), k=100)
@@ -257,6 +327,7 @@ def test_can_grow_knows_its_limits(llama: Any) -> None:
     assert not packed.can_grow(request, [[(i, 1)] for i in range(8)])
     assert not packed.can_grow(ForwardRequest([1] * 9, 9, num_children=(2,)), [[(0, 1)]])
     assert not PackedCudaModel(llama, MAX_LENGTH, 100).can_grow(request, [[(0, 1)]])
+    assert not packed.can_grow(ForwardRequest([1] * 9, 10), [[(0, 1)]])  # a chunk of a prompt has no children
 
 
 def test_forward_packed_refuses_what_does_not_fit(llama: Any) -> None:
@@ -265,7 +336,7 @@ def test_forward_packed_refuses_what_does_not_fit(llama: Any) -> None:
         packed.forward_packed([ForwardRequest([], 0)])
     with pytest.raises(ValueError, match="a text of 81 tokens: there is room for 80"):
         packed.forward_packed([ForwardRequest([1] * 81, 81)])
-    with pytest.raises(ValueError, match="10 new tokens: of 20 in the KV cache, 4 are free"):
+    with pytest.raises(ValueError, match="26 new tokens: of 20 in the KV cache, 20 are free"):
         packed.forward_packed([ForwardRequest([1] * 26, 26)])
     with pytest.raises(ValueError, match="a tree of 65 levels: there may be 64"):
         packed.forward_packed([ForwardRequest([1], 1, tree=tuple((i - 1, 2) for i in range(65)), asked=(64,))])

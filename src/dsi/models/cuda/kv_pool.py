@@ -1,13 +1,16 @@
 """The slots of a KV cache that texts and draft trees share: given out token by token, and taken back.
 
 A rollback gives slots back. Texts that begin with the same tokens use the same slots for them: a new token never goes
-to a slot in use. A node of a draft tree that becomes text keeps its slot.
+to a slot in use. A node of a draft tree that becomes text keeps its slot. Where no slots are free, texts that the call
+does not use lose theirs from the end, the least recently used first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
 
 import numpy as np
 
@@ -17,6 +20,7 @@ from dsi.models.protocol import ForwardRequest
 from dsi.models.tree_cache import CachedNodes, TreeRows, cached_path, nodes_below, tree_depth
 
 MAX_OVERWRITE = 32  # cached tokens that a text may overwrite: recomputing so few costs little
+EVICTED = 64  # slots at least that are taken from a text at once: to look for one takes time
 
 
 class SlotPool:
@@ -35,6 +39,10 @@ class SlotPool:
         del self._free[len(self._free) - count :]
         self._uses[taken] = 1
         return taken
+
+    def used_once(self, slots: np.ndarray) -> np.ndarray:
+        """Those that no other text uses, by index."""
+        return np.flatnonzero(self._uses[slots] == 1)
 
     def share(self, slots: np.ndarray) -> None:
         self._uses[slots] += 1
@@ -74,13 +82,49 @@ class PooledRows:
         return [*positions, *(count + row for row in asked)] if asked else positions
 
 
+class NoRoom(ValueError):
+    """The slots or tables that are not in use do not suffice."""
+
+
+class PoolCall:
+    """The requests of one call: those that a forward computes, and those that have to wait for another one."""
+
+    def __init__(
+        self,
+        find: Callable[[ForwardRequest], PooledText | None],
+        requests: Sequence[ForwardRequest],
+        max_rows: float,
+    ) -> None:
+        self._find, self._requests, self.rows_left = find, requests, max_rows
+        self.begun: list[PooledRows] = []
+        self.used: set[PooledText] = set()
+
+    def add(self, pooled: PooledRows) -> None:
+        self.begun.append(pooled)
+        self.used.add(pooled.text)
+        self.rows_left -= pooled.rows.num_rows
+
+    @cached_property
+    def last_use(self) -> dict[PooledText, int]:
+        """The last request that begins like each text; only looked up where something is evicted."""
+        found = map(self._find, self._requests)
+        return {text: number for number, text in enumerate(found) if text is not None}
+
+    def uses(self, text: PooledText) -> bool:
+        """Whether a request uses this text or is going to."""
+        return text in self.used or self.last_use.get(text, -1) >= len(self.begun)
+
+
 class TextPool:
-    """Finds what is cached of texts, and gives each forward the slots that it fills."""
+    """Finds what is cached of texts, and gives each forward the slots that it fills.
+
+    It holds one text more than a forward may have, as the last of them may begin as a copy of another text.
+    """
 
     def __init__(self, num_slots: int, max_texts: int, max_length: int) -> None:
         self.slots, self.max_texts, self.max_length = SlotPool(num_slots), max_texts, max_length
-        self._num_slots = num_slots
-        self._free_tables = list(range(max_texts - 1, -1, -1))
+        self.num_slots, self.num_tables = num_slots, max_texts + 1
+        self._free_tables = list(range(max_texts, -1, -1))
         self._texts: dict[PooledText, None] = {}  # the least recently used first
         self._text_of: dict[int, PooledText] = {}  # by the identity of its owner
 
@@ -106,18 +150,23 @@ class TextPool:
         """How many tokens of a text are cached, of this one or of another."""
         return self._find(tokens)[0]
 
-    def begin(self, requests: Sequence[ForwardRequest]) -> list[PooledRows]:
-        """Give slots to the new rows of each request, whose text no other of them has."""
-        begun: list[PooledRows] = []
-        used: set[PooledText] = set()
+    def begin(self, requests: Sequence[ForwardRequest], max_rows: float = inf) -> list[PooledRows]:
+        """Give slots to the new rows of each request, whose text no other of them has: of the first ones that fit.
+
+        The first alone may have more than `max_rows`. What is cached of the others is kept, unless the first one
+        needs its slots.
+        """
+        call = PoolCall(lambda request: self._find(request.tokens)[1], requests, max_rows)
         try:
-            for request in requests:
-                begun.append(self._begin(request, used))
-                used.add(begun[-1].text)
-        except BaseException:
-            self.cancel(begun)
-            raise
-        return begun
+            for request in requests[: self.max_texts]:
+                if call.begun and request.num_positions > call.rows_left:
+                    break
+                call.add(self._begin(request, call))
+        except BaseException as error:
+            if not (isinstance(error, NoRoom) and call.begun):
+                self.cancel(call.begun)
+                raise
+        return call.begun
 
     def finish(self, begun: Sequence[PooledRows]) -> None:
         """Record that a forward has computed these rows."""
@@ -141,34 +190,38 @@ class TextPool:
             length = pooled.rows.length
             self.slots.give_back(pooled.text.slots[length : pooled.rows.end])
             self._drop_nodes(pooled.text)
+            if not length:
+                self._drop(pooled.text)
 
-    def _begin(self, request: ForwardRequest, used: Set[PooledText]) -> PooledRows:
+    def _begin(self, request: ForwardRequest, call: PoolCall) -> PooledRows:
         self.check(request)
         tokens = request.tokens
-        shared, text = self._text_for(tokens, used)
+        shared, text = self._text_for(tokens, call)
         self._set_owner(text, tokens)
         num_cached = min(shared, request.start - 1)
         if not request.asked or not shared == len(text.tokens) == len(tokens):  # nodes are after another text
             self._drop_nodes(text)
         self._truncate(text, num_cached)
         tree = TreeRows.of(text.nodes, request.tree, request.asked) if request.asked else NO_TREE
+        if call.begun and len(tokens) - num_cached + len(tree.computed) > call.rows_left:
+            raise NoRoom
         num_kept = len(text.nodes) if tree.nodes.items() >= text.nodes.items() else 0
         if not num_kept:
             self._drop_nodes(text)
-        new = self._take(len(tokens) - num_cached + len(tree.nodes) - num_kept, text, used)
+        new = self._take(len(tokens) - num_cached + len(tree.nodes) - num_kept, text, call)
         text.slots[num_cached : len(tokens)] = new[: len(tokens) - num_cached]
         text.node_slots += new[len(tokens) - num_cached :]
         text.nodes = tree.nodes
         rows = SlotRows(text.table, text.slots, num_cached, list(tokens[num_cached:]), tree, text.node_slots)
         return PooledRows(text, rows, max(0, len(tokens) + 1 - request.start))
 
-    def _text_for(self, tokens: Sequence[int], used: Set[PooledText]) -> tuple[int, PooledText]:
+    def _text_for(self, tokens: Sequence[int], call: PoolCall) -> tuple[int, PooledText]:
         """The text that has most of these tokens, and how many.
 
         It is a fork of the one found where that is in use, or would lose much, or anything of another text.
         """
         shared, text = self._find(tokens)
-        if text is not None and text not in used:
+        if text is not None and text not in call.used:
             if shared == len(text.tokens):
                 self._accept(text, tokens)
                 shared = len(text.tokens)
@@ -176,7 +229,7 @@ class TextPool:
                 del self._texts[text]
                 self._texts[text] = None
                 return shared, text
-        return shared, self._fork(text, shared, used)
+        return shared, self._fork(text, shared, call)
 
     def _find(self, tokens: Sequence[int]) -> tuple[int, PooledText | None]:
         """The text with the longest common prefix: the one that this list of tokens had, if it has most of them."""
@@ -200,10 +253,12 @@ class TextPool:
         self._text_of.pop(id(text.owner), None)
         text.owner, self._text_of[id(tokens)] = tokens, text
 
-    def _fork(self, text: PooledText | None, shared: int, used: Set[PooledText]) -> PooledText:
+    def _fork(self, text: PooledText | None, shared: int, call: PoolCall) -> PooledText:
         """A new text that uses the same slots for the tokens it has in common with another."""
-        while not self._free_tables:
-            self._drop(next(old for old in self._texts if old is not text and old not in used))
+        if not self._free_tables:
+            if (old := next(self._evictable(text, call), None)) is None:
+                raise NoRoom
+            self._drop(old)
         forked = PooledText(self._free_tables.pop(), np.zeros(self.max_length, np.int32))
         if text is not None:
             forked.tokens, forked.slots[:shared] = text.tokens[:shared], text.slots[:shared]
@@ -211,15 +266,37 @@ class TextPool:
         self._texts[forked] = None
         return forked
 
-    def _take(self, count: int, text: PooledText, used: Set[PooledText]) -> list[int]:
-        """Take so many slots, from the texts that were not used for the longest time if none are free."""
-        while self.slots.num_free < count:
-            oldest = next((old for old in self._texts if old is not text and old not in used), None)
-            if oldest is None:
+    def _take(self, count: int, text: PooledText, call: PoolCall) -> list[int]:
+        """Take so many slots, from other texts if too few are free."""
+        if self.slots.num_free < count:
+            for old in self._evictable(text, call):
+                self._evict(old, max(EVICTED, count - self.slots.num_free))
+                if self.slots.num_free >= count:
+                    break
+            else:
                 free = self.slots.num_free
-                raise ValueError(f"{count} new tokens: of {self._num_slots} in the KV cache, {free} are free")
-            self._drop(oldest)
+                raise NoRoom(f"{count} new tokens: of {self.num_slots} in the KV cache, {free} are free")
         return self.slots.take(count)
+
+    def _evictable(self, kept: PooledText | None, call: PoolCall) -> Iterator[PooledText]:
+        """Texts that the call does not use, the least recently used first.
+
+        Then, for the first request of a forward, those that are used last in the call, whose requests compute again
+        what they lose.
+        """
+        texts = [text for text in self._texts if text is not kept]
+        yield from (text for text in texts if not call.uses(text))
+        if not call.begun:
+            yield from sorted(filter(call.uses, texts), key=call.last_use.__getitem__, reverse=True)
+
+    def _evict(self, text: PooledText, count: int) -> None:
+        """Free so many slots of a text, its last ones, or all that no other uses: what it begins with stays cached."""
+        self._drop_nodes(text)
+        own = self.slots.used_once(text.slots[: len(text.tokens)])
+        if len(own) > count:
+            self._truncate(text, int(own[-count]))
+        else:
+            self._drop(text)
 
     def _drop(self, text: PooledText) -> None:
         self._drop_nodes(text)

@@ -118,7 +118,7 @@ class RowKernels(NamedTuple):
 
 
 class PackedCudaModel:
-    """A backend with a KV cache of `num_slots` tokens, which up to `max_texts` texts of `max_length` tokens share.
+    """A backend with a KV cache of `num_slots` tokens, for up to `max_texts` texts in a forward.
 
     One that `drafts` can grow a draft tree without waiting for the tokens of each level.
     """
@@ -150,7 +150,7 @@ class PackedCudaModel:
         # One buffer for kernels to read: tables of texts, tokens that were picked, and the plan of each forward.
         layouts = [PlanLayout(size, self.groups) for size in sorted(sizes)]
         self.max_rows = layouts[-1].size
-        first_picked = aligned(max_texts * max_length)
+        first_picked = aligned(self.pool.num_tables * max_length)
         self.unread = first_picked + self.max_rows * BRANCHES
         begin, *ends = accumulate(
             (aligned(layout.length) for layout in layouts), initial=aligned(self.unread + BRANCHES)
@@ -234,21 +234,18 @@ class PackedCudaModel:
 
     def _poll(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
         """Logits or tokens of each request, of one forward or of several."""
-        if self._fit(requests):
-            return (yield from self._compute(requests, picks))
-        parts: list[list[Any]] = []
-        last: list[tuple[int, ForwardRequest]] = []
-        for request in requests:
-            *pieces, rest = self._pieces(request)
-            parts.append([])
-            for _, piece in pieces:
-                parts[-1] += yield from self._compute([piece], picks)
-                self.pool.continue_with(request.tokens, piece.tokens)
-            last.append(rest)
-        rows = iter(parts)
-        for group in self._groups(last):
-            for own in (yield from self._compute(group, picks)):
-                next(rows).append(own)
+        parts: list[list[Any]] = [[] for _ in requests]
+        left = list(enumerate(requests))
+        while left:
+            computed = yield from self._compute([request for _, request in left], picks)
+            for part in computed:
+                number, request = left.pop(0)
+                parts[number].append(part)
+            if not computed:
+                number, request = left[0]
+                left[:1] = [(number, piece) for piece in self._split(request)]
+            elif left and left[0][0] == number:
+                self.pool.continue_with(left[0][1].tokens, request.tokens)
         return list(map(self._joined, parts))
 
     def _joined(self, parts: Sequence[Any]) -> Any:
@@ -261,49 +258,28 @@ class PackedCudaModel:
         with torch.inference_mode(), on(self.stream):
             return torch.cat(list(parts))
 
-    def _fit(self, requests: Sequence[ForwardRequest]) -> bool:
-        """Whether all share a forward, if as much is cached as they say."""
-        new = sum(len(request.tokens) - (request.num_cached or 0) + len(request.tree) for request in requests)
-        positions = sum(request.num_positions for request in requests)
-        return new + positions <= self.max_rows and len(requests) < self.pool.max_texts
-
-    def _pieces(self, request: ForwardRequest) -> Iterator[tuple[int, ForwardRequest]]:
-        """A request as several that fit into a forward, each with its rows at most: the last ends with the text."""
-        self.pool.check(request)
-        tokens, start, largest = request.tokens, request.start, self.max_rows
-        if len(request.tree) >= largest:
-            raise ValueError(f"a tree of {len(request.tree)} draft tokens: there may be {largest - 1}")
+    def _split(self, request: ForwardRequest) -> tuple[ForwardRequest, ForwardRequest]:
+        """As much of a request as fits into a forward, and the rest: of its text first, then of its tree."""
+        tokens, start = request.tokens, request.start
         begin = len(tokens) - self.pool.num_new(request)
-        while len(tokens) - begin + len(request.tree) > largest and begin < len(tokens) - 1:
-            end = min(begin + largest, len(tokens) - 1)
-            yield end - begin, ForwardRequest(list(tokens[:end]), min(max(start, begin + 1), end + 1))
-            begin, start = end, max(start, end + 1)
-        yield (
-            len(tokens) - begin + len(request.tree),
-            request if start == request.start else replace(request, start=start),
-        )
-
-    def _groups(self, requests: Sequence[tuple[int, ForwardRequest]]) -> Iterator[list[ForwardRequest]]:
-        """Those that share a forward: fewer than there are tables, as the last may begin as a copy of another text."""
-        group, room = list[ForwardRequest](), self.max_rows
-        for rows, request in requests:
-            if group and (rows > room or len(group) + 1 == self.pool.max_texts):
-                yield group
-                group, room = [], self.max_rows
-            group.append(request)
-            room -= rows
-        if group:
-            yield group
+        end = min(begin + self.max_rows, len(tokens) - 1)
+        if end > begin:
+            piece = ForwardRequest(list(tokens[:end]), min(max(start, begin + 1), end + 1))
+            return piece, replace(request, start=max(start, end + 1))
+        if len(request.asked) < 2:
+            raise ValueError(f"a tree of {len(request.tree)} draft tokens: a forward has {self.max_rows} rows")
+        half, after = len(request.asked) // 2, len(tokens) + 1
+        return replace(request, asked=request.asked[:half]), replace(request, start=after, asked=request.asked[half:])
 
     def _compute(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
-        """Run one forward."""
-        begun = self.pool.begin(requests)
+        """Run one forward over the first requests, as many as fit: none, if one alone does not."""
+        begun = self.pool.begin(requests, self.max_rows)
         count = sum(pooled.rows.num_rows for pooled in begun)
         if not count:
-            return [np.empty((0, BRANCHES), np.int32) if picks else torch.empty((0, 0)) for _ in begun]
-        if count > self.max_rows:  # less was cached than they say, or had to make room for others
+            return [self._nothing(picks) for _ in begun]
+        if count > self.max_rows:
             self.pool.cancel(begun)
-            return (yield from self._compute_apart(requests, picks))
+            return []
         wanted = list(wanted_rows(begun))
         try:
             forward = self.forward_of(count)
@@ -318,6 +294,10 @@ class PackedCudaModel:
             raise
         self.pool.finish(begun)
         return self._picked_tokens(wanted) if picks else list(self._logits_of(forward, wanted))
+
+    def _nothing(self, picks: bool) -> Any:
+        """The answer about a text all of which is cached."""
+        return np.empty((0, BRANCHES), np.int32) if picks else torch.empty((0, 0), device=self.device)
 
     def _give_up(self, begun: Sequence[PooledRows]) -> None:
         if self.on_gpu:
@@ -343,13 +323,6 @@ class PackedCudaModel:
         """The smallest forward of so many rows."""
         return next(forward for size, forward in self._forwards.items() if size >= count)
 
-    def _compute_apart(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
-        """Compute each request by itself, of which it does not say what is cached."""
-        rows: list[Any] = []
-        for request in requests:
-            rows += yield from self._poll([replace(request, num_cached=None)], picks)
-        return rows
-
     def _moves(self, begun: Sequence[PooledRows]) -> Moves:
         """Slots of positions that no forward has written: those of nodes that became text, and of forks."""
         moves = []
@@ -370,7 +343,7 @@ class PackedCudaModel:
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         """Whether `poll_levels` can grow such a tree."""
         most = max((count for level in levels for _, count in level), default=0)
-        if not self.drafts or len(levels) >= MAX_LEVELS or max(most, *request.num_children) > BRANCHES:
+        if not self.drafts or len(levels) >= MAX_LEVELS or max((most, *request.num_children)) > BRANCHES:
             return False
         num_expanded = request.num_positions + sum(map(len, levels))
         return num_expanded + len(request.tree) + self.pool.num_new(request) <= self.max_rows

@@ -49,11 +49,6 @@ class SlotRows:
         return self.tree.computed if self.computed is None else self.computed
 
     @property
-    def node_tokens(self) -> list[int]:
-        tokens = [token for _, token in self.tree.nodes]
-        return [tokens[node] for node in self.nodes]
-
-    @property
     def num_rows(self) -> int:
         return len(self.tokens) + len(self.nodes)
 
@@ -229,7 +224,7 @@ def fill_rows(by_row: tuple[list[int], ...], text: SlotRows, table_length: int, 
     places += range(text.table * table_length + text.length, text.table * table_length + text.end)
     if nodes := text.nodes:
         depths = text.tree.depths
-        ids += text.node_tokens
+        ids += text.tree.tokens_of(nodes)
         positions += [text.end + depths[node] for node in nodes]
         slots += [text.node_slots[node] for node in nodes]
         places += [unread] * len(nodes)

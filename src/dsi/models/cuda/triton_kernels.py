@@ -9,12 +9,15 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from dsi.models.cuda.linear import launch_next, launch_options, shared_memory, wait_for_inputs
+from dsi.models.cuda.packed_rows import (
+    KEYS,
+    ROWS,
+    num_parts,
+    split_limits,
+)  # rows of both attentions have the same bits
 
-ROWS = 16  # queries of a program: the fewest that tensor cores take
-KEYS = 64  # keys of a tile
 NEW = 16  # new tokens of a tile
 STAGES = 3  # tiles of keys that are read ahead
-PROGRAMS_PER_SM, MAX_SPLITS = 2, 64
 
 
 def attend(
@@ -42,7 +45,7 @@ def attend(
     new, (kv_heads, capacity, size) = len(qkv), keys.shape[-3:]
     heads = qkv.shape[-1] // size - 2 * kv_heads
     out = torch.empty(new, heads * size, dtype=qkv.dtype, device=qkv.device)
-    parts = row_tiles(new, heads, kv_heads)
+    parts = num_parts(new, heads // kv_heads)
     splits = 1 if arrivals is None else arrivals.shape[-1]
     room = kv_heads * parts * cdiv(capacity, KEYS) * ROWS if splits > 1 else 0
     _attend[(kv_heads, parts, splits)](
@@ -81,15 +84,11 @@ def stages_for(size: int, element_size: int, limit: int) -> int:
     return max(1, min(STAGES, (limit - ROWS * size * element_size) // (2 * KEYS * size * element_size)))
 
 
-def row_tiles(new: int, heads: int, kv_heads: int) -> int:
-    return -(-new * (heads // kv_heads) // ROWS)
-
-
 def split_counts(new: int, heads: int, kv_heads: int, capacity: int, sms: int) -> tuple[int, int, int]:
     """The shape of `arrivals`: enough programs for every multiprocessor, but no more than there are tiles of keys."""
-    parts = row_tiles(new, heads, kv_heads)
-    enough = PROGRAMS_PER_SM * sms // (kv_heads * parts)
-    return kv_heads, parts, max(1, min(enough, MAX_SPLITS, -(-capacity // KEYS)))
+    groups = heads // kv_heads
+    splits, _ = split_limits(new, groups, kv_heads, capacity, sms)
+    return kv_heads, num_parts(new, groups), splits
 
 
 @triton.jit(do_not_specialize=["new"])
