@@ -13,15 +13,8 @@ from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.tree_policies import PRIOR_CHANCES
 from dsi.engine import profile_cuda
 from dsi.engine.build_cuda import packed_servers
-from dsi.engine.profile_cuda import (
-    PACKED_ROWS,
-    TRIED_TREES,
-    fitted_trees,
-    order_by_contention,
-    with_packed_forwards,
-    with_shared_drafts,
-    with_trees,
-)
+from dsi.engine.profile_cuda import PACKED_ROWS, order_by_contention, with_packed_forwards, with_shared_drafts
+from dsi.engine.profile_trees import ON_GPU, fitted_trees, with_trees
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.servers import PrefixTable, Server, make_servers
 from dsi.models.cuda.graphs import CudaGraphModel
@@ -86,12 +79,14 @@ def test_with_shared_drafts_separates_forwards_and_rows(monkeypatch: pytest.Monk
 
 def test_fitted_trees_give_the_turns_that_were_measured() -> None:
     true = LatencyModel(20.0, 1.0, drafter_per_token_ms=0.1, drafter_level_ms=0.3, tree_ms=0.7, tree_node_ms=0.02)
-    measured = [turn_ms(true, PRIOR_CHANCES, *tree) for tree in TRIED_TREES]
-    fitted = fitted_trees(replace(true, drafter_level_ms=0, tree_ms=0, tree_node_ms=0), *measured)
+    few, wide, deep = (turn_ms(true, PRIOR_CHANCES, *tree) for tree in ON_GPU)
+    fitted = fitted_trees(replace(true, drafter_level_ms=0, tree_ms=0, tree_node_ms=0), few, wide, deep)
     for name in ("drafter_level_ms", "tree_ms", "tree_node_ms"):
         assert getattr(fitted, name) == pytest.approx(getattr(true, name))
-    as_fast = [turn_ms(LatencyModel(20.0, 1.0), PRIOR_CHANCES, *tree) for tree in TRIED_TREES]
-    assert fitted_trees(LatencyModel(20.0, 2.0), *as_fast).tree_ms == 0  # noise, but nothing takes less than no time
+    few, wide, deep = (turn_ms(LatencyModel(20.0, 1.0), PRIOR_CHANCES, *tree) for tree in ON_GPU)
+    assert (
+        fitted_trees(LatencyModel(20.0, 2.0), few, wide, deep).tree_ms == 0
+    )  # noise, but nothing takes less than no time
 
 
 def test_with_trees_measures_turns_on_the_servers() -> None:
@@ -101,9 +96,9 @@ def test_with_trees_measures_turns_on_the_servers() -> None:
     servers = [Server(f"{TARGET}-1", TARGET, models[TARGET]), Server(DRAFTER, DRAFTER, models[DRAFTER])]
     packed = {server.name: Server(server.name, server.role, server.model, PrefixTable(4)) for server in servers}
     latency = LatencyModel(4.0, 1.0)
-    measured = with_trees(latency, CudaFleet(servers, packed=packed), 4, 256)
+    measured = with_trees(latency, CudaFleet(servers, packed=packed), (1,) * 4, 256)
     assert 1.5 < measured.drafter_level_ms < 3.5
-    assert with_trees(latency, CudaFleet(servers, packed=packed), 4, 51) == latency  # no room for a text
+    assert with_trees(latency, CudaFleet(servers, packed=packed), (1,) * 4, 51) == latency  # no room for a text
 
 
 def test_with_packed_forwards_leaves_nothing_in_the_caches() -> None:

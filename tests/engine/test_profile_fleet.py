@@ -7,11 +7,13 @@ import pytest
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.engine.profile_fleet import LOOKUP_SHARE, FleetProfiler, fitted_widths, measured_latency, typical_ms
+from dsi.engine.profile_trees import ON_CPU, with_trees
 from dsi.fleets.servers import Server
 from dsi.fleets.threads import ThreadFleet
 from dsi.models.protocol import ForwardRequest
 from dsi.models.toy import ToyTarget
 from dsi.models.wait import Latency, Wait
+from dsi.planning.latency import LatencyModel
 
 SAMPLE = tuple(range(100, 200))
 STEPS = ((1, 0.010), (64, 0.015))
@@ -68,6 +70,16 @@ def test_fleet_profiler_says_why_a_server_cannot_work() -> None:
         fleet.close()
 
 
+def test_with_trees_leaves_out_what_chains_take_as_well() -> None:
+    """Real threads that wait 6 ms longer than the latencies say."""
+    fleet, latency = waiting(), LatencyModel(4.0, 3.0)
+    try:
+        every, own = (with_trees(latency, fleet, SAMPLE[:4], 256, ON_CPU, chain) for chain in (False, True))
+    finally:
+        fleet.close()
+    assert own.tree_ms < every.tree_ms - 3
+
+
 def test_fitted_widths_draws_a_line_beyond_one_token() -> None:
     curve = fitted_widths({1: 8.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 18.0})
     assert [curve[width] for width in (1, 2, 3, 32)] == pytest.approx([8.0, 11.0, 11.5, 26.0])
@@ -75,6 +87,12 @@ def test_fitted_widths_draws_a_line_beyond_one_token() -> None:
     wide = fitted_widths({1: 8.0, 2: 11.0, 4: 12.0, 8: 14.0, 16: 18.0, 32: 34.0, 64: 34.0})
     assert [wide[width] for width in (2, 16, 20, 32, 48, 64)] == pytest.approx([11, 18, 22, 34, 34, 34])
     assert min(fitted_widths({1: 8.0, 2: 9.0, 16: 5.0}).values()) == 8.0  # never less than for one token
+
+
+def test_fitted_widths_are_flat_while_forwards_wait_for_memory() -> None:
+    """A line through wider forwards as well would make the third token look expensive."""
+    curve = fitted_widths({1: 1.2, 2: 1.3, 4: 1.3, 8: 1.3, 16: 2.1})
+    assert [curve[width] for width in (2, 4, 8, 12, 16, 24, 32)] == pytest.approx([1.3, 1.3, 1.3, 1.7, 2.1, 2.9, 3.7])
 
 
 def test_measured_latency_never_falls_with_the_width() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import torch
 
 from dsi.core.messages import DRAFTER, TARGET
 from dsi.core.progress import Status, no_status
+from dsi.core.sequence import Tokens
 from dsi.engine.build import (
     MAX_NUM_SEQS,
     LoadedDrafter,
@@ -33,6 +35,7 @@ from dsi.engine.generation_config import process_logits
 from dsi.engine.profile_cache import keep_profile, model_identity, profile_key, read_profile
 from dsi.engine.profile_cpu import expected_contention, may_use_every_core, threads_survive_fork
 from dsi.engine.profile_fleet import FleetProfiler, sample_tokens
+from dsi.engine.profile_trees import ON_CPU, with_trees
 from dsi.fleets.packed import MAX_TOKENS
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.servers import Server, make_servers
@@ -56,6 +59,7 @@ MAX_PACKED_SEQS = 256  # texts of requests that share forwards, whose KV caches 
 MAX_KV_SHARE, TYPICAL_LENGTH = 0.25, 512  # ...while they take this share of the memory, at so many tokens each
 MIN_SHARE = 0.95  # of the time with few threads that forwards must take on every core to be run on them
 TYPICAL_DRAFT = 3  # draft tokens
+TREE_PROMPT = 16  # tokens of the text with which trees are measured
 
 
 def build_on_processes(config: EngineConfig, status: Status = no_status) -> Deployment:
@@ -175,6 +179,8 @@ def measure_pair(
     own = replace(own, contention=expected_contention(sp, len(available_cores())))
     # SI has one drafter.
     measured = measure_turns(profiler, fleet, own) if len(drafters) == 1 else MeasuredPair(own, frozenset())
+    if trees:
+        measured = measure_trees(measured, fleet, sample_tokens(target), shortest_context([context, drafter_context]))
     if fleet.seconds_without_core() - without_core < MAX_WITHOUT_CORE * (time.perf_counter() - began):
         keep_profile(key, latency=measured.latency.json(), every_core=sorted(measured.every_core))
     return measured
@@ -188,6 +194,15 @@ def measure_turns(profiler: FleetProfiler, fleet: ProcessFleet, own: LatencyMode
     engine_ms = profiler.engine_ms()
     wide = profiler.latency(every_core=True).with_engine_ms(engine_ms)
     return on_every_core(wide, own.with_engine_ms(engine_ms), fleet.every_core)
+
+
+def measure_trees(measured: MeasuredPair, fleet: ProcessFleet, sample: Tokens, context: int) -> MeasuredPair:
+    """Measure turns with draft trees: with forwards this fast, the engine's work for each node counts."""
+    if measured.latency.alone is None or not fleet.runs_inline:
+        return measured
+    fleet.every_core, context = measured.every_core, context or sys.maxsize
+    alone = with_trees(measured.latency.alone, fleet, sample[:TREE_PROMPT], context, ON_CPU, chain=True)
+    return replace(measured, latency=replace(measured.latency, alone=alone))
 
 
 def limit_inline(fleet: ProcessFleet, latency: LatencyModel) -> None:

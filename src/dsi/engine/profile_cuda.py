@@ -10,18 +10,11 @@ from time import perf_counter
 from typing import Any
 
 from dsi.core.messages import DRAFTER, TARGET
-from dsi.core.policies import policy_for
-from dsi.core.request import Request
-from dsi.core.sequence import Tokens
-from dsi.core.spec import SpecConfig
-from dsi.core.tree_policies import PRIOR_CHANCES
-from dsi.core.tree_shape import levels
+from dsi.engine.profile_trees import with_trees
 from dsi.fleets.cuda import CudaFleet
-from dsi.fleets.loop import EngineLoop
 from dsi.models.cuda.packed import PackedCudaModel
 from dsi.models.protocol import ForwardRequest, Pollable, SamplingModel
 from dsi.planning.latency import LatencyModel, without_noise
-from dsi.planning.trees import turn_ms
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are captured
 CONTENTION_WIDTH = 8  # new tokens of the forwards by which contention is measured
@@ -30,9 +23,6 @@ ORDERING_ROUNDS = 4
 MAX_ORDERED = 5  # targets; the order of more hardly matters
 TOKEN = 1  # any will do
 PACKED_ROWS = 32
-TRIED_TREES = ((3, 2), (31, 4), (31, 12))  # draft tokens and levels
-TURN_TOKENS, LEAST_TURN_TOKENS = 256, 48  # of the text with each: trees near its end have fewer levels
-TURNS, TURN_SECONDS = 12, 0.5
 DONE = object()
 
 
@@ -131,7 +121,7 @@ def with_packed_forwards(
     for model in models.values():
         model.pool.clear()
     try:
-        return with_trees(latency, fleet, prompt, min(model.context for model in models.values()))
+        return with_trees(latency, fleet, (TOKEN,) * prompt, min(model.context for model in models.values()))
     finally:
         fleet.close()
 
@@ -170,44 +160,6 @@ def with_width(latency: LatencyModel, width: int, ms: float) -> LatencyModel:
     if width in by_width:
         return latency
     return replace(latency, by_width=(*latency.by_width, (width, max(ms, *by_width.values()))))
-
-
-def with_trees(latency: LatencyModel, fleet: CudaFleet, prompt: int, context: int) -> LatencyModel:
-    """With what a level of a tree takes, a tree, and each node: from turns of SI with three trees on these servers."""
-    tokens = min(TURN_TOKENS, context - prompt)
-    if tokens < LEAST_TURN_TOKENS:
-        return latency
-    loop = EngineLoop(fleet)
-    few, wide, deep = (measured_turn_ms(loop, tree, (TOKEN,) * prompt, tokens) for tree in TRIED_TREES)
-    return fitted_trees(latency, few, wide, deep)
-
-
-def fitted_trees(latency: LatencyModel, few: float, wide: float, deep: float) -> LatencyModel:
-    """With the levels and nodes by which turns with `TRIED_TREES` take as long as these were measured to."""
-
-    def beyond(measured: float, tree: tuple[int, int]) -> float:
-        return measured - turn_ms(latency, PRIOR_CHANCES, *tree)
-
-    small, broad, tall = TRIED_TREES
-    more_levels = len(levels(PRIOR_CHANCES, *tall)) - len(levels(PRIOR_CHANCES, *broad))
-    level_ms = max(0.0, (beyond(deep, tall) - beyond(wide, broad)) / more_levels)
-    latency = replace(latency, drafter_level_ms=level_ms)
-    node_ms = max(0.0, (beyond(wide, broad) - beyond(few, small)) / (broad[0] - small[0]))
-    return replace(latency, tree_node_ms=node_ms, tree_ms=max(0.0, beyond(few, small) - node_ms * small[0]))
-
-
-def measured_turn_ms(loop: EngineLoop, tree: tuple[int, int], prompt: Tokens, tokens: int) -> float:
-    """The median time of a turn of SI with such a tree, from one growth of the text to the next."""
-    size, depth = tree
-    policy = policy_for(SpecConfig("si", depth, max_targets=1, tree=size, chances=PRIOR_CHANCES))
-    active, ends = loop.submit(Request(prompt, tokens, policy)), list[float]()
-    for _ in loop.follow(active):
-        ends.append(float(active.times[-1]))
-        if len(ends) > TURNS or ends[-1] - ends[0] > TURN_SECONDS:
-            break
-    if not active.done:
-        loop.cancel(active)
-    return 1000 * median(end - begin for begin, end in pairwise(ends if len(ends) > 1 else [0.0, *ends]))
 
 
 def finish(models: Iterable[BusyModel]) -> None:

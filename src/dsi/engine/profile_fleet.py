@@ -21,6 +21,7 @@ from dsi.planning.latency import LatencyModel, monotone
 
 PROMPT = 32  # tokens after which forwards are timed
 WIDTHS = (1, 2, 4, 8, 16)  # new tokens of a target forward
+NARROW = 8  # of these, up to which a line is drawn through what was measured
 WIDE = (32, 64)  # likewise, of forwards that requests share; for each token of the narrower ones, a line is enough
 MAX_WIDE_MS = 20.0  # of a forward over the widest of the others, or these would take too long to measure
 DRAFT_TOKENS = 8
@@ -41,22 +42,24 @@ def measured_latency(by_width: Mapping[int, float], drafter_ms: float, contentio
 
 
 def fitted_widths(by_width: Mapping[int, float]) -> dict[int, float]:
-    """Milliseconds of every width: one new token as measured, and a line through the others, which evens out noise.
+    """Milliseconds of every width: one new token as measured, and a line through a few more, which evens out noise.
 
-    A forward over one token multiplies matrices with vectors, in other kernels than those of several. Wide ones take
-    more for each token, as they no longer wait for memory: between them, lines from one to the next.
+    A forward over one token multiplies matrices with vectors, in other kernels than those of several. Wider ones take
+    more for each token, as they no longer wait for memory: between them, and beyond, lines from one to the next.
     """
-    several = {width: ms for width, ms in by_width.items() if 1 < width <= WIDTHS[-1]}
+    narrow = NARROW if sum(1 < width <= NARROW for width in by_width) > 1 else WIDTHS[-1]
+    several = {width: ms for width, ms in by_width.items() if 1 < width <= narrow}
     if len(several) < 2:
         return dict(by_width)
     slope, intercept = linear_regression(list(several), list(several.values()))
-    one, wide = by_width[1], [width for width in WIDE if width in by_width]
-    line = {width: max(one, intercept + slope * width) for width in range(2, MAX_WIDTH + 1)}
-    curve = {1: one} | {width: ms for width, ms in line.items() if not wide or width <= WIDTHS[-1]}
-    for a, b in pairwise([WIDTHS[-1], *wide]):
-        rise = (max(curve[a], by_width[b]) - curve[a]) / (b - a)
+    one = by_width[1]
+    curve = {1: one} | {width: max(one, intercept + slope * width) for width in range(2, narrow + 1)}
+    rise = max(0.0, slope)
+    for a, b in pairwise([narrow, *sorted(width for width in by_width if width > narrow)]):
+        rise = max(0.0, by_width[b] - curve[a]) / (b - a)
         curve |= {width: curve[a] + rise * (width - a) for width in range(a + 1, b + 1)}
-    return curve
+    last = max(curve)
+    return curve | {width: curve[last] + rise * (width - last) for width in range(last + 1, MAX_WIDTH + 1)}
 
 
 def sample_tokens(target: ModelInfo) -> Tokens:

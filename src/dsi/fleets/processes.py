@@ -187,6 +187,11 @@ class ProcessFleet(RemoteFleet):
         """Whether targets compute several requests in one forward, in this process."""
         return TARGET in self._packed
 
+    @property
+    def runs_inline(self) -> bool:
+        """Whether a request that is alone runs in this process."""
+        return bool(self._inline) and self._inline_alone
+
     def limit_inline(self, alone: bool, max_tokens: int) -> None:
         """Say whether a request that is alone runs in this process, and how many new tokens of all share a forward."""
         self._inline_alone = alone
