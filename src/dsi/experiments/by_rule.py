@@ -189,7 +189,7 @@ def block(text: TargetText, start: int, sampling: Sampling, lookahead: int) -> t
 def draft(logits: Array, sampling: Sampling, position: int, start: int = 0) -> Candidates:
     """Return the draft tokens of a position as a drafter's server does."""
     if not sampling.needs_draft:
-        return tuple((token, None) for token in match([logits], sampling, position))
+        return tuple((token, None) for token in match(logits[None], sampling, position))
     tokens, draft_probs = draw_guesses(logits, sampling, position, start)
     return tuple((token, draft_probs) for token in tokens)
 

@@ -129,6 +129,25 @@ class BaseFleet(ABC):
         if self.log is not None:
             self.log.append(span(name, self._servers[name].role, job, context, start, end, event))
 
+    def _record_shared(
+        self,
+        name: str,
+        job: Job,
+        context: TokenSequence,
+        start: Time,
+        end: Time,
+        event: Event,
+        share: int,
+        num_texts: int,
+    ) -> None:
+        """Count a job's share of a forward over several texts; what it takes is not what it would take alone."""
+        if share == 1:
+            self._record(name, job, context, start, end, event)
+            return
+        self.usage[name].end(end - (end - start) / share, end, event)
+        if self.log is not None:
+            self.log.append(span(name, self._servers[name].role, job, context, start, end, event, num_texts))
+
     def _num_busy_targets(self) -> int:
         return sum(self._servers[name].role == TARGET for name in self._scheduler.running)
 

@@ -16,7 +16,7 @@ from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.packed import PackedServer, SharedEvent
 from dsi.fleets.servers import Server
-from dsi.fleets.spans import Span, span
+from dsi.fleets.spans import Span
 from dsi.fleets.worker import poll_work
 from dsi.models.protocol import Answer, Cancelled
 
@@ -181,18 +181,10 @@ class CudaFleet(RealTimeFleet):
             if name in self._packed_jobs and self._packed_jobs[name].id not in self._joined:
                 self._join(name, packed)
             if self.packs and self.num_requests > 1:
-                self._take_waiting(self._servers[name].role, packed)
+                packed.take_waiting(self._scheduler, self._servers[name].role, self._is_packed)
             self._poll_packed(name, packed)
         if not self._events and self._scheduler.changed:
             self._start_jobs()
-
-    def _take_waiting(self, role: str, packed: PackedServer) -> None:
-        """Let waiting jobs join those that share forwards."""
-        for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_packed(job)):
-            if packed.accepts(job):  # there may be two of one request
-                packed.add(job)
-            else:
-                self._scheduler.enqueue(job)
 
     def _poll_packed(self, name: str, packed: PackedServer) -> None:
         inflight = self._forwards.pop(name, None)
@@ -210,12 +202,7 @@ class CudaFleet(RealTimeFleet):
         began, num_texts = inflight.began, len(inflight.forward.parts)
         inflight.began = now = self.now()  # of the next level of a tree
         for job, context, event in events:
-            if len(events) == 1:
-                self._record(name, job, context, began, now, event)
-            else:  # each has its share of the time
-                self.usage[name].end(now - (now - began) / len(events), now, event)
-                if self.log is not None:
-                    self.log.append(span(name, self._servers[name].role, job, context, began, now, event, num_texts))
+            self._record_shared(name, job, context, began, now, event, len(events), num_texts)
             self._events.append(event)
         self._release_packed()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
-from dsi.core.scheduler import promoted
+from dsi.core.scheduler import Scheduler, promoted
 from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import Level
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
@@ -175,6 +175,14 @@ class PackedServer:
             prefix.num_cached = self._find_cached(prefix.tokens) or None
         self.jobs[job.id] = PackedJob(job, prefix, left, growth)
         self._origins.add(job.context.origin)
+
+    def take_waiting(self, scheduler: Scheduler, role: str, shares: Callable[[Job], bool]) -> None:
+        """Let waiting jobs of a role that are to share forwards join."""
+        for job in scheduler.take(role, lambda job: self.accepts(job) and shares(job)):
+            if self.accepts(job):  # there may be two of one request
+                self.add(job)
+            else:
+                scheduler.enqueue(job)
 
     def discard(self, id: int) -> bool:
         """Drop a job; return whether it was here."""

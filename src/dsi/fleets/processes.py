@@ -21,14 +21,13 @@ from pathlib import Path
 from selectors import SelectorKey
 from typing import Any
 
-from dsi.core.messages import TARGET, Drafted, Event, Job, Prefill
+from dsi.core.messages import TARGET, Drafted, Job, Prefill
 from dsi.core.scheduler import promoted
-from dsi.core.sequence import TokenSequence
 from dsi.fleets.connection import Connection, JobDecoder
 from dsi.fleets.packed import PackedForward, PackedServer
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
-from dsi.fleets.spans import Span, span
+from dsi.fleets.spans import Span
 from dsi.fleets.worker import work
 from dsi.models.process_utils import close_other_fds, die_with_parent, set_process_name
 
@@ -300,11 +299,7 @@ class ProcessFleet(RemoteFleet):
             if packed and job.id not in packed.jobs and self._is_shared(job):
                 packed.add(job)
         for role, packed in self._packed.items():
-            for job in self._scheduler.take(role, lambda job: packed.accepts(job) and self._is_shared(job)):  # noqa: B023
-                if packed.accepts(job):  # there may be two of one request
-                    packed.add(job)
-                else:
-                    self._scheduler.enqueue(job)
+            packed.take_waiting(self._scheduler, role, self._is_shared)
 
     @staticmethod
     def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
@@ -377,25 +372,6 @@ class ProcessFleet(RemoteFleet):
             if job.id in names and job.id not in packed.jobs:
                 del self._inline_jobs[name]
                 self._scheduler.release(name, computed=False)
-
-    def _record_shared(
-        self,
-        name: str,
-        job: Job,
-        context: TokenSequence,
-        start: float,
-        end: float,
-        event: Event,
-        share: int,
-        num_texts: int,
-    ) -> None:
-        """Count a request's share of a forward; what it takes is not what it would take alone."""
-        if share == 1:
-            self._record(name, job, context, start, end, event)
-            return
-        self.usage[name].end(end - (end - start) / share, end, event)
-        if self.log is not None:
-            self.log.append(span(name, self._servers[name].role, job, context, start, end, event, num_texts))
 
     def _run_job_inline(self, name: str, job: Job) -> None:
         """Run a whole job; nobody can use one of its answers before the last."""

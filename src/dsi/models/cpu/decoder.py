@@ -332,8 +332,9 @@ class CompiledDecoder(Transformer):
             sequence.tokens += prompt
         part = TextPart(sequence, len(sequence.tokens), list(tokens[len(sequence.tokens) :]), 1)
         generated = self._generate(part, count)
+        end = part.end + count - 1
         for kv_layer in sequence.cache.layers:
-            kv_layer.length = part.end + count - 1
+            kv_layer.length = end
         sequence.tokens += part.new_tokens + generated[:-1]
         return generated
 
@@ -370,8 +371,9 @@ class CompiledDecoder(Transformer):
             for part, rows in zip(forward, self._run(forward, at_once)):
                 logits.setdefault(id(part.sequence), []).append(rows)
         for part in parts:
+            end = part.end
             for kv_layer in part.sequence.cache.layers:
-                kv_layer.length = part.end
+                kv_layer.length = end
         rows_of = [logits.get(id(part.sequence), [floats(0, self._struct.head.out_features)]) for part in parts]
         return [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in rows_of]
 
