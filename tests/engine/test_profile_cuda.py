@@ -22,6 +22,7 @@ from dsi.models.cuda.packed import PackedCudaModel
 from dsi.models.protocol import Answer, ForwardRequest
 from dsi.models.toy import ToyDrafter, ToyTarget
 from dsi.planning.latency import LatencyModel
+from dsi.planning.shared_forwards import draft_ms
 from dsi.planning.trees import turn_ms
 from polled_pair import PolledPair
 
@@ -60,11 +61,11 @@ class PackedModel:
 
     pool, max_picked = Pool(), 0
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, row_ms: float = 0.25) -> None:
+        self.now, self._row_ms = 0.0, row_ms
 
     def forward_packed(self, requests: Sequence[Any], at_once: int = 1) -> list[torch.Tensor]:  # noqa: ARG002
-        self.now += (3 + (len(requests) - 1) / 4) / 1000
+        self.now += (3 + (len(requests) - 1) * self._row_ms) / 1000
         return [torch.zeros(1, 5) for _ in requests]
 
 
@@ -77,6 +78,15 @@ def test_with_shared_drafts_separates_forwards_and_rows(monkeypatch: pytest.Monk
     assert latency.drafter_per_token_ms == pytest.approx(0.25)
 
 
+def test_with_shared_drafts_finds_rows_that_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not the same as rows that were not measured: more requests speculate further."""
+    model: Any = PackedModel(row_ms=0)
+    monkeypatch.setattr(profile_cuda, "perf_counter", lambda: model.now)
+    latency = with_shared_drafts(LatencyModel(20.0, 3.0), model, prompt=4)
+    assert draft_ms(latency, 64) == pytest.approx(draft_ms(latency, 1), rel=1e-3)
+    assert draft_ms(LatencyModel(20.0, 3.0), 64) > 10 * draft_ms(latency, 64)
+
+
 def test_fitted_trees_give_the_turns_that_were_measured() -> None:
     true = LatencyModel(20.0, 1.0, drafter_per_token_ms=0.1, drafter_level_ms=0.3, tree_ms=0.7, tree_node_ms=0.02)
     few, wide, deep = (turn_ms(true, PRIOR_CHANCES, *tree) for tree in ON_GPU)
@@ -84,9 +94,8 @@ def test_fitted_trees_give_the_turns_that_were_measured() -> None:
     for name in ("drafter_level_ms", "tree_ms", "tree_node_ms"):
         assert getattr(fitted, name) == pytest.approx(getattr(true, name))
     few, wide, deep = (turn_ms(LatencyModel(20.0, 1.0), PRIOR_CHANCES, *tree) for tree in ON_GPU)
-    assert (
-        fitted_trees(LatencyModel(20.0, 2.0), few, wide, deep).tree_ms == 0
-    )  # noise, but nothing takes less than no time
+    faster = fitted_trees(LatencyModel(20.0, 2.0), few, wide, deep)
+    assert faster.tree_ms == 0  # noise, but nothing takes less than no time
 
 
 def test_with_trees_measures_turns_on_the_servers() -> None:

@@ -23,6 +23,7 @@ ORDERING_ROUNDS = 4
 MAX_ORDERED = 5  # targets; the order of more hardly matters
 TOKEN = 1  # any will do
 PACKED_ROWS = 32
+LEAST_ROW_MS = 1e-6  # of a draft forward: 0 would say that it was not measured
 DONE = object()
 
 
@@ -134,7 +135,7 @@ def with_shared_drafts(latency: LatencyModel, model: PackedCudaModel, prompt: in
     return replace(
         latency,
         drafter_shared_ms=max(0.0, one - float(latency.drafter_ms)),
-        drafter_per_token_ms=max(0.0, all_rows - one) / (len(requests) - 1),
+        drafter_per_token_ms=max(LEAST_ROW_MS, (all_rows - one) / (len(requests) - 1)),
     )
 
 
