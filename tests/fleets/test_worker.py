@@ -2,11 +2,12 @@
 
 import pytest
 
+from cancel_flags import CancelAfter
 from dsi.core.messages import Draft, Drafted, Failed, Job, Prefill, Prefilled, Verify
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.fleets.servers import PrefixTable, Server, by_name
 from dsi.fleets.worker import work
-from dsi.models.protocol import Cancelled, ForwardRequest
+from dsi.models.protocol import NEVER, Cancelled, ForwardRequest
 
 
 class RecordingModel:
@@ -79,11 +80,15 @@ class GeneratingModel(RecordingModel):
 
 
 def test_worker_drafts_in_one_call_what_nobody_waits_for_one_by_one() -> None:
-    text = TokenSequence.of((1, 2))
-    for alone, calls in ((True, [(5, None), (2, 4)]), (False, [(1, None), (1, 2), (1, 3), (1, 4), (1, 5)])):
+    text, one_by_one = TokenSequence.of((1, 2)), [(1, None), (1, 2), (1, 3), (1, 4), (1, 5)]
+    for alone, flag, calls in (
+        (True, NEVER, [(5, None), (2, 4)]),
+        (False, NEVER, one_by_one),
+        (True, CancelAfter(99), one_by_one),  # a worker, whose silence would be taken for its death
+    ):
         model = GeneratingModel()
         server = Server("s", "drafter", model)
-        events = run_job(Draft(1, text, 5, alone=alone), server)
+        events = list(work(Draft(1, text, 5, alone=alone), server, flag))
         assert events == [Drafted(1, token) for token in (2, 3, 4, 5, 6)]
         assert [(count, kept) for _, count, kept in model.asked] == calls
         assert server.prefixes.lookup(text).tokens == [1, 2]

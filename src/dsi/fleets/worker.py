@@ -101,8 +101,9 @@ def _draft_tokens(job: Draft, model: Model, prefix: CachedPrefix, cancelled: Can
             yield None if token is None else Drafted(job.id, token)
         return
     missing = job.count
+    in_one_call = job.alone and cancelled is NEVER  # or a server would be silent for long, and some are waited for
     while missing:
-        request, at_once = draft_request(job, prefix, cancelled), missing if job.alone else 1  # or some are waited for
+        request, at_once = draft_request(job, prefix, cancelled), missing if in_one_call else 1
         if job.sampling.needs_draft:
             drafted = [_draft_token(job, model, request)]
         else:
