@@ -125,6 +125,7 @@ class Endpoint:
             async for chunk in chunks:
                 with _reading(self.url):
                     document = json.loads(chunk)
+                    check_no_error(self.url, document)
                     self._check_model(document)
                     tokens = self.wire.streamed(document, num_received)
                 num_received += len(tokens)
@@ -228,6 +229,12 @@ class ConnectionTrace:
 
     async def __call__(self, event: str, _: Mapping[str, Any]) -> None:
         self.is_new |= event == "connection.connect_tcp.complete"
+
+
+def check_no_error(url: str, chunk: Any) -> None:
+    """Raise what an engine says that went wrong amid a stream."""
+    if isinstance(chunk, Mapping) and isinstance(error := chunk.get("error"), Mapping):
+        raise EndpointError(f"{url}: {' '.join(str(error.get('message', error)).split())[:200]}")
 
 
 @contextmanager
