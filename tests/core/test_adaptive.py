@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -295,3 +296,14 @@ def test_trees_may_be_for_greedy_requests_alone(greedy_trees: bool, temperature:
     generation = Generation((1, 2), 20, controller, sampling=Sampling(temperature))
     generation.start()
     assert generation.decisions[0].spec.tree == tree
+
+
+def test_trees_for_greedy_requests_are_not_what_was_decided_for_sampled_ones() -> None:
+    """Decisions are kept for all requests that know the same."""
+    controller = AdaptiveController(replace(TABLE, trees=FastTree(), greedy_trees=True), ("drafter",), 0.7)
+    for temperature, tree in ((0.0, 4), (0.7, 0), (0.0, 4)):
+        generation = Generation((1, 2), 20, controller, sampling=Sampling(temperature))
+        generation.start()
+        request = controller._requests[generation]
+        candidate = controller.decide(request._inputs(generation), partial(request._best, generation))
+        assert controller.spec(candidate).tree == tree

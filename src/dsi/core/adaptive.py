@@ -305,7 +305,12 @@ class RequestController:
         rates = [table.rate_index(rate) for ema in emas for rate in (ema.rate, ema.optimistic_rate)]
         slowdown = round(STREAM_STEPS * monitor.stream_slowdown)
         streams = (self._is_learning(g), slowdown) if table.plain_ms is not None else ()
-        return (*rates, *fitting, *self._engine.scales.values(), *streams, table.num_predicted())
+        known = self._has_trees(g), table.num_predicted()
+        return (*rates, *fitting, *self._engine.scales.values(), *streams, *known)
+
+    def _has_trees(self, g: Generation) -> bool:
+        """Whether trees may be chosen for this request."""
+        return not (self._engine.latency_table.greedy_trees and g.sampling.temperature)
 
     def _best(self, g: Generation) -> Candidate:
         """The best candidate among the drafters in whose context the text still fits, if there are any."""
@@ -314,7 +319,7 @@ class RequestController:
         fitting = {drafters: ema for drafters, ema in self._acceptance.items() if _fits(g, drafters)}
         emas = (fitting or self._acceptance).items()
         table = self._engine.latency_table
-        runner_up = 0.0 if table.greedy_trees and g.sampling.temperature else self._runner_up.rate  # 0: no trees
+        runner_up = self._runner_up.rate if self._has_trees(g) else 0.0  # 0: no trees
         best = self._engine.best({drafters: ema.rate for drafters, ema in emas}, runner_up)
         if self._engine.spec(best).speculates or table.plain_ms is not None:
             return best
