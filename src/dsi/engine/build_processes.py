@@ -174,13 +174,14 @@ def measure_pair(
     name = next((name for name, drafter in named.items() if not isinstance(drafter.model, NGram)), None)
     drafter_context = named[name].context if name else 0
     trees = name is not None and computes_trees(named[name].model)
-    profiler = FleetProfiler(fleet, sample_tokens(target), context, name, drafter_context, trees)
+    sample = sample_tokens(target)
+    profiler = FleetProfiler(fleet, sample, context, name, drafter_context, trees)
     sp, own = len(fleet.servers()) - len(drafters), profiler.latency()
     own = replace(own, contention=expected_contention(sp, len(available_cores())))
     # SI has one drafter.
     measured = measure_turns(profiler, fleet, own) if len(drafters) == 1 else MeasuredPair(own, frozenset())
     if trees:
-        measured = measure_trees(measured, fleet, sample_tokens(target), shortest_context([context, drafter_context]))
+        measured = measure_trees(measured, fleet, sample, shortest_context([context, drafter_context]))
     if fleet.seconds_without_core() - without_core < MAX_WITHOUT_CORE * (time.perf_counter() - began):
         keep_profile(key, latency=measured.latency.json(), every_core=sorted(measured.every_core))
     return measured

@@ -234,7 +234,11 @@ class ConnectionTrace:
 def check_no_error(url: str, chunk: Any) -> None:
     """Raise what an engine says that went wrong amid a stream."""
     if isinstance(chunk, Mapping) and isinstance(error := chunk.get("error"), Mapping):
-        raise EndpointError(f"{url}: {' '.join(str(error.get('message', error)).split())[:200]}")
+        raise EndpointError(f"{url}: {_one_line(error.get('message', error))}")
+
+
+def _one_line(message: Any) -> str:
+    return " ".join(str(message).split())[:200]
 
 
 @contextmanager
@@ -278,4 +282,4 @@ async def _status_message(url: str, response: httpx.Response) -> str:
         await response.aclose()
     with suppress(*UNREADABLE):
         body = json.loads(body)["error"]["message"]
-    return f"{url}: status {response.status_code}: {' '.join(str(body).split())[:200]}"
+    return f"{url}: status {response.status_code}: {_one_line(body)}"

@@ -9,12 +9,7 @@ from torch import Tensor
 from triton import cdiv, next_power_of_2
 
 from dsi.models.cuda.linear import launch_next, launch_options, shared_memory, wait_for_inputs
-from dsi.models.cuda.packed_rows import (
-    KEYS,
-    ROWS,
-    num_parts,
-    split_limits,
-)  # rows of both attentions have the same bits
+from dsi.models.cuda.packed_rows import KEYS, ROWS, num_parts, split_limits  # both attentions have the same bits
 
 NEW = 16  # new tokens of a tile
 STAGES = 3  # tiles of keys that are read ahead
