@@ -78,7 +78,9 @@ class Pair:
             for name, role in ((f"{TARGET}-1", TARGET), (DRAFTER, DRAFTER))
         }
         servers = make_servers([Oracle(self.target, teacher)], {DRAFTER: Oracle(self.drafter, guess)})
-        loop = EngineLoop(CudaFleet(servers, packed=packed))
+        fleet = CudaFleet(servers, packed=packed)
+        fleet.limit_rows(self.latency.shared_rows)
+        loop = EngineLoop(fleet)
         loop.load.shared_spec = self.shared_spec
         return loop
 

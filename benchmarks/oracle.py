@@ -52,6 +52,13 @@ class PackedOracle:
     def max_rows(self) -> int:
         return self.model.max_rows
 
+    @property
+    def forwards_in_flight(self) -> int:
+        return self.model.forwards_in_flight
+
+    def num_cached(self, tokens: Sequence[int]) -> int:
+        return self.model.num_cached(tokens)
+
     def answer(self, request: ForwardRequest) -> Tokens:
         [answer] = self.answer_packed([request])
         return answer.tokens

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
-from itertools import count as counter
+from functools import lru_cache
+from heapq import heapify, heappop
+from itertools import chain, count as counter, repeat
 from math import inf, log
 from typing import Any
 
@@ -75,7 +76,8 @@ class NodeQueue:
     """Nodes of a draft tree, the likeliest first; a parent comes before its children. Pruned ones drop out."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, int, Node]] = []
+        self._heap: list[tuple[float, int, int, Node]] = []  # sorted as one when a node is taken
+        self._is_heap = True
         self._order = counter()
         self._most = MOST_PRUNED  # nodes, with which pruned ones are removed
 
@@ -83,7 +85,8 @@ class NodeQueue:
         if len(self._heap) >= self._most:
             self._remove_pruned()
             self._most = MOST_PRUNED + 2 * len(self._heap)
-        heappush(self._heap, (-node.log_chance, node.depth, next(self._order), node))
+        self._heap.append((-node.log_chance, node.depth, next(self._order), node))
+        self._is_heap = False
 
     def has(self, least: int) -> bool:
         """Whether there are so many nodes that were not pruned."""
@@ -93,12 +96,15 @@ class NodeQueue:
 
     def _remove_pruned(self) -> None:
         self._heap = [entry for entry in self._heap if entry[-1].alive]
-        heapify(self._heap)
+        self._is_heap = False
 
     def pop(self, most: int, wanted: Callable[[Node], bool]) -> list[Node]:
         """Take so many at most; those that are not wanted now stay."""
         taken: list[Node] = []
         kept: list[Node] = []
+        if not self._is_heap:
+            heapify(self._heap)
+            self._is_heap = True
         while self._heap and len(taken) < most:
             node = heappop(self._heap)[-1]
             if node.alive:
@@ -112,7 +118,7 @@ class TreeDraft:
     """A tree that a drafter grows, a level at a time; its nodes have numbers, as in the job."""
 
     def __init__(self, root: Node, nodes: Sequence[Node], expansions: Expansions, chances: Chances) -> None:
-        self._root, self._chances = root, chances
+        self._root, self._log_chances = root, log_chances(chances)
         self._nodes: list[Node | None] = list(nodes)  # None: the drafter had no such choice
         self._levels = deque(by_level(expansions, len(nodes)))
         self.level = 0  # that is drafted next
@@ -128,15 +134,18 @@ class TreeDraft:
             grown: list[Node | None] = []
             if node is not None and node.alive and tokens:
                 node.drafted_by[model] = tokens[0]
-                grown += [self._child(tree, node, rank, token, block_size) for rank, token in enumerate(tokens[:count])]
+                grown += [
+                    self._child(tree, node, chance, token, block_size)
+                    for token, chance in zip(tokens[:count], chain(self._log_chances, repeat(-inf)))
+                ]
             self._nodes += grown + [None] * (count - len(grown))
         self.level += 1
         return not self._levels
 
-    def _child(self, tree: DraftTree, node: Node, rank: int, token: int, block_size: int) -> Node:
+    def _child(self, tree: DraftTree, node: Node, chance: float, token: int, block_size: int) -> Node:
         is_new = token not in node.children
         child = tree.grow(node, token, block_size)
-        child.log_chance = node.log_chance + log_chance(self._chances, rank)
+        child.log_chance = node.log_chance + chance
         if is_new:
             tree.queue(child)
         return child
@@ -148,10 +157,10 @@ class TreeDraft:
                 tree.leaves.push(node)
 
 
-def log_chance(chances: Chances, rank: int) -> float:
-    """The logarithm of the chance that a drafter's choice of this rank is the target's token."""
-    chance = chances[rank] if rank < len(chances) else 0.0
-    return log(chance) if chance > 0 else -inf
+@lru_cache(1024)
+def log_chances(chances: Chances) -> Sequence[float]:
+    """The logarithms of the chances that a drafter's choices are the target's token, by rank."""
+    return [log(chance) if chance > 0 else -inf for chance in chances]
 
 
 class DraftTree:
@@ -190,8 +199,8 @@ class DraftTree:
         self.leaves, self.unverified = NodeQueue(), NodeQueue()
         nodes = [self.root]
         for node in nodes:
-            for rank, child in enumerate(node.children.values()):
-                child.log_chance = node.log_chance + log_chance(chances, rank)
+            for child, chance in zip(node.children.values(), chain(log_chances(chances), repeat(-inf))):
+                child.log_chance = node.log_chance + chance
                 self.queue(child)
                 nodes.append(child)
 

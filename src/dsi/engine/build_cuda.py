@@ -65,8 +65,11 @@ def build_on_devices(config: EngineConfig, status: Status = no_status) -> Deploy
         trial = CudaFleet(make_servers(targets[:1], {DRAFTER: drafter}), packed=packed_servers(packed))
         latency = with_packed_forwards(latency, trial, packed, prompt)
     shared_kv = shared_device and all(target.shares_cache_with(targets[0]) for target in targets)
+    fleet = CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv), packed=packed_servers(packed))
+    if latency.shared_rows:
+        fleet.limit_rows(latency.shared_rows)
     return Deployment(
-        CudaFleet(make_servers(targets[:sp], {DRAFTER: drafter}, shared_kv), packed=packed_servers(packed)),
+        fleet,
         info.tokenizer,
         targets[0].context,
         sp,

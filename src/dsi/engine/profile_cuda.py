@@ -15,6 +15,7 @@ from dsi.fleets.cuda import CudaFleet
 from dsi.models.cuda.packed import PackedCudaModel
 from dsi.models.protocol import ForwardRequest, Pollable, SamplingModel
 from dsi.planning.latency import LatencyModel, without_noise
+from dsi.planning.shared_forwards import shared_rows
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64, 128)  # new tokens of the forwards that are captured
 CONTENTION_WIDTH = 8  # new tokens of the forwards by which contention is measured
@@ -119,6 +120,7 @@ def with_packed_forwards(
     target = models[TARGET]
     if target.on_gpu and prompt + target.max_rows <= target.context:
         latency = with_width(latency, target.max_rows, widest_forward_ms(target, prompt))
+    latency = replace(latency, shared_rows=min(target.max_rows, shared_rows(latency)))
     for model in models.values():
         model.pool.clear()
     try:

@@ -70,7 +70,7 @@ class CudaWorker:
 
 
 class InflightForward:
-    """The forward that a server is computing for several texts."""
+    """A forward that a server computes for several texts, or begins when the one before has ended."""
 
     __slots__ = ("began", "forward", "steps")
 
@@ -105,7 +105,7 @@ class CudaFleet(RealTimeFleet):
         self.packs = roles.count(TARGET) == 1  # whether a target computes several requests in one forward
         self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
         self._joined: set[int] = set()  # of these, those that did not have to wait
-        self._forwards: dict[str, InflightForward] = {}  # by server
+        self._forwards: dict[str, list[InflightForward]] = {name: [] for name in self._packed}  # the first ends first
 
     def _assign(self, name: str, job: Job) -> None:
         packed = self._packed.get(name)
@@ -135,10 +135,16 @@ class CudaFleet(RealTimeFleet):
 
     def close(self) -> None:
         """Give up the forwards that are computed, too: what they fill is free again."""
-        for inflight in self._forwards.values():
-            inflight.steps.close()
-        self._forwards.clear()
+        for forwards in self._forwards.values():
+            for inflight in forwards:
+                inflight.steps.close()
+            forwards.clear()
         super().close()
+
+    def limit_rows(self, most: int) -> None:
+        """Let shared forwards have so many new tokens and nodes at most, but for what has more alone."""
+        for packed in self._packed.values():
+            packed.max_tokens = min(packed.max_tokens, most)
 
     def promote(self, id: int) -> None:
         super().promote(id)
@@ -187,20 +193,21 @@ class CudaFleet(RealTimeFleet):
             self._start_jobs()
 
     def _poll_packed(self, name: str, packed: PackedServer) -> None:
-        inflight = self._forwards.pop(name, None)
-        if inflight is None:
-            if not packed.has_ready_jobs:
-                return
-            inflight = InflightForward(packed, self.now())
-        events, ended = inflight.poll(packed)
-        if not ended:
-            self._forwards[name] = inflight
-        if ended or events:
-            self._handle(name, inflight, events)
+        forwards = self._forwards[name]
+        if packed.should_begin([inflight.forward for inflight in forwards]):
+            forwards.append(InflightForward(packed, self.now()))
+        for inflight in tuple(forwards):
+            events, ended = inflight.poll(packed)
+            if ended:
+                forwards.remove(inflight)
+            if ended or events:
+                self._handle(name, inflight, events)
 
     def _handle(self, name: str, inflight: InflightForward, events: Sequence[SharedEvent]) -> None:
         began, num_texts = inflight.began, len(inflight.forward.parts)
-        inflight.began = now = self.now()  # of the next level of a tree
+        now = self.now()
+        for other in (inflight, *self._forwards[name]):  # the next level of a tree, and the forward behind this one
+            other.began = now
         for job, context, event in events:
             self._record_shared(name, job, context, began, now, event, len(events), num_texts)
             self._events.append(event)

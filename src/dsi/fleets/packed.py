@@ -132,6 +132,8 @@ class PackedServer:
         # Of a job, by default as many as a forward has rows; a wider one would make the others wait.
         self._max_positions = self.max_tokens if max_positions is None else max_positions
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
+        self._ready: dict[int, PackedJob] = {}  # of these, those that no forward computes
+        self._most_in_flight: int = getattr(model, "forwards_in_flight", 1)
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
 
     @classmethod
@@ -173,7 +175,7 @@ class PackedServer:
         prefix = self.server.prefixes.lookup(job.context)
         if prefix.num_cached is None and self._find_cached is not None:  # the turn of a chat, or a system prompt
             prefix.num_cached = self._find_cached(prefix.tokens) or None
-        self.jobs[job.id] = PackedJob(job, prefix, left, growth)
+        self.jobs[job.id] = self._ready[job.id] = PackedJob(job, prefix, left, growth)
         self._origins.add(job.context.origin)
 
     def take_waiting(self, scheduler: Scheduler, role: str, shares: Callable[[Job], bool]) -> None:
@@ -188,6 +190,7 @@ class PackedServer:
         """Drop a job; return whether it was here."""
         if (packed := self.jobs.pop(id, None)) is None:
             return False
+        self._ready.pop(id, None)
         if not packed.computing:  # or another job of its request would share the KV cache with that forward
             self._origins.discard(packed.job.context.origin)
         return True
@@ -200,7 +203,19 @@ class PackedServer:
     @property
     def has_ready_jobs(self) -> bool:
         """Whether there are jobs that no forward computes."""
-        return any(not packed.computing for packed in self.jobs.values())
+        return bool(self._ready)
+
+    def should_begin(self, in_flight: Sequence[PackedForward]) -> bool:
+        """Whether the jobs that no forward computes begin one now, beside those in flight.
+
+        They wait for those with which they can share the next one: it takes less time than two.
+        """
+        if not self._ready or not in_flight:
+            return bool(self._ready)
+        if len(in_flight) >= self._most_in_flight:
+            return False
+        num_ready = sum(packed.num_new for packed in self._ready.values())
+        return num_ready + sum(forward.num_rows for forward in in_flight) > self.max_tokens
 
     @property
     def num_new(self) -> int:
@@ -218,6 +233,7 @@ class PackedServer:
         forward = PackedForward(self._take(max_tokens))
         for part in forward.parts:
             part.packed.computing = True
+            del self._ready[part.packed.job.id]
         return forward
 
     def run(self, forward: PackedForward, at_once: int = 1) -> None:
@@ -262,6 +278,8 @@ class PackedServer:
             part.packed.computing = False
             if self._is_dropped(part):
                 self._origins.discard(part.packed.job.context.origin)
+            else:  # unless it is done now
+                self._ready[part.packed.job.id] = part.packed
         return self._events(zip(forward.parts, forward.answers))
 
     def finish_level(self, forward: PackedForward, answer: Answer) -> list[SharedEvent]:
@@ -282,7 +300,7 @@ class PackedServer:
     def _take(self, room: int) -> list[PackedPart]:
         """What the next forward computes: jobs that fit, and the first even if it does not."""
         taken = list[PackedPart]()
-        parts = [packed.part() for packed in self.jobs.values() if not packed.computing]
+        parts = [packed.part() for packed in self._ready.values()]
         continuing = [part for part in parts if not part.reads_prompt]
         for part in sorted(continuing, key=lambda part: part.is_speculation):
             if part.num_rows <= room or not taken:

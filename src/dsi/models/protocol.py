@@ -322,6 +322,11 @@ class SamplingModel:
         return int(getattr(self.backend, "forwards_at_once", 1))
 
     @property
+    def forwards_in_flight(self) -> int:
+        """How many shared forwards over different texts may be polled at a time."""
+        return int(getattr(self.backend, "forwards_in_flight", 1))
+
+    @property
     def max_rows(self) -> int:
         """The new tokens and nodes of a shared forward at most."""
         return int(getattr(self.backend, "max_rows", MAX_ROWS))

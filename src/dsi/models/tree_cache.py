@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class TreeRows:
     @classmethod
     def of(cls, cached: CachedNodes, tree: Tree, asked: Sequence[int]) -> TreeRows:
         """Compute what is asked about, and ancestors that are not cached."""
+        if not cached and len(set(asked)) == len(asked) == len(tree) and (nodes := all_nodes(tree)):
+            return cls(nodes, list(nodes.values()), list(asked))
         nodes = dict(cached) if len(cached) + len(tree) <= MAX_NODES else {}
         num_cached, slots = len(nodes), dict[int, int]()
         for node in with_ancestors(tree, asked):
@@ -41,9 +43,9 @@ class TreeRows:
         return cls(nodes, computed, [rows[slots[node]] for node in asked])
 
     @cached_property
-    def parents(self) -> list[int]:
+    def parents(self) -> tuple[int, ...]:
         """The slot of each node's parent."""
-        return [parent for parent, _ in self.nodes]
+        return tuple([parent for parent, _ in self.nodes])
 
     @property
     def tokens(self) -> list[int]:
@@ -53,15 +55,12 @@ class TreeRows:
     def tokens_of(self, slots: Sequence[int]) -> list[int]:
         """The tokens of these nodes."""
         tokens = [token for _, token in self.nodes]
-        return [tokens[slot] for slot in slots]
+        return tokens if len(slots) == len(tokens) else [tokens[slot] for slot in slots]
 
     @cached_property
     def depths(self) -> list[int]:
         """How far behind the end of the text each node is, 0 being the token after it."""
-        depths: list[int] = []
-        for parent, _ in self.nodes:
-            depths.append(0 if parent == END else depths[parent] + 1)
-        return depths
+        return depths_of(self.parents)
 
     def ancestors(self) -> Tensor:
         """For each node that is computed, whether each node is an ancestor of it or itself."""
@@ -72,12 +71,23 @@ class TreeRows:
         return seen[self.computed]
 
 
+@lru_cache(1024)  # of few shapes, again and again
+def depths_of(parents: tuple[int, ...]) -> list[int]:
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent == END else depths[parent] + 1)
+    return depths
+
+
+def all_nodes(tree: Tree) -> CachedNodes:
+    """Each node in the slot of its number; none if two of them are the same."""
+    nodes = {node: slot for slot, node in enumerate(tree)}
+    return nodes if len(nodes) == len(tree) else {}
+
+
 def tree_depth(tree: Tree) -> int:
     """How many tokens the longest path has."""
-    depths: list[int] = []
-    for parent, _ in tree:
-        depths.append(1 if parent == END else depths[parent] + 1)
-    return max(depths, default=0)
+    return 1 + max(depths_of(tuple([parent for parent, _ in tree])), default=-1)
 
 
 def cached_path(nodes: CachedNodes, tokens: Sequence[int]) -> list[int]:

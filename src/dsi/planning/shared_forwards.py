@@ -20,6 +20,10 @@ DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it, 
 VERIFY_MS, DRAFT_MS = 0.06, 0.025  # that the engine takes to handle a verification and a draft token of one request
 
 
+NEARLY_TWICE = 1.7  # as long as one of half as many new tokens takes a forward that is no better than two of those
+LEAST_SHARED_ROWS = 32
+
+
 class Shape(NamedTuple):
     """What each request has drafted when it is verified."""
 
@@ -68,21 +72,28 @@ def shared_spec(
 
 
 def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
-    """The expected tokens per ms of all requests: a draft forward for each level, then the target's."""
+    """The expected tokens per ms of all requests: a draft forward for each level, then the target's.
+
+    Where they are more than share a forward, the engine works for some of them while the others' forward runs.
+    """
     turns = latency.alone or latency
     engine_ms = requests * (VERIFY_MS + DRAFT_MS * shape.num_drafted)
-    drafting_ms = sum(draft_ms(turns, requests * rows) for rows in shape.levels)
-    verifying_ms = forward_ms(turns, requests * (shape.num_drafted + 1))
-    return requests * (1 + shape.num_accepted) / (drafting_ms + verifying_ms + engine_ms)
+    rows = requests * (shape.num_drafted + 1)
+    forwards = max(1.0, rows / (turns.shared_rows or rows))
+    drafting_ms = forwards * sum(draft_ms(turns, requests * drafted / forwards) for drafted in shape.levels)
+    verifying_ms = forwards * forward_ms(turns, rows / forwards)
+    computing_ms = drafting_ms + verifying_ms
+    turn_ms = max(computing_ms, engine_ms) if forwards > 1 else computing_ms + engine_ms
+    return requests * (1 + shape.num_accepted) / turn_ms
 
 
-def draft_ms(latency: LatencyModel, rows: int) -> float:
+def draft_ms(latency: LatencyModel, rows: float) -> float:
     """A draft forward over so many rows, of texts or of their trees."""
     row_ms = latency.drafter_per_token_ms or DRAFT_ROW * latency.drafter_ms
     return float(latency.drafter_ms + latency.drafter_shared_ms + row_ms * (rows - 1))
 
 
-def forward_ms(latency: LatencyModel, width: int) -> float:
+def forward_ms(latency: LatencyModel, width: float) -> float:
     """A target forward over so many new tokens, beyond the widest measured on the line through the last half."""
     widths = [(measured, float(ms - latency.engine_ms)) for measured, ms in latency.by_width]
     widths = widths or [(1, float(latency.target_ms - latency.engine_ms))]
@@ -92,3 +103,11 @@ def forward_ms(latency: LatencyModel, width: int) -> float:
     (last, ms), (middle, middle_ms) = widths[-1], widths[len(widths) // 2]
     slope = (ms - middle_ms) / (last - middle) if last > middle else float(latency.per_token_ms)
     return ms + slope * (width - last)
+
+
+def shared_rows(latency: LatencyModel) -> int:
+    """How many new tokens a forward should have at most where another can be launched behind it."""
+    rows = latency.by_width[-1][0]
+    while rows > LEAST_SHARED_ROWS and forward_ms(latency, rows) >= NEARLY_TWICE * forward_ms(latency, rows // 2):
+        rows //= 2
+    return rows

@@ -308,7 +308,7 @@ def test_a_forward_that_is_given_up_gives_its_slots_back(llama: Any, monkeypatch
         def query(self) -> bool:
             return False
 
-    monkeypatch.setattr(PackedForward, "launch", lambda _: Computing())
+    monkeypatch.setattr(PackedCudaModel, "_end", lambda _: Computing())
     steps = packed.poll_picked([ForwardRequest([1, 2, 3], 3), ForwardRequest([4, 5], 2, tree=TREE, asked=(2,))])
     assert next(steps) is None
     assert packed.pool.slots.num_free == 100 - 3 - 4

@@ -180,8 +180,15 @@ def hand_over(tensors: Iterable[Tensor], stream: Any) -> None:
     """Let the current stream read what another one computes: it waits for that, and the memory is kept meanwhile."""
     if stream is None:
         return
+    torch.cuda.current_stream(stream.device).wait_stream(stream)
+    keep_for_current_stream(tensors, stream)
+
+
+def keep_for_current_stream(tensors: Iterable[Tensor], stream: Any) -> None:
+    """Keep the memory of what another stream has computed until the current one has read it."""
+    if stream is None:
+        return
     current = torch.cuda.current_stream(stream.device)
-    current.wait_stream(stream)
     for tensor in tensors:
         tensor.record_stream(current)
 

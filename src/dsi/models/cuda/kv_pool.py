@@ -126,6 +126,7 @@ class TextPool:
         self.num_slots, self.num_tables = num_slots, max_texts + 1
         self._free_tables = list(range(max_texts, -1, -1))
         self._texts: dict[PooledText, None] = {}  # the least recently used first
+        self._in_flight: set[PooledText] = set()  # of forwards that run
         self._text_of: dict[int, PooledText] = {}  # by the identity of its owner
 
     def clear(self) -> None:
@@ -154,7 +155,7 @@ class TextPool:
         """Give slots to the new rows of each request, whose text no other of them has: of the first ones that fit.
 
         The first alone may have more than `max_rows`. What is cached of the others is kept, unless the first one
-        needs its slots.
+        needs its slots; and so is what forwards that run have begun, until `finish` or `cancel`.
         """
         call = PoolCall(lambda request: self._find(request.tokens)[1], requests, max_rows)
         try:
@@ -166,7 +167,13 @@ class TextPool:
             if not (isinstance(error, NoRoom) and call.begun):
                 self.cancel(call.begun)
                 raise
+        self._in_flight |= call.used
         return call.begun
+
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether there will be room that there is not now."""
+        return bool(self._in_flight)
 
     def finish(self, begun: Sequence[PooledRows]) -> None:
         """Record that a forward has computed these rows."""
@@ -174,6 +181,7 @@ class TextPool:
             text, rows = pooled.text, pooled.rows
             text.tokens += rows.tokens
             text.in_table = rows.end
+            self._in_flight.discard(text)
 
     def name_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> None:
         """Say which tokens the nodes of a tree turned out to be."""
@@ -187,6 +195,7 @@ class TextPool:
     def cancel(self, begun: Sequence[PooledRows]) -> None:
         """Take back the slots of a forward that did not run."""
         for pooled in begun:
+            self._in_flight.discard(pooled.text)
             length = pooled.rows.length
             self.slots.give_back(pooled.text.slots[length : pooled.rows.end])
             self._drop_nodes(pooled.text)
@@ -221,7 +230,7 @@ class TextPool:
         It is a fork of the one found where that is in use, or would lose much, or anything of another text.
         """
         shared, text = self._find(tokens)
-        if text is not None and text not in call.used:
+        if text is not None and text not in call.used and text not in self._in_flight:
             if shared == len(text.tokens):
                 self._accept(text, tokens)
                 shared = len(text.tokens)
@@ -239,6 +248,8 @@ class TextPool:
                 return shared, text
         longest, best = 0, None
         for text in reversed(self._texts):
+            if longest and (len(text.tokens) < longest or text.tokens[longest - 1] != tokens[longest - 1]):
+                continue  # which takes no time: it has less in common
             shared = common_prefix_length(text.tokens, tokens)
             if shared > longest or (shared and shared == longest and best and len(text.tokens) < len(best.tokens)):
                 longest, best = shared, text
@@ -284,7 +295,7 @@ class TextPool:
         Then, for the first request of a forward, those that are used last in the call, whose requests compute again
         what they lose.
         """
-        texts = [text for text in self._texts if text is not kept]
+        texts = [text for text in self._texts if text is not kept and text not in self._in_flight]
         yield from (text for text in texts if not call.uses(text))
         if not call.begun:
             yield from sorted(filter(call.uses, texts), key=call.last_use.__getitem__, reverse=True)

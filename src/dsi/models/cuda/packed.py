@@ -20,9 +20,17 @@ from torch import Tensor
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import Level
 from dsi.models.cuda.decoder_triton import supports_triton, torch_kernels, triton_forward, triton_kernels
-from dsi.models.cuda.graphs import CapturedForward, Completed, event, hand_over, on, own_stream, static_cache
+from dsi.models.cuda.graphs import (
+    CapturedForward,
+    Completed,
+    event,
+    keep_for_current_stream,
+    on,
+    own_stream,
+    static_cache,
+)
 from dsi.models.cuda.green_contexts import stream_sms
-from dsi.models.cuda.kv_pool import PooledRows, TextPool
+from dsi.models.cuda.kv_pool import NoRoom, PooledRows, TextPool
 from dsi.models.cuda.packed_rows import (
     BRANCHES,
     MOVES,
@@ -42,6 +50,7 @@ Moves = np.ndarray  # places in the device's buffer, and the slots to write ther
 NO_MOVES: Moves = np.zeros((2, 0), np.int32)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of the forwards that are captured
 MAX_TEXTS = 64
+IN_FLIGHT = 2  # forwards that may be launched one behind the other
 
 
 class PackedForward:
@@ -50,7 +59,7 @@ class PackedForward:
     def __init__(self, owner: PackedCudaModel, layout: PlanLayout, begin: int) -> None:
         self._owner, self.layout = owner, layout
         self._region = owner.tables[begin : begin + layout.length]
-        copies = MAX_LEVELS if owner.drafts else 1  # several are launched before the first has ended
+        copies = MAX_LEVELS if owner.drafts else IN_FLIGHT  # several are launched before the first has ended
         self._host = torch.zeros(copies, layout.length, dtype=torch.int32, pin_memory=owner.on_gpu)
         regions = self._host.numpy()
         tails = layout.size, TAIL
@@ -65,13 +74,14 @@ class PackedForward:
     def fill(self, texts: Sequence[SlotRows], moves: Moves, copy: int = 0, picked: Sequence[int] = ()) -> None:
         """Describe the rows and slots that the device does not know, and begin to copy that to the device.
 
-        The likeliest tokens after the rows `picked` come to the host, in this order.
+        The likeliest tokens after the rows `picked` come to the host, in this order; which `copy` of the description
+        is not in use says where.
         """
         (plan, tails), owner = self._plans[copy], self._owner
         programs = PROGRAMS_PER_SM * owner.sms // owner.kv_heads
         fill_plan(plan, tails, texts, self.layout, self.rows, programs)
         if picked:
-            plan.outputs[list(picked)] = owner.first_picked + BRANCHES * np.arange(len(picked))
+            plan.outputs[list(picked)] = owner.picked_from(copy) + BRANCHES * np.arange(len(picked))
         plan.moves[:, : moves.shape[1]] = moves
         self._region.copy_(self._host[copy], non_blocking=True)
 
@@ -82,16 +92,13 @@ class PackedForward:
         owner.host_picked.copy_(owner.picked, non_blocking=True)
         return self.logits
 
-    def launch(self) -> Any:
-        """Compute it, on a GPU asynchronously; return the event of its end."""
-        if self.graph is None:
-            with self._owner.patched():
-                self.compute()
-            return Completed()
-        self.graph.launch(0, None, NEVER)
-        end = event()
-        end.record(self._owner.stream)
-        return end
+    def launch(self) -> None:
+        """Compute it, on a GPU asynchronously."""
+        if self.graph is not None:
+            self.graph.launch(0, None, NEVER)
+            return
+        with self._owner.patched():
+            self.compute()
 
 
 def wanted_rows(begun: Sequence[PooledRows]) -> Iterator[Sequence[int]]:
@@ -120,7 +127,8 @@ class RowKernels(NamedTuple):
 class PackedCudaModel:
     """A backend with a KV cache of `num_slots` tokens, for up to `max_texts` texts in a forward.
 
-    One that `drafts` can grow a draft tree without waiting for the tokens of each level.
+    One that `drafts` can grow a draft tree without waiting for the tokens of each level; of any other, two forwards
+    over different texts may be polled at a time, and the device computes the second when the first has ended.
     """
 
     supports_trees = can_pack = True
@@ -142,6 +150,8 @@ class PackedCudaModel:
         self.on_gpu = self.device.type == "cuda"
         self.pool = TextPool(num_slots, max_texts, max_length)
         self.drafts, self.row_kernels = drafts, RowKernels.of(self.on_gpu)
+        self.forwards_in_flight = 1 if drafts else IN_FLIGHT
+        self._copy = 0  # of the plan, for the next forward
         self.stream = own_stream(stream, self.device)
         self.sms = self._num_sms()
         self._cache = self._create_cache(num_slots)
@@ -151,7 +161,7 @@ class PackedCudaModel:
         layouts = [PlanLayout(size, self.groups) for size in sorted(sizes)]
         self.max_rows = layouts[-1].size
         first_picked = aligned(self.pool.num_tables * max_length)
-        self.unread = first_picked + self.max_rows * BRANCHES
+        self.unread = first_picked + IN_FLIGHT * self.max_rows * BRANCHES
         begin, *ends = accumulate(
             (aligned(layout.length) for layout in layouts), initial=aligned(self.unread + BRANCHES)
         )
@@ -217,13 +227,11 @@ class PackedCudaModel:
         return run_to_end(self.poll_forward_packed(requests))
 
     def poll_forward_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Tensor]]:
-        """The logits of each request, for the current stream: those that fit share a forward.
+        """The logits of each request, which the current stream may read: those that fit share a forward.
 
         Yield while the device computes.
         """
-        logits = yield from self._poll(requests, picks=False)
-        hand_over(logits, self.stream)
-        return logits
+        return (yield from self._poll(requests, picks=False))
 
     def poll_picked(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[np.ndarray]]:
         """The likeliest tokens after each row that a request asks about, the likeliest first: picked on the device."""
@@ -255,8 +263,8 @@ class PackedCudaModel:
             return parts[0]
         if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)
-        with torch.inference_mode(), on(self.stream):
-            return torch.cat(list(parts))
+        with torch.inference_mode():
+            return torch.cat(parts)
 
     def _split(self, request: ForwardRequest) -> tuple[ForwardRequest, ForwardRequest]:
         """As much of a request as fits into a forward, and the rest: of its text first, then of its tree."""
@@ -273,7 +281,8 @@ class PackedCudaModel:
 
     def _compute(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
         """Run one forward over the first requests, as many as fit: none, if one alone does not."""
-        begun = self.pool.begin(requests, self.max_rows)
+        while (begun := self._begin(requests)) is None:
+            yield None
         count = sum(pooled.rows.num_rows for pooled in begun)
         if not count:
             return [self._nothing(picks) for _ in begun]
@@ -282,18 +291,49 @@ class PackedCudaModel:
             return []
         wanted = list(wanted_rows(begun))
         try:
-            forward = self.forward_of(count)
+            forward, copy = self.forward_of(count), self._next_copy()
             with torch.inference_mode(), on(self.stream):
                 rows = [pooled.rows for pooled in begun if pooled.rows.num_rows]
-                forward.fill(rows, self._moves(begun), picked=list(chain(*wanted)) if picks else ())
-                end = forward.launch()
+                forward.fill(rows, self._moves(begun), copy, list(chain(*wanted)) if picks else ())
+                forward.launch()
+                logits = [] if picks else list(self._logits_of(forward, wanted))
+                end = self._end()
             while not end.query():
                 yield None
         except BaseException:
             self._give_up(begun)
             raise
         self.pool.finish(begun)
-        return self._picked_tokens(wanted) if picks else list(self._logits_of(forward, wanted))
+        if picks:
+            return self._picked_tokens(wanted, copy)
+        keep_for_current_stream(logits, self.stream)
+        return logits
+
+    def _end(self) -> Any:
+        """The event that all that was launched has ended."""
+        if not self.on_gpu:
+            return Completed()
+        end = event()
+        end.record(self.stream)
+        return end
+
+    def _begin(self, requests: Sequence[ForwardRequest]) -> list[PooledRows] | None:
+        """What a forward computes; None while there is room only once another forward has ended."""
+        try:
+            return self.pool.begin(requests, self.max_rows)
+        except NoRoom:
+            if not self.pool.has_in_flight:
+                raise
+            return None
+
+    def _next_copy(self) -> int:
+        """The part of host memory that no forward in flight uses."""
+        self._copy = (self._copy + 1) % self.forwards_in_flight
+        return self._copy
+
+    def picked_from(self, copy: int) -> int:
+        """Where in the buffer the tokens go that a forward picks."""
+        return self.first_picked + copy % self.forwards_in_flight * self.max_rows * BRANCHES
 
     def _nothing(self, picks: bool) -> Any:
         """The answer about a text all of which is cached."""
@@ -304,20 +344,19 @@ class PackedCudaModel:
             self.stream.synchronize()  # what describes the forwards may be overwritten
         self.pool.cancel(begun)
 
-    def _picked_tokens(self, wanted: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def _picked_tokens(self, wanted: Sequence[Sequence[int]], copy: int) -> list[np.ndarray]:
         ends = list(accumulate(map(len, wanted)))
-        picked = self.host_picked.numpy()[: BRANCHES * ends[-1]].reshape(-1, BRANCHES).copy()
-        return np.split(picked, ends[:-1])
+        picked = self.host_picked.numpy()[self.picked_from(copy) - self.first_picked :][: BRANCHES * ends[-1]]
+        return np.split(picked.reshape(-1, BRANCHES).copy(), ends[:-1])
 
     def _logits_of(self, forward: PackedForward, wanted: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        with torch.inference_mode(), on(self.stream):
-            # As what is sampled from everywhere; a copy, as the next forward overwrites these.
-            logits = forward.logits.to(torch.float32, copy=True)
-            for rows in wanted:
-                if rows and rows[-1] + 1 - rows[0] == len(rows) and all(b > a for a, b in pairwise(rows)):
-                    yield logits[rows[0] : rows[-1] + 1]
-                else:
-                    yield logits[list(rows)]
+        # As what is sampled from everywhere; a copy, as the next forward overwrites these.
+        logits = forward.logits.to(torch.float32, copy=True)
+        for rows in wanted:
+            if rows and rows[-1] + 1 - rows[0] == len(rows) and all(b > a for a, b in pairwise(rows)):
+                yield logits[rows[0] : rows[-1] + 1]
+            else:
+                yield logits[list(rows)]
 
     def forward_of(self, count: int) -> PackedForward:
         """The smallest forward of so many rows."""
@@ -377,5 +416,6 @@ class PackedCudaModel:
             for number, rows in enumerate(growth.rows(pooled, self.first_picked, self.unread)):
                 forward = self.forward_of(rows.num_rows)
                 forward.fill([rows], NO_MOVES if number else moves, number)
-                ends.append(forward.launch())
+                forward.launch()
+                ends.append(self._end())
         return ends

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from dsi.core.tree_shape import END
 from dsi.models.tree_cache import TreeRows
 
 KEYS = 64  # of a tile: keys are attended to in tiles, which begin at multiples of it
@@ -64,18 +66,26 @@ class SlotRows:
         return own
 
     def node_tails(self) -> np.ndarray:
-        """The same of the path of each node: level by level, those of its parent and its own."""
-        depths, parents = np.array(self.tree.depths), np.array(self.tree.parents)
-        tails = np.empty((len(parents), TAIL), np.int32)
+        """The same of the path of each node."""
+        nodes, depths, above = paths(self.tree.parents)
+        tails = np.empty((len(self.tree.parents), TAIL), np.int32)
         tails[:] = self.text_tail()
-        for depth in range(1, depths.max() + 1):  # a node sees what its parent does, and its parent
-            [nodes] = (depths == depth).nonzero()
-            above = parents[nodes]
-            if depth > 1:
-                tails[nodes] = tails[above]
-            tails[nodes, self.end - self.tail + depth - 1] = [self.node_slots[parent] for parent in above.tolist()]
-        tails[range(len(parents)), self.end - self.tail + depths] = self.node_slots
+        tails[nodes, self.end - self.tail + depths] = np.array(self.node_slots, np.int32)[above]
         return tails
+
+
+@lru_cache(1024)  # of few shapes, again and again
+def paths(parents: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each node of a tree and each depth of its path: the node, the depth, and the node of the path that is there.
+
+    `parents` are before their children; the depth of the first of a path is 0.
+    """
+    by_node: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        by_node.append([*(by_node[parent] if parent != END else ()), node])
+    above = [(node, depth, step) for node, path in enumerate(by_node) for depth, step in enumerate(path)]
+    nodes, depths, steps = np.array(above, np.int64).reshape(-1, 3).T
+    return nodes, depths, steps
 
 
 class Part(NamedTuple):
