@@ -197,7 +197,7 @@ def _attend_packed(
             tile_max, tile_total, tile_result = _attend_to_tile(q1, q2, k1, k2, v, visible, scale)
             row_max, total, result = _join(row_max, total, result, tile_max, tile_total, tile_result)
             if SHARED:
-                kept = token < tl.where(programs > 1, count, 0)
+                kept = own_tile & (token < tl.where(programs > 1, count, 0))
                 place = partial + (room + item * ROWS) * (size + 2)
                 tl.store(place, tile_max, kept)
                 tl.store(place + 1, tile_total, kept)
@@ -213,13 +213,33 @@ def _attend_packed(
                 result = tl.zeros((ROWS, 2 * HALF_TILE), tl.float32)
                 place = partial + room * (size + 2)
                 step: tl.constexpr = ROWS * (size + 2)
-                for item in tl.range(0, items, 4):  # four are read at once: each takes a while to come
-                    max_0, total_0, result_0 = _load_partial(place, item, items, token, count, step, size, whole)
-                    max_1, total_1, result_1 = _load_partial(place, item + 1, items, token, count, step, size, whole)
-                    max_2, total_2, result_2 = _load_partial(place, item + 2, items, token, count, step, size, whole)
-                    max_3, total_3, result_3 = _load_partial(place, item + 3, items, token, count, step, size, whole)
+                shared = common - first
+                joined = shared + tl.where(has_nodes, tl.cdiv(end - tail, KEYS), 0)
+                own_items = shared + token - first_token  # the first of each row: the next is `tokens` items behind
+                for i in tl.range(0, joined, 4):  # four are read at once: each takes a while to come
+                    max_0, total_0, result_0 = _load_item(
+                        place, i, shared, joined, own_items, tokens, token, count, step, size, whole
+                    )
+                    max_1, total_1, result_1 = _load_item(
+                        place, i + 1, shared, joined, own_items, tokens, token, count, step, size, whole
+                    )
+                    max_2, total_2, result_2 = _load_item(
+                        place, i + 2, shared, joined, own_items, tokens, token, count, step, size, whole
+                    )
+                    max_3, total_3, result_3 = _load_item(
+                        place, i + 3, shared, joined, own_items, tokens, token, count, step, size, whole
+                    )
                     row_max, total, result = _join(row_max, total, result, max_0, total_0, result_0)
                     row_max, total, result = _join(row_max, total, result, max_1, total_1, result_1)
                     row_max, total, result = _join(row_max, total, result, max_2, total_2, result_2)
                     row_max, total, result = _join(row_max, total, result, max_3, total_3, result_3)
                 _store_attention(output, result, total, valid, stored, out.dtype.element_ty)
+
+
+@triton.jit
+def _load_item(
+    place, i, shared, joined, own_items, tokens, token, count, step: tl.constexpr, size: tl.constexpr, column
+):
+    """What a program has found for the i-th item of each row: first those that rows share, then its own."""
+    item = tl.where(i < shared, i, own_items + (i - shared) * tokens)
+    return _load_partial(place, item, tl.where(i < joined, item + 1, 0), token, count, step, size, column)
