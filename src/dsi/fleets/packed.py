@@ -59,7 +59,9 @@ class PackedJob:
         request, prefix = self._request(), self.prefix
         num_positions = max(0, len(request.tokens) + 1 - request.start)
         num_new = max(num_positions, len(request.tokens) - (request.num_cached or 0))
-        num_nodes = len({*request.asked, *prefix.new_nodes(request.tree)}) if request.tree else 0
+        num_nodes = len(request.asked)
+        if num_nodes < len(request.tree):
+            num_nodes = len({*request.asked, *prefix.new_nodes(request.tree)})
         return PackedPart(self, request, num_new - num_positions, num_new + num_nodes)
 
     def _request(self) -> ForwardRequest:

@@ -61,7 +61,7 @@ class PackedForward:
         self._region = owner.tables[begin : begin + layout.length]
         copies = MAX_LEVELS if owner.drafts else IN_FLIGHT  # several are launched before the first has ended
         self._host = torch.zeros(copies, layout.length, dtype=torch.int32, pin_memory=owner.on_gpu)
-        regions = self._host.numpy()
+        regions, self._copies = self._host.numpy(), list(self._host)
         tails = layout.size, TAIL
         self._plans = [(layout.fields(region), region[layout.tails :].reshape(tails)) for region in regions]
         limits = split_limits(layout.size, owner.groups, owner.kv_heads, owner.context, owner.sms)
@@ -83,7 +83,7 @@ class PackedForward:
         if picked:
             plan.outputs[list(picked)] = owner.picked_from(copy) + BRANCHES * np.arange(len(picked))
         plan.moves[:, : moves.shape[1]] = moves
-        self._region.copy_(self._host[copy], non_blocking=True)
+        self._region.copy_(self._copies[copy], non_blocking=True)
 
     def compute(self) -> Tensor:
         owner, kernels = self._owner, self._owner.row_kernels

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,7 +164,7 @@ def aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PackedRows:
     """What the kernels read: fields of a plan on the device, and the tables of slots."""
 
@@ -176,6 +176,11 @@ class PackedRows:
     unread: int  # a place in it for what nobody reads
     max_splits: int
     max_split_parts: int  # the most parts whose keys several programs share
+
+    @cached_property
+    def own_sources(self) -> np.ndarray:
+        """Where the token of each row is if the plan says which it is."""
+        return np.arange(self.own_ids, self.own_ids + len(self.plan.ids))
 
     @property
     def max_items(self) -> int:
@@ -201,7 +206,7 @@ def fill_plan(
     """Lay the rows of all texts one behind another; so many `programs` for each head keep the device busy."""
     begin, parts = 0, list[Part]()
     by_row: tuple[list[int], ...] = ([], [], [], [])
-    plan.sources[:] = np.arange(rows.own_ids, rows.own_ids + layout.size)
+    plan.sources[:] = rows.own_sources
     plan.outputs[:] = rows.unread
     for text in texts:
         fill_rows(by_row, text, rows.table_length, rows.unread)
@@ -218,7 +223,8 @@ def fill_plan(
         begin += num_rows
     for array, values, padding in zip(plan, by_row, (0, 0, 0, rows.unread)):
         array[:begin] = values
-        array[begin:] = padding
+        if begin < layout.size:
+            array[begin:] = padding
     plan.parts[: len(parts)] = parts
     plan.parts[len(parts) :] = 0
     plan.splits[0] = max(1, min(rows.max_splits, programs // len(parts)))

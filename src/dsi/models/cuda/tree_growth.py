@@ -37,7 +37,7 @@ class DeviceGrowth:
         for node, count in chain(*self.levels):
             self._picked[node] = BRANCHES * len(self._picked)
             self._children[node] = range(len(self._tree), len(self._tree) + count)
-            self._tree += [(node, -1 - child) for child in self._children[node]]
+            self._tree += [(node, token) for token in self._stand_ins(node)]
         self._expanded = sorted(node for node in self._picked if node != END)
         tree = tuple(self._tree)
         self.request = ForwardRequest(
@@ -71,9 +71,16 @@ class DeviceGrowth:
 
     def children(self, number: int, picked: np.ndarray) -> tuple[Tokens, ...]:
         """The tokens that a forward picked, by the node they are after."""
-        level: list[Tokens] = []
-        for node, count in self.levels[number]:
-            place = self._picked[node]
-            level.append(tuple(picked[place : place + count].tolist()))
-            self.tokens |= {self._tree[child][1]: token for child, token in zip(self._children[node], level[-1])}
+        level, nodes = list[Tokens](), self.levels[number]
+        if not nodes:
+            return ()
+        first = self._picked[nodes[0][0]]  # in the order of the nodes, so many after each
+        tokens = picked[first : first + BRANCHES * len(nodes)].tolist()
+        for i, (node, count) in enumerate(nodes):
+            level.append(tuple(tokens[BRANCHES * i : BRANCHES * i + count]))
+            self.tokens.update(zip(self._stand_ins(node), level[-1]))
         return tuple(level)
+
+    def _stand_ins(self, node: int) -> Iterator[int]:
+        """The numbers that stand for the tokens of a node's children."""
+        return (-1 - child for child in self._children[node])
