@@ -5,14 +5,14 @@ Random weights take as long as trained ones but agree on nothing; this gives the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import END, Level
+from dsi.core.tree_shape import END, Level, Tree
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.protocol import Answer, ForwardRequest, Model, SamplingModel, tree_answer
+from dsi.models.protocol import Answer, ForwardRequest, LaunchedGrowth, Model, SamplingModel, tree_answer
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,26 @@ class PackedOracle:
             yield None
             answers = self._teach(requests) if answers is None else answers
         return self._teach(requests) if answers is None else answers
+
+    @property
+    def launched(self) -> LaunchedGrowth | None:
+        return self.model.launched
+
+    def can_follow(self, request: ForwardRequest, launched: LaunchedGrowth) -> bool:
+        return self.model.can_follow(request, launched)
+
+    def poll_following(
+        self, request: ForwardRequest, launched: LaunchedGrowth, grown: Callable[[], Tree | None]
+    ) -> Generator[None, None, Answer]:
+        answer: Answer | None = None
+        for _ in self.model.poll_following(request, launched, grown):
+            yield None
+            if answer is None and (tree := grown()) is not None:
+                answer = self._teach_tree(request, tree)
+        return self._teach_tree(request, grown() or ()) if answer is None else answer
+
+    def _teach_tree(self, request: ForwardRequest, tree: Tree) -> Answer:
+        return tree_answer(self.teacher, replace(request, tree=tree, asked=range(len(tree))))
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         return self.model.can_grow(request, levels)

@@ -122,6 +122,7 @@ class TreeDraft:
         self._nodes: list[Node | None] = list(nodes)  # None: the drafter had no such choice
         self._levels = deque(by_level(expansions, len(nodes)))
         self.level = 0  # that is drafted next
+        self.verifier: int | None = None  # the verification of all its nodes that is in flight, too
         self.expanded = [self._node(index) for index, _ in self._levels[0]]  # by the first forward
 
     def _node(self, index: int) -> Any:
@@ -142,10 +143,16 @@ class TreeDraft:
         self.level += 1
         return not self._levels
 
+    def grown(self, after: int) -> list[Node | None]:
+        """The nodes from a number on, by number; None where the drafter had no such choice."""
+        return self._nodes[after:]
+
     def _child(self, tree: DraftTree, node: Node, chance: float, token: int, block_size: int) -> Node:
         is_new = token not in node.children
         child = tree.grow(node, token, block_size)
         child.log_chance = node.log_chance + chance
+        if child.verifier is None:
+            child.verifier = self.verifier
         if is_new:
             tree.queue(child)
         return child

@@ -78,6 +78,7 @@ class Generation:
         sampling: Sampling = GREEDY,
         drafter_contexts: Mapping[str, int] | None = None,
         streams: bool = False,
+        most_verified_unseen: int = 0,
         ids: Iterator[int] | None = None,
     ) -> None:
         if max_new_tokens < 1:
@@ -98,6 +99,7 @@ class Generation:
         self._block_size = 1  # tokens that the rule `block` verifies together: the lookahead of the last draft
         self._last_verifier: int | None = None  # the verification that moved the root last
         self._streams = streams  # whether a target can be asked for its text as a stream
+        self._most_verified_unseen = most_verified_unseen  # draft tokens whose verification may start before they come
         self._stream: tuple[int, int] | None = None  # the id of such a job, and the length of the text it has reached
         self._started: list[Job] = []
         self._cancelled: list[int] = []
@@ -198,7 +200,14 @@ class Generation:
             return  # repeated
         self.tally.drafted += sum(map(len, event.children))
         self.jobs.drafter_answered(job.model)
-        if self._tree_drafts[job.id].grow(self.tree, event.children, job.model, self._block_size):
+        draft = self._tree_drafts[job.id]
+        covered = self.jobs.nodes(draft.verifier) if draft.verifier in self.jobs.open else None
+        if covered is None:
+            draft.verifier = None
+        is_last = draft.grow(self.tree, event.children, job.model, self._block_size)
+        if covered is not None:
+            covered += draft.grown(len(covered) - 1)  # the first is the root
+        if is_last:
             self._close(job)
 
     def _on_streamed(self, job: Draft, event: Drafted) -> None:
@@ -227,7 +236,7 @@ class Generation:
         if is_cut:
             self._release(job, nodes)
         for i, (node, token) in enumerate(zip(nodes, tokens)):
-            if node.alive:
+            if node is not None and node.alive:
                 node.target_token, node.verifier = token, job.id
                 node.top_logprobs = top_logprobs[i] if top_logprobs else ()
                 node.sampled = not node.draft_tokens or (is_cut and i == len(tokens) - 1)
@@ -237,7 +246,10 @@ class Generation:
         self.tally.failed += 1
         if self._streams and job.model != TARGET:  # plain decoding would lose nothing to a drafter without a token
             self.jobs.node(job.id).drafted_by.setdefault(job.model, NO_TOKEN)
+        draft = self._tree_drafts.get(job.id)
         self._close(job)
+        if draft is not None and draft.verifier in self.jobs.open:
+            self._cancel([draft.verifier])
         self.jobs.drafter_failed(job.model)
 
     def _on_verify_failed(self, job: Verify, _: Failed) -> None:
@@ -247,7 +259,7 @@ class Generation:
         self.tally.failed += 1
         node = self.jobs.node(job.id)
         nodes = self._close(job)
-        if job.tree:
+        if job.tree or job.draft is not None:
             self._release(job, nodes)
         else:
             self.verify(node, job.width, job.alone)
@@ -305,7 +317,7 @@ class Generation:
                 self._release(job, nodes)
         self._cancelled += ids
 
-    def _close(self, job: Job) -> list[Node]:
+    def _close(self, job: Job) -> list[Node | None]:
         """Remove a job; return the nodes that it covers, those that were passed or pruned, too."""
         nodes = self.jobs.nodes(job.id)
         if (draft := self._tree_drafts.pop(job.id, None)) is not None:
@@ -315,12 +327,13 @@ class Generation:
         self.jobs.close(job.id)
         return nodes
 
-    def _release(self, job: Verify, nodes: list[Node]) -> None:
+    def _release(self, job: Verify, nodes: Iterable[Node | None]) -> None:
         """This verification will not cover these positions."""
+        has_tree = bool(job.tree) or job.draft is not None
         for node in nodes:
-            if node.verifier == job.id:
+            if node is not None and node.verifier == job.id:
                 node.verifier = None
-                if job.tree and node.alive and node is not self.tree.root:
+                if has_tree and node.alive and node is not self.tree.root:
                     self.tree.unverified.push(node)
 
     # What a policy may read...
@@ -400,7 +413,7 @@ class Generation:
         spec: SpecConfig,
         then: Expansions = (),
         alone: bool = False,
-    ) -> None:
+    ) -> Draft:
         """Draft so many children of each of these nodes, in one forward; `then` grows more levels on them."""
         nodes = self.tree.with_ancestors(node for node, _ in expand)
         index = {node: i for i, node in enumerate(nodes)}
@@ -411,6 +424,27 @@ class Generation:
         job = Draft(next(self._ids), context, 1, model, self.sampling, tree=tree, expansions=expansions, alone=alone)
         self._tree_drafts[job.id] = draft
         self._start(job, draft.expanded, [])
+        return job
+
+    def draft_tree_and_verify(self, model: str, spec: SpecConfig, then: Expansions) -> None:
+        """Draft a tree after the root, and verify the root and all of the tree in one forward, as SI does.
+
+        Where the fleet can, it is told of both at once, and the verification follows the draft without waiting for us.
+        """
+        draft, root = self.draft_tree([(self.tree.root, 1)], model, spec, then, alone=True), self.tree.root
+        num_drafted = sum(count for _, count in then)
+        if num_drafted <= self._most_verified_unseen:
+            job = Verify(
+                next(self._ids),
+                root.context,
+                1,
+                sampling=self.sampling,
+                alone=True,
+                draft=draft.id,
+                num_drafted=num_drafted,
+            )
+            self._tree_drafts[draft.id].verifier = job.id
+            self._start(job, [root], [root])
 
     def verify_tree(self, nodes: Sequence[Node], alone: bool = False) -> None:
         """Verify what follows these nodes, the root or any below it, in one forward."""
@@ -460,7 +494,7 @@ class Generation:
         if isinstance(job, Verify):
             for covered in nodes:
                 covered.verifier = job.id
-        self.jobs.add(job, attached, list(nodes))
+        self.jobs.add(job, attached, nodes)
         self._started.append(job)
 
 

@@ -15,12 +15,12 @@ class JobTable:
         self.open: dict[int, Job] = {}
         self.busy = 0  # drafts and verifications in flight
         self._attached: dict[int, list[Node]] = {}  # the nodes whose loss makes each of them obsolete
-        self._nodes: dict[int, list[Node]] = {}  # what verifications cover
+        self._nodes: dict[int, list[Node | None]] = {}  # what verifications cover
         self._drafts: dict[str, int] = {}  # in flight, of each drafter
         self._failures: dict[str, int] = {}  # of each drafter, in a row
 
-    def add(self, job: Draft | Verify, attached: list[Node], nodes: list[Node]) -> None:
-        self.open[job.id], self._attached[job.id], self._nodes[job.id] = job, attached, nodes
+    def add(self, job: Draft | Verify, attached: list[Node], nodes: Sequence[Node]) -> None:
+        self.open[job.id], self._attached[job.id], self._nodes[job.id] = job, attached, list(nodes)
         for node in attached:
             node.jobs.add(job.id)
         self.busy += 1
@@ -38,8 +38,8 @@ class JobTable:
         """The node where a job's text ends."""
         return self._attached[id][0]
 
-    def nodes(self, id: int) -> list[Node]:
-        """The nodes that a verification covers."""
+    def nodes(self, id: int) -> list[Node | None]:
+        """The nodes that a verification covers; None for those that were never drafted."""
         return self._nodes.get(id, [])
 
     def move(self, id: int, node: Node) -> None:

@@ -172,8 +172,9 @@ class Draft:
 class Verify:
     """Return the target's next token after each of the last `width` prefixes of this text.
 
-    With a tree, also after each of its nodes `asked`; others verify the rest. A rule that needs them is given the
-    draft tokens of each position; where there are none, it samples.
+    With a tree, also after each of its nodes `asked`; others verify the rest. Or, for fleets that say that they can,
+    also after each of the nodes that a tree's draft, still in flight, is going to have. A rule that needs them is given
+    the draft tokens of each position; where there are none, it samples.
     """
 
     id: int
@@ -185,10 +186,12 @@ class Verify:
     alone: bool = False  # nothing of its request runs beside it: it may use every core
     tree: Tree = ()
     asked: Tokens = ()  # nodes of the tree, by index
+    draft: int | None = None  # the job that drafts the tree to verify: numbered as there
+    num_drafted: int = 0  # nodes that it is going to have, if the drafter has so many choices
 
     @property
     def num_positions(self) -> int:
-        return self.width + len(self.asked)
+        return self.width + len(self.asked) + self.num_drafted
 
     def fits(self, tokens: Tokens) -> bool:
         """Whether there is a token for each position; the rule `block` may cut the answer short."""

@@ -115,6 +115,10 @@ class Scheduler:
         """Whether any job runs or waits."""
         return bool(self.running) or any(queue for queues in self._queues.values() for queue in queues)
 
+    def waits(self, id: int) -> bool:
+        """Whether a job waits for a server."""
+        return any(id in queue for queues in self._queues.values() for queue in queues)
+
     def enqueue(self, job: Job) -> None:
         self.changed = True
         role = role_of(job)

@@ -55,7 +55,7 @@ def speculate_in_turns(g: Generation, spec: SpecConfig) -> None:
     if g.root.children or depth < 1:
         g.verify_tree([g.root, *unverified(g, spec.tree)], alone=True)
     else:
-        g.draft_tree([(g.root, 1)], drafter, spec, expansions(spec.chances, spec.tree, depth), alone=True)
+        g.draft_tree_and_verify(drafter, spec, expansions(spec.chances, spec.tree, depth))
 
 
 def speculate_at_once(g: Generation, spec: SpecConfig) -> None:

@@ -27,6 +27,8 @@ def begins_stream(job: Job, context: TokenSequence) -> bool:
 class BaseFleet(ABC):
     """Schedules jobs; a subclass starts and cancels a job on a server, and removes a dead server."""
 
+    most_verified_unseen = 0
+
     def __init__(self, servers: Iterable[Server], log: list[Span] | None = None) -> None:
         self.log = log
         self._servers = by_name(servers)

@@ -8,17 +8,19 @@ where there are models for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill, Verify
 from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
-from dsi.fleets.packed import PackedServer, SharedEvent
+from dsi.fleets.job_requests import TreeGrowth
+from dsi.fleets.packed import PackedForward, PackedServer, SharedEvent
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 from dsi.fleets.worker import poll_work
-from dsi.models.protocol import Answer, Cancelled
+from dsi.models.protocol import Answer, Cancelled, LaunchedGrowth
 
 ENDED = object()
 
@@ -74,9 +76,13 @@ class InflightForward:
 
     __slots__ = ("began", "forward", "steps")
 
-    def __init__(self, packed: PackedServer, began: float) -> None:
-        self.began, self.forward = began, packed.begin(packed.max_tokens)
-        self.steps = packed.poll(self.forward)
+    def __init__(self, forward: PackedForward, steps: Generator[Answer | None, None, None], began: float) -> None:
+        self.forward, self.steps, self.began = forward, steps, began
+
+    @classmethod
+    def begin(cls, packed: PackedServer, began: float) -> InflightForward:
+        forward = packed.begin(packed.max_tokens)
+        return cls(forward, packed.poll(forward), began)
 
     def poll(self, packed: PackedServer) -> tuple[list[SharedEvent], bool]:
         """Return what has come of it, and whether it has ended."""
@@ -103,6 +109,8 @@ class CudaFleet(RealTimeFleet):
         self._packed = {name: server for name, server in shared.items() if server is not None}
         roles = [self._servers[name].role for name in self._packed]
         self.packs = roles.count(TARGET) == 1  # whether a target computes several requests in one forward
+        if self.packs and len(self._packed) > 1:
+            self.most_verified_unseen = min(server.max_tokens for server in self._packed.values()) - 1
         self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
         self._joined: set[int] = set()  # of these, those that did not have to wait
         self._forwards: dict[str, list[InflightForward]] = {name: [] for name in self._packed}  # the first ends first
@@ -127,7 +135,7 @@ class CudaFleet(RealTimeFleet):
         """Whether a job shares forwards with those of other requests, has a tree, or goes on where trees are cached."""
         if isinstance(job, Draft):
             return bool(job.expansions) or self._is_shared(job)
-        has_tree = isinstance(job, Verify) and bool(job.tree)
+        has_tree = isinstance(job, Verify) and (bool(job.tree) or job.draft is not None)
         return has_tree or self._is_shared(job) or any(packed.knows(job) for packed in self._packed.values())
 
     def _is_shared(self, job: Job) -> bool:
@@ -145,6 +153,7 @@ class CudaFleet(RealTimeFleet):
         """Let shared forwards have so many new tokens and nodes at most, but for what has more alone."""
         for packed in self._packed.values():
             packed.max_tokens = min(packed.max_tokens, most)
+        self.most_verified_unseen = min(self.most_verified_unseen, most - 1)
 
     def promote(self, id: int) -> None:
         super().promote(id)
@@ -189,13 +198,15 @@ class CudaFleet(RealTimeFleet):
             if self.packs and self.num_requests > 1:
                 packed.take_waiting(self._scheduler, self._servers[name].role, self._is_packed)
             self._poll_packed(name, packed)
+            if packed.following:
+                self._follow_drafts(name, packed)
         if not self._events and self._scheduler.changed:
             self._start_jobs()
 
     def _poll_packed(self, name: str, packed: PackedServer) -> None:
         forwards = self._forwards[name]
         if packed.should_begin([inflight.forward for inflight in forwards]):
-            forwards.append(InflightForward(packed, self.now()))
+            forwards.append(InflightForward.begin(packed, self.now()))
         for inflight in tuple(forwards):
             events, ended = inflight.poll(packed)
             if ended:
@@ -203,10 +214,45 @@ class CudaFleet(RealTimeFleet):
             if ended or events:
                 self._handle(name, inflight, events)
 
+    def _follow_drafts(self, name: str, packed: PackedServer) -> None:
+        """Begin what waits for a draft of a tree: when it is there, or behind it on the device that drafts it."""
+        for id, waiting in list(packed.following.items()):
+            draft: int = waiting.job.draft  # type: ignore[union-attr, assignment]
+            drafter = next((other for other in self._packed.values() if draft in other.growths), None)
+            if drafter is None:
+                if not self._is_coming(draft):
+                    self._fail(packed, id)
+                continue
+            growth = drafter.growths[draft]
+            if growth.done:
+                packed.verify_grown(id, growth)
+            elif growth.given_up:
+                self._fail(packed, id)
+            elif launched := drafter.launched(draft):
+                self._launch_following(name, packed, growth, launched)
+
+    def _launch_following(self, name: str, packed: PackedServer, growth: TreeGrowth, launched: LaunchedGrowth) -> None:
+        """Launch the forward over a tree behind its draft, if nothing else is to be computed there."""
+        if len(packed.jobs) > 1 or self._forwards[name]:
+            return
+        if (forward := packed.begin_following(growth, launched)) is not None:
+            steps = packed.poll_following(forward, launched)
+            self._forwards[name].append(InflightForward(forward, steps, self.now()))
+            self._poll_packed(name, packed)
+
+    def _is_coming(self, id: int) -> bool:
+        """Whether a job has not begun yet."""
+        return self._scheduler.waits(id) or any(job.id == id for job in self._packed_jobs.values())
+
+    def _fail(self, packed: PackedServer, id: int) -> None:
+        packed.discard(id)
+        self._release_packed()
+        self._events.append(Failed(id, "the draft that it verifies was given up"))
+
     def _handle(self, name: str, inflight: InflightForward, events: Sequence[SharedEvent]) -> None:
         began, num_texts = inflight.began, len(inflight.forward.parts)
         now = self.now()
-        for other in (inflight, *self._forwards[name]):  # the next level of a tree, and the forward behind this one
+        for other in (inflight, *chain(*self._forwards.values())):  # a tree's next level, and what was behind this
             other.began = now
         for job, context, event in events:
             self._record_shared(name, job, context, began, now, event, len(events), num_texts)

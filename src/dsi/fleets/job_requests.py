@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from dsi.core.messages import GREEDY, Draft, DraftedLevel, Prefill, Verify
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Level, Tree, by_level, with_ancestors
 from dsi.fleets.servers import CachedPrefix
 from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
+
+Answered = TypeVar("Answered")
+NO_TOKEN = -1  # in answer to a node that was never drafted
 
 
 def verify_request(job: Prefill | Verify, prefix: CachedPrefix, cancelled: CancelFlag = NEVER) -> ForwardRequest:
@@ -39,10 +44,27 @@ class TreeGrowth:
         self._indices: list[int | None] = list(range(len(job.tree)))  # in the tree, by number in the job; None: no node
         self._levels = deque(by_level(job.expansions, len(job.tree)))
         self._num_grown = 0
+        self.given_up = False  # before it was done
 
     @property
     def done(self) -> bool:
         return not self._levels
+
+    @property
+    def tree(self) -> Tree:
+        """What has grown so far."""
+        return tuple(self._tree)
+
+    def verification(self, job: Verify) -> Verify:
+        """The verification of all of the tree, once it is done, as one that says what the tree is."""
+        asked = tuple(index for index in self._indices if index is not None)
+        return replace(job, tree=self.tree, asked=asked, draft=None, num_drafted=0)
+
+    def by_number(self, answer: Sequence[Answered], missing: Answered) -> tuple[Answered, ...]:
+        """What was answered about the text, and then about each number: `missing` where there is no such node."""
+        own = len(answer) - sum(index is not None for index in self._indices)
+        remaining = iter(answer[own:])
+        return (*answer[:own], *(missing if index is None else next(remaining) for index in self._indices))
 
     @property
     def expanded(self) -> Tree:

@@ -25,6 +25,7 @@ class Fleet(Protocol):
     """
 
     num_requests: int  # that are running: the loop sets it
+    most_verified_unseen: int  # draft tokens of a tree that can be verified in the same forward while it is drafted
 
     def start(self, job: Job) -> None: ...
     def promote(self, id: int) -> None: ...
@@ -93,7 +94,7 @@ class ActiveRequest:
         )
 
 
-def _state_machine(request: AnyRequest, ids: Iterator[int]) -> Generation | SingleForward:
+def _state_machine(request: AnyRequest, fleet: Fleet, ids: Iterator[int]) -> Generation | SingleForward:
     if isinstance(request, ScoreRequest):
         return Scoring(request, ids)
     if isinstance(request, VerifyRequest):
@@ -106,6 +107,7 @@ def _state_machine(request: AnyRequest, ids: Iterator[int]) -> Generation | Sing
         sampling=request.sampling,
         drafter_contexts=request.drafter_contexts,
         streams=request.streams,
+        most_verified_unseen=fleet.most_verified_unseen,
         ids=ids,
     )
 
@@ -120,7 +122,7 @@ class EngineLoop:
         self._active: dict[ActiveRequest, None] = {}  # in the order in which targets are given to them
 
     def submit(self, request: AnyRequest) -> ActiveRequest:
-        active = ActiveRequest(_state_machine(request, self._ids), self.fleet)
+        active = ActiveRequest(_state_machine(request, self.fleet, self._ids), self.fleet)
         self._active[active] = None
         if len(self._active) > 1:
             for other in self._active:

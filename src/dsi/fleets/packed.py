@@ -7,26 +7,31 @@ texts that continue, speculation last, then long prompts in chunks of what is le
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
 from dsi.core.scheduler import Scheduler, promoted
 from dsi.core.sequence import TokenSequence
-from dsi.core.tree_shape import Level
-from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
+from dsi.core.tree_shape import Level, Tree
+from dsi.fleets.job_requests import NO_TOKEN, TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
 from dsi.models.protocol import (
     MAX_ROWS,
     Answer,
+    Cancelled,
+    FollowsDrafts,
     ForwardRequest,
     GrowsTrees,
+    LaunchedGrowth,
     PollsPacked,
     SupportsPacking,
     computes_trees,
 )
 
 MAX_TOKENS = MAX_ROWS  # new tokens of a forward, with nodes of trees
+MAX_GROWTHS = 256  # drafts of trees that are kept for verifications
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
 
 SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
@@ -39,7 +44,7 @@ class PackedJob:
     job: Job
     prefix: CachedPrefix
     left: int  # answers that are missing: a draft's tokens, or levels of its tree, or one
-    growth: TreeGrowth | None = None  # of a tree's draft
+    growth: TreeGrowth | None = None  # of a tree's draft, or of the one whose tree it verifies
     computing: bool = False  # whether a forward computes its next answer now
 
     @property
@@ -65,11 +70,12 @@ class PackedJob:
         return PackedPart(self, request, num_new - num_positions, num_new + num_nodes)
 
     def _request(self) -> ForwardRequest:
-        if self.growth is not None:
-            return self.growth.request(self.prefix)
-        if isinstance(self.job, Draft):
-            return draft_request(self.job, self.prefix)
-        return verify_request(self.job, self.prefix)
+        job, growth = self.job, self.growth
+        if isinstance(job, Draft):
+            return draft_request(job, self.prefix) if growth is None else growth.request(self.prefix)
+        if isinstance(job, Verify) and growth is not None and growth.done:
+            job = growth.verification(job)
+        return verify_request(job, self.prefix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +136,15 @@ class PackedServer:
         # What it can do, once: asking takes as long as a small forward.
         self._polled = model if isinstance(model, PollsPacked) else None
         self._grows_trees = model if isinstance(model, GrowsTrees) else None
+        self._follows = model if isinstance(model, FollowsDrafts) else None
+        self._growing: int | None = None  # the draft of which a device computes all levels
         self._find_cached: Callable[[Sequence[int]], int] | None = getattr(model, "num_cached", None)
         # Of a job, by default as many as a forward has rows; a wider one would make the others wait.
         self._max_positions = self.max_tokens if max_positions is None else max_positions
         self.jobs: dict[int, PackedJob] = {}  # by id, the longest there first
-        self._ready: dict[int, PackedJob] = {}  # of these, those that no forward computes
+        self._ready: dict[int, PackedJob] = {}  # of these, those that no forward computes...
+        self.following: dict[int, PackedJob] = {}  # ...and those that wait for a draft
+        self.growths: OrderedDict[int, TreeGrowth] = OrderedDict()  # of the latest drafts of trees, by job
         self._most_in_flight: int = getattr(model, "forwards_in_flight", 1)
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
 
@@ -173,12 +183,20 @@ class PackedServer:
 
     def add(self, job: Job) -> None:
         left = job.num_answers if isinstance(job, Draft) else 1
-        growth = TreeGrowth(job) if isinstance(job, Draft) and job.expansions else None
+        growth = self._growth(job) if isinstance(job, Draft) and job.expansions else None
         prefix = self.server.prefixes.lookup(job.context)
         if prefix.num_cached is None and self._find_cached is not None:  # the turn of a chat, or a system prompt
             prefix.num_cached = self._find_cached(prefix.tokens) or None
-        self.jobs[job.id] = self._ready[job.id] = PackedJob(job, prefix, left, growth)
+        follows = isinstance(job, Verify) and job.draft is not None
+        self.jobs[job.id] = PackedJob(job, prefix, left, growth)
+        (self.following if follows else self._ready)[job.id] = self.jobs[job.id]
         self._origins.add(job.context.origin)
+
+    def _growth(self, job: Draft) -> TreeGrowth:
+        self.growths[job.id] = growth = TreeGrowth(job)
+        if len(self.growths) > MAX_GROWTHS:
+            self.growths.popitem(last=False)
+        return growth
 
     def take_waiting(self, scheduler: Scheduler, role: str, shares: Callable[[Job], bool]) -> None:
         """Let waiting jobs of a role that are to share forwards join."""
@@ -193,6 +211,9 @@ class PackedServer:
         if (packed := self.jobs.pop(id, None)) is None:
             return False
         self._ready.pop(id, None)
+        self.following.pop(id, None)
+        if packed.left and packed.growth is not None and isinstance(packed.job, Draft):
+            packed.growth.given_up = True
         if not packed.computing:  # or another job of its request would share the KV cache with that forward
             self._origins.discard(packed.job.context.origin)
         return True
@@ -230,6 +251,44 @@ class PackedServer:
         self.run(forward)
         return self.finish(forward)
 
+    def verify_grown(self, id: int, growth: TreeGrowth) -> None:
+        """The tree that a verification waits for is there: it may share a forward."""
+        packed = self._ready[id] = self.following.pop(id)
+        packed.growth = growth
+
+    def launched(self, draft: int) -> LaunchedGrowth | None:
+        """What a device drafts for this job, all of whose levels it has been given."""
+        grows = self._grows_trees
+        return grows.launched if grows is not None and self._growing == draft else None
+
+    def begin_following(self, growth: TreeGrowth, launched: LaunchedGrowth) -> PackedForward | None:
+        """The forward of the only verification that waits for a draft, if it can be launched behind that."""
+        [packed] = self.following.values()
+        request = verify_request(packed.job, packed.prefix)  # type: ignore[arg-type]
+        num_rows = packed.num_new
+        if self._follows is None or num_rows > self.max_tokens or not self._follows.can_follow(request, launched):
+            return None
+        del self.following[packed.job.id]
+        packed.growth, packed.computing = growth, True
+        return PackedForward([PackedPart(packed, request, 0, num_rows)])
+
+    def poll_following(self, forward: PackedForward, launched: LaunchedGrowth) -> Generator[None, None, None]:
+        """Compute such a forward: yield while the device does, and until the draft's answers have come."""
+        [part] = forward.parts
+        growth: TreeGrowth = part.packed.growth  # type: ignore[assignment]
+
+        def grown() -> Tree | None:
+            if growth.given_up:
+                raise Cancelled("its draft was given up")
+            return growth.tree if growth.done else None
+
+        try:
+            answer = yield from self._follows.poll_following(part.request, launched, grown)  # type: ignore[union-attr]
+            part.request.tree = growth.tree
+            forward.answers = [answer]
+        except Exception as error:  # it is verified again, without a draft to follow
+            forward.answers = [error]
+
     def begin(self, max_tokens: int) -> PackedForward:
         """Take the jobs of the next forward."""
         forward = PackedForward(self._take(max_tokens))
@@ -256,6 +315,7 @@ class PackedServer:
         levels: list[Level] = []
         try:
             if levels := self._levels_at_once(forward):
+                self._growing = forward.parts[0].packed.job.id
                 yield from self._grows_trees.poll_levels(forward.parts[0].request, levels)  # type: ignore[union-attr]
             else:
                 forward.answers = yield from self._polled.poll_packed(forward.requests)
@@ -264,6 +324,8 @@ class PackedServer:
                 forward.answers = [error]
             else:
                 forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
+        finally:
+            self._growing = None
 
     def _levels_at_once(self, forward: PackedForward) -> list[Level]:
         """The levels after the first of a growing tree, if the model can compute all of them together."""
@@ -337,10 +399,7 @@ class PackedServer:
         if not packed.left:
             self.discard(job.id)
         if packed.growth is not None:
-            event = packed.growth.add(answer.children)
-            if not packed.left:
-                prefix.add_tree(packed.growth.expanded)
-            return event
+            return self._finish_tree(packed, packed.growth, answer)
         if isinstance(job, Prefill):
             return Prefilled(job.id)
         if isinstance(job, Draft):
@@ -349,3 +408,14 @@ class PackedServer:
         if not job.fits(answer.tokens):
             return Failed(job.id, f"{len(answer.tokens)} tokens in answer to {job.num_positions} positions")
         return Verified(job.id, answer.tokens, answer.top_logprobs)
+
+    def _finish_tree(self, packed: PackedJob, growth: TreeGrowth, answer: Answer) -> Event:
+        """The event of a level of a draft, or of a verification that followed one."""
+        job = packed.job
+        if isinstance(job, Draft):
+            event = growth.add(answer.children)
+            if not packed.left:
+                packed.prefix.add_tree(growth.expanded)
+            return event
+        logprobs = growth.by_number(answer.top_logprobs, ()) if answer.top_logprobs else ()
+        return Verified(job.id, growth.by_number(answer.tokens, NO_TOKEN), logprobs)

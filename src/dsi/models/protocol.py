@@ -198,9 +198,36 @@ class PollsPacked(SupportsPacking, Protocol):
         ...
 
 
+class LaunchedGrowth(Protocol):
+    """A draft tree of which a device has been given all levels: the shape that it is going to have."""
+
+    @property
+    def tree(self) -> Tree:
+        """By number; a token that is not drafted yet is a negative number, each another."""
+        ...
+
+
+@runtime_checkable
+class FollowsDrafts(PollsPacked, Protocol):
+    """One that can compute the forward over a draft tree which is still being drafted on its device."""
+
+    def can_follow(self, request: ForwardRequest, launched: LaunchedGrowth) -> bool: ...
+
+    def poll_following(
+        self, request: ForwardRequest, launched: LaunchedGrowth, grown: Callable[[], Tree | None]
+    ) -> Generator[None, None, Answer]:
+        """Answer this request, and after it about every node of that tree: yield until that is there.
+
+        `grown` returns the tree as it turned out, None before.
+        """
+        ...
+
+
 @runtime_checkable
 class GrowsTrees(PollsPacked, Protocol):
     """One that can compute several levels of a growing tree without waiting for the tokens of each."""
+
+    launched: LaunchedGrowth | None  # what a device computes now
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool: ...
 
@@ -363,6 +390,20 @@ class SamplingModel:
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         can_grow = getattr(self.backend, "can_grow", None)
         return can_grow is not None and self._is_plain(request.sampling) and can_grow(request, levels)
+
+    @property
+    def launched(self) -> LaunchedGrowth | None:
+        return getattr(self.backend, "launched", None)
+
+    def can_follow(self, request: ForwardRequest, launched: LaunchedGrowth) -> bool:
+        can_follow = getattr(self.backend, "can_follow", None)
+        return can_follow is not None and self._are_picked([request]) and can_follow(request, launched)
+
+    def poll_following(
+        self, request: ForwardRequest, launched: LaunchedGrowth, grown: Callable[[], Tree | None]
+    ) -> Generator[None, None, Answer]:
+        picked = yield from self.backend.poll_following(request, launched, grown)  # type: ignore[attr-defined]
+        return picked_answer(request, picked)
 
     def poll_levels(self, request: ForwardRequest, levels: Sequence[Level]) -> Iterator[Answer | None]:
         for children in self.backend.poll_levels(request, levels):  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import Level
+from dsi.core.tree_shape import Level, Tree
 from dsi.models.cuda.decoder_triton import supports_triton, torch_kernels, triton_forward, triton_kernels
 from dsi.models.cuda.graphs import (
     CapturedForward,
@@ -43,8 +43,8 @@ from dsi.models.cuda.packed_rows import (
     fill_plan,
     split_limits,
 )
-from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth
-from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest, run_to_end
+from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree
+from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest, LaunchedGrowth, run_to_end
 
 Moves = np.ndarray  # places in the device's buffer, and the slots to write there
 NO_MOVES: Moves = np.zeros((2, 0), np.int32)
@@ -157,16 +157,19 @@ class PackedCudaModel:
         self._cache = self._create_cache(num_slots)
         self.kv_heads = self._cache.layers[0].keys.shape[1]
         self.groups = model.config.num_attention_heads // self.kv_heads
-        # One buffer for kernels to read: tables of texts, tokens that were picked, and the plan of each forward.
+        # One buffer for kernels to read: tables of texts, tokens that were picked, here or by another model, and the
+        # plan of each forward.
         layouts = [PlanLayout(size, self.groups) for size in sorted(sizes)]
         self.max_rows = layouts[-1].size
         first_picked = aligned(self.pool.num_tables * max_length)
-        self.unread = first_picked + IN_FLIGHT * self.max_rows * BRANCHES
-        begin, *ends = accumulate(
-            (aligned(layout.length) for layout in layouts), initial=aligned(self.unread + BRANCHES)
-        )
+        self.unread = first_picked + self.forwards_in_flight * self.max_rows * BRANCHES
+        self.first_given = aligned(self.unread + BRANCHES)
+        end_given = self.first_given + self.max_rows * BRANCHES
+        begin, *ends = accumulate((aligned(layout.length) for layout in layouts), initial=aligned(end_given))
         self.tables = torch.zeros(ends[-1], dtype=torch.int32, device=self.device)
         self.picked = self.tables[first_picked : self.unread]
+        self._given = self.tables[self.first_given : end_given]  # what another model has picked
+        self.launched: LaunchedTree | None = None
         self.first_picked, self.host_picked = first_picked, torch.zeros_like(self.picked, device="cpu")
         if self.on_gpu:
             self.host_picked = self.host_picked.pin_memory()
@@ -264,7 +267,7 @@ class PackedCudaModel:
         if isinstance(parts[0], np.ndarray):
             return np.concatenate(parts)
         with torch.inference_mode():
-            return torch.cat(parts)
+            return torch.cat(list(parts))
 
     def _split(self, request: ForwardRequest) -> tuple[ForwardRequest, ForwardRequest]:
         """As much of a request as fits into a forward, and the rest: of its text first, then of its tree."""
@@ -395,6 +398,7 @@ class PackedCudaModel:
         [pooled] = begun = self.pool.begin([growth.request])
         try:
             picked, ends = self.host_picked.numpy(), self._launch_levels(growth, pooled)
+            self.launched = LaunchedTree(growth, self.picked, self.stream, ends[-1])
             for number, end in enumerate(ends):
                 while not end.query():
                     yield None
@@ -404,9 +408,50 @@ class PackedCudaModel:
         except BaseException:
             self._give_up(begun)
             raise
+        finally:
+            launched, self.launched = self.launched, None
+            if launched is not None:
+                launched.close()
         self.pool.finish(begun)
         self.pool.name_nodes(pooled, growth.tokens)
         yield children
+
+    def can_follow(self, request: ForwardRequest, launched: LaunchedGrowth) -> bool:
+        """Whether `poll_following` can compute that tree after this text."""
+        if not isinstance(launched, LaunchedTree) or request.tree or not launched.is_fresh:
+            return False
+        fits = self.pool.num_new(request) + len(launched.tree) <= self.max_rows
+        return fits and launched.picked.device == self.device and len(launched.picked) <= len(self._given)
+
+    def poll_following(
+        self, request: ForwardRequest, launched: LaunchedTree, grown: Callable[[], Tree | None]
+    ) -> Generator[None, None, np.ndarray]:
+        """The likeliest tokens after a text and after each node of a tree that the same device drafts.
+
+        All is launched at once. Yield while the device computes, and until `grown` says what the tree is.
+        """
+        asked = range(len(launched.tree))
+        [pooled] = begun = self.pool.begin([replace(request, tree=launched.tree, asked=asked)], self.max_rows)
+        wanted = list(wanted_rows(begun))
+        try:
+            forward, copy = self.forward_of(pooled.rows.num_rows), self._next_copy()
+            own_ids = forward.rows.own_ids
+            own = range(own_ids, own_ids + len(pooled.rows.tokens))
+            rows = replace(pooled.rows, sources=[*own, *launched.sources(self.first_given)])
+            with torch.inference_mode(), on(self.stream):
+                launched.copy_picked(self._given, self.stream)
+                forward.fill([rows], self._moves(begun), copy, wanted[0])
+                forward.launch()
+                end = self._end()
+            while not end.query() or (tree := grown()) is None:
+                yield None
+            tokens = {stand_in: token for (_, stand_in), (_, token) in zip(launched.tree, tree, strict=True)}
+        except BaseException:
+            self._give_up(begun)
+            raise
+        self.pool.finish(begun)
+        self.pool.name_nodes(pooled, tokens)
+        return self._picked_tokens(wanted, copy)[0]
 
     def _launch_levels(self, growth: DeviceGrowth, pooled: PooledRows) -> list[Any]:
         """Launch all forwards of a growing tree; return the events of their ends."""

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from dsi.core.sequence import Tokens
-from dsi.core.tree_shape import END, Level, with_ancestors
+from dsi.core.tree_shape import END, Level, Tree, with_ancestors
+from dsi.models.cuda.graphs import event
 from dsi.models.cuda.kv_pool import PooledRows
 from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
 from dsi.models.protocol import ForwardRequest
@@ -61,10 +64,10 @@ class DeviceGrowth:
         tails = rows.node_tails()
         for level in self.levels[1:]:
             computed = [numbers[node] for node, _ in level]
-            sources = [first_picked + self._source(node) for node, _ in level]
+            sources = [first_picked + self.source(node) for node, _ in level]
             yield SlotRows(*text, *tree, computed, tails, sources, [places[number] for number in computed])
 
-    def _source(self, node: int) -> int:
+    def source(self, node: int) -> int:
         """Where a grown node is among the picked tokens."""
         parent, _ = self._tree[node]
         return self._picked[parent] + node - self._children[parent].start
@@ -84,3 +87,38 @@ class DeviceGrowth:
     def _stand_ins(self, node: int) -> Iterator[int]:
         """The numbers that stand for the tokens of a node's children."""
         return (-1 - child for child in self._children[node])
+
+
+class LaunchedTree:
+    """A tree that a device drafts, all levels of which were launched: another model on it can take the tokens."""
+
+    def __init__(self, growth: DeviceGrowth, picked: Tensor, stream: Any, end: Any) -> None:
+        self._growth, self.picked, self._stream, self._end = growth, picked, stream, end
+        self._taken: Any = None
+
+    @property
+    def tree(self) -> Tree:
+        return self._growth.request.tree
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether all of its tokens are still to be drafted."""
+        return all(token < 0 for _, token in self.tree)
+
+    def sources(self, first_picked: int) -> list[int]:
+        """Where the token of each node is, if those that were picked begin there."""
+        return [first_picked + self._growth.source(node) for node in range(len(self.tree))]
+
+    def copy_picked(self, target: Tensor, stream: Any) -> None:
+        """Let another stream copy what was picked, once it is there."""
+        if stream is not None:
+            stream.wait_event(self._end)
+        target[: len(self.picked)].copy_(self.picked, non_blocking=True)
+        if stream is not None:
+            self._taken = event()
+            self._taken.record(stream)
+
+    def close(self) -> None:
+        """Nothing is to overwrite what was picked before it was copied."""
+        if self._taken is not None:
+            self._stream.wait_event(self._taken)
