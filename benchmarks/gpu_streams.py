@@ -79,7 +79,7 @@ class Pair:
         }
         servers = make_servers([Oracle(self.target, teacher)], {DRAFTER: Oracle(self.drafter, guess)})
         fleet = CudaFleet(servers, packed=packed)
-        fleet.limit_rows(self.latency.shared_rows)
+        fleet.limit_rows(self.latency.shared_rows or self.packed[TARGET].max_rows)
         loop = EngineLoop(fleet)
         loop.load.shared_spec = self.shared_spec
         return loop

@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from dsi.core.generation import Policy
-from dsi.core.messages import DRAFTER, TARGET, Draft, Event, Failed, Job, Prefilled, Sampling
+from dsi.core.messages import (
+    DRAFTER,
+    TARGET,
+    Draft,
+    DraftedLevel,
+    Event,
+    Failed,
+    Job,
+    Prefilled,
+    Sampling,
+    Verified,
+    Verify,
+)
 from dsi.core.policies import autoregressive, distributed, pearl, policy_for, speculative
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens
@@ -16,6 +28,7 @@ from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.core.stats import ServerUsage
 from dsi.core.tree_shape import END
+from dsi.fleets.job_requests import TreeGrowth
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server
 from dsi.fleets.simulated import SimulatedFleet
@@ -120,19 +133,39 @@ class ShuffledFleet:
         self.dice, self.failures, self.contexts = dice, failures, contexts
         self.streams: dict[int, list[Iterator[Event]]] = {}
         self.said: list[Event] = []
+        self.growths: dict[int, TreeGrowth] = {}
+        self.following: dict[int, Verify] = {}  # by the draft whose tree it verifies
 
     def start(self, job: Job) -> None:
         role = getattr(job, "model", TARGET)
         check_fits(job, self.contexts)
         # A memory of its own for each job: this fleet has as many servers as it has jobs.
         server = Server(role, role, self.servers[role].model)
+        if isinstance(job, Verify) and job.draft is not None:
+            self.following[job.draft] = job
+            return
+        if isinstance(job, Draft) and job.expansions:
+            self.growths[job.id] = TreeGrowth(job)
         self.streams.setdefault(job.id, []).append(work(job, server))
+
+    def end_draft(self, id: int) -> None:
+        """What waits for a draft is verified if its tree is there."""
+        if (job := self.following.pop(id, None)) is None:
+            return
+        growth, server = self.growths[id], Server(TARGET, TARGET, self.servers[TARGET].model)
+        events: list[Event] = [Failed(job.id, "there is no tree")]
+        if growth.done:
+            [verified] = work(growth.verification(job), server)
+            assert isinstance(verified, Verified)
+            events = [replace(verified, tokens=growth.by_number(verified.tokens, -1))]
+        self.streams[job.id] = [iter(events)]
 
     def cancel(self, id: int) -> None:
         if self.dice.random() < 0.5:
             self.streams.pop(id, None)
 
     num_requests = 0
+    most_verified_unseen = 12
 
     def promote(self, id: int) -> None: ...
 
@@ -152,10 +185,14 @@ class ShuffledFleet:
         id = self.dice.choice(sorted(self.streams))
         if self.dice.random() < self.failures:
             del self.streams[id]
+            self.end_draft(id)
             return Failed(id, "shuffled")
         event = next(self.streams[id][-1], None)
+        if isinstance(event, DraftedLevel):
+            self.growths[id].add(event.children)
         if event is None:
             del self.streams[id]
+            self.end_draft(id)
             return Prefilled(id)
         if type(event) is not Prefilled:
             self.said = [*self.said[-50:], event]

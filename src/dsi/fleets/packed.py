@@ -69,13 +69,17 @@ class PackedJob:
             num_nodes = len({*request.asked, *prefix.new_nodes(request.tree)})
         return PackedPart(self, request, num_new - num_positions, num_new + num_nodes)
 
+    @property
+    def known_job(self) -> Job:
+        """The job, that of a verification with the tree that was drafted for it."""
+        growth = self.growth
+        is_grown = isinstance(self.job, Verify) and growth is not None and growth.done
+        return growth.verification(self.job) if is_grown else self.job  # type: ignore[union-attr, arg-type]
+
     def _request(self) -> ForwardRequest:
-        job, growth = self.job, self.growth
-        if isinstance(job, Draft):
-            return draft_request(job, self.prefix) if growth is None else growth.request(self.prefix)
-        if isinstance(job, Verify) and growth is not None and growth.done:
-            job = growth.verification(job)
-        return verify_request(job, self.prefix)
+        if isinstance(self.job, Draft):
+            return draft_request(self.job, self.prefix) if self.growth is None else self.growth.request(self.prefix)
+        return verify_request(self.known_job, self.prefix)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +262,7 @@ class PackedServer:
 
     def launched(self, draft: int) -> LaunchedGrowth | None:
         """What a device drafts for this job, all of whose levels it has been given."""
-        grows = self._grows_trees
-        return grows.launched if grows is not None and self._growing == draft else None
+        return getattr(self._model, "launched", None) if self._growing == draft else None
 
     def begin_following(self, growth: TreeGrowth, launched: LaunchedGrowth) -> PackedForward | None:
         """The forward of the only verification that waits for a draft, if it can be launched behind that."""
@@ -358,7 +361,7 @@ class PackedServer:
         for part, answer in answers:
             context = part.packed.prefix.context
             if not self._is_dropped(part) and (event := self._finish(part, answer)) is not None:
-                events.append((part.packed.job, context, event))
+                events.append((part.packed.known_job, context, event))
         return events
 
     def _take(self, room: int) -> list[PackedPart]:

@@ -227,8 +227,6 @@ class FollowsDrafts(PollsPacked, Protocol):
 class GrowsTrees(PollsPacked, Protocol):
     """One that can compute several levels of a growing tree without waiting for the tokens of each."""
 
-    launched: LaunchedGrowth | None  # what a device computes now
-
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool: ...
 
     def poll_levels(self, request: ForwardRequest, levels: Sequence[Level]) -> Iterator[Answer | None]:

@@ -152,7 +152,7 @@ class PackedCudaModel:
         self.drafts, self.row_kernels = drafts, RowKernels.of(self.on_gpu)
         self.forwards_in_flight = 1 if drafts else IN_FLIGHT
         self._copy = 0  # of the plan, for the next forward
-        self.stream = own_stream(stream, self.device)
+        self.stream = own_stream(stream, self.device, drafts)
         self.sms = self._num_sms()
         self._cache = self._create_cache(num_slots)
         self.kv_heads = self._cache.layers[0].keys.shape[1]
