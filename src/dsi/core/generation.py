@@ -23,6 +23,7 @@ from dsi.core.messages import (
     TARGET,
     Draft,
     Drafted,
+    DraftedBlock,
     DraftedLevel,
     Event,
     Failed,
@@ -194,6 +195,11 @@ class Generation:
             self._close(job)
         elif token in self._stop_tokens:  # nothing follows a stop token: the rest of the draft is not wanted
             self._cancel([job.id])
+
+    def _on_drafted_block(self, job: Draft, event: DraftedBlock) -> None:
+        for token in event.tokens:
+            if job.id in self.jobs.open:  # nothing follows a stop token
+                self._on_drafted(job, Drafted(job.id, token))
 
     def _on_drafted_level(self, job: Draft, event: DraftedLevel) -> None:
         if event.level != self._tree_drafts[job.id].level:
@@ -501,6 +507,7 @@ class Generation:
 # How each kind of event changes a generation, by the kind of job it answers; all others are ignored.
 EVENT_HANDLERS: dict[tuple[type, type], Callable[[Generation, Any, Any], None]] = {
     (Draft, Drafted): Generation._on_drafted,
+    (Draft, DraftedBlock): Generation._on_drafted_block,
     (Draft, DraftedLevel): Generation._on_drafted_level,
     (Draft, Failed): Generation._on_draft_failed,
     (Verify, Verified): Generation._on_verified,

@@ -215,6 +215,14 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftedBlock:
+    """All draft tokens of a job for which nothing of its request waits before the last."""
+
+    id: int
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
 class DraftedLevel:
     """The children of the nodes that one forward of a tree's draft expanded, the likeliest first."""
 
@@ -243,7 +251,7 @@ class Failed:
 WOKEN = Failed(-1, "woken")  # what a fleet returns that was woken and has no event; no job has this id
 
 Job = Prefill | Draft | Verify
-Event = Prefilled | Drafted | DraftedLevel | Verified | Failed
+Event = Prefilled | Drafted | DraftedBlock | DraftedLevel | Verified | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,19 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
-from dsi.core.messages import TARGET, WOKEN, Draft, Drafted, DraftedLevel, Event, Failed, Job, Prefill, Verify
+from dsi.core.messages import (
+    TARGET,
+    WOKEN,
+    Draft,
+    Drafted,
+    DraftedBlock,
+    DraftedLevel,
+    Event,
+    Failed,
+    Job,
+    Prefill,
+    Verify,
+)
 from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
@@ -106,12 +118,14 @@ class CudaFleet(RealTimeFleet):
         super().__init__(servers, log)
         self._workers: dict[str, CudaWorker] = {}
         shared = {name: PackedServer.of(server) for name, server in (packed or {}).items()}
-        self._packed = {name: server for name, server in shared.items() if server is not None}
+        drafters_first = sorted(shared.items(), key=lambda item: self._servers[item[0]].role == TARGET)
+        self._packed = {name: server for name, server in drafters_first if server is not None}
         roles = [self._servers[name].role for name in self._packed]
         self.packs = roles.count(TARGET) == 1  # whether a target computes several requests in one forward
         if self.packs and len(self._packed) > 1:
             self.most_verified_unseen = min(server.max_tokens for server in self._packed.values()) - 1
         self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
+        self._blocks: dict[int, list[int]] = {}  # draft tokens of shared forwards, by job
         self._joined: set[int] = set()  # of these, those that did not have to wait
         self._forwards: dict[str, list[InflightForward]] = {name: [] for name in self._packed}  # the first ends first
 
@@ -164,6 +178,7 @@ class CudaFleet(RealTimeFleet):
                 self._packed_jobs[name] = promoted(job)
 
     def cancel(self, id: int) -> None:
+        self._blocks.pop(id, None)
         for packed in self._packed.values():
             packed.discard(id)
         super().cancel(id)
@@ -180,6 +195,7 @@ class CudaFleet(RealTimeFleet):
         self._workers.pop(name, None)
         if job := self._packed_jobs.pop(name, None):
             self._joined.discard(job.id)
+            self._blocks.pop(job.id, None)
             self._packed[name].discard(job.id)
 
     def wake(self) -> None:
@@ -205,7 +221,10 @@ class CudaFleet(RealTimeFleet):
 
     def _poll_packed(self, name: str, packed: PackedServer) -> None:
         forwards = self._forwards[name]
-        if packed.should_begin([inflight.forward for inflight in forwards]):
+        num_coming = 0
+        if packed.server.role == TARGET and packed.has_ready_jobs:
+            num_coming = sum(other.num_drafting for other in self._packed.values() if other is not packed)
+        if packed.should_begin([inflight.forward for inflight in forwards], num_coming):
             forwards.append(InflightForward.begin(packed, self.now()))
         for inflight in tuple(forwards):
             events, ended = inflight.poll(packed)
@@ -256,8 +275,23 @@ class CudaFleet(RealTimeFleet):
             other.began = now
         for job, context, event in events:
             self._record_shared(name, job, context, began, now, event, len(events), num_texts)
-            self._events.append(event)
+            if isinstance(event, Failed):
+                self._blocks.pop(job.id, None)
+            if isinstance(event, Drafted):
+                self._collect(job, event)
+            else:
+                self._events.append(event)
         self._release_packed()
+
+    def _collect(self, job: Job, event: Drafted) -> None:
+        """Tell of a draft token, of a request that takes turns once its block is complete: each event takes time."""
+        if not isinstance(job, Draft) or not job.alone or event.draft_probs is not None or event.alternates:
+            self._events.append(event)
+            return
+        tokens = self._blocks.setdefault(job.id, [])
+        tokens.append(event.token)
+        if len(tokens) == job.count:
+            self._events.append(DraftedBlock(job.id, tuple(self._blocks.pop(job.id))))
 
     def _release_packed(self) -> None:
         """Servers whose job is done, or was given up, are idle."""

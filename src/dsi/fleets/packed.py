@@ -32,6 +32,7 @@ from dsi.models.protocol import (
 
 MAX_TOKENS = MAX_ROWS  # new tokens of a forward, with nodes of trees
 MAX_GROWTHS = 256  # drafts of trees that are kept for verifications
+FEW = 3  # times as many as there are that may come yet
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
 
 SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
@@ -232,17 +233,23 @@ class PackedServer:
         """Whether there are jobs that no forward computes."""
         return bool(self._ready)
 
-    def should_begin(self, in_flight: Sequence[PackedForward]) -> bool:
+    def should_begin(self, in_flight: Sequence[PackedForward], num_coming: int = 0) -> bool:
         """Whether the jobs that no forward computes begin one now, beside those in flight.
 
-        They wait for those with which they can share the next one: it takes less time than two.
+        They wait for those with which they can share the next one, as it takes less time than two: for those in flight,
+        and for so many that are coming soon if they are only a few.
         """
-        if not self._ready or not in_flight:
-            return bool(self._ready)
-        if len(in_flight) >= self._most_in_flight:
+        if not self._ready or len(in_flight) >= self._most_in_flight:
             return False
+        if not in_flight:
+            return FEW * len(self._ready) >= num_coming
         num_ready = sum(packed.num_new for packed in self._ready.values())
         return num_ready + sum(forward.num_rows for forward in in_flight) > self.max_tokens
+
+    @property
+    def num_drafting(self) -> int:
+        """The jobs that end soon: those that read no prompt."""
+        return sum(packed.num_new < MIN_CHUNK for packed in self.jobs.values())
 
     @property
     def num_new(self) -> int:

@@ -17,6 +17,7 @@ from dsi.models.tree_cache import CachedNodes, cached_path, nodes_below
 
 MIN_MAPPED = 1 << 16  # bytes of a buffer that is mapped by itself
 GROWTH = 64  # tokens allocated beyond what is needed, so that buffers rarely grow
+NEAR_BEGIN = 4  # tokens that are compared one by one
 NEAR_END = 16  # two texts of one request usually diverge within so many tokens of the end
 
 
@@ -142,9 +143,15 @@ class KVSequence:
 
 
 def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return the length of the longest common prefix; two texts of one request diverge near the end, if at all."""
+    """Return the length of the longest common prefix.
+
+    Two texts of one request diverge near the end, if at all, and those of two requests mostly near the beginning.
+    """
     length = min(len(a), len(b))
     near = max(0, length - NEAR_END)
+    for i in range(min(near, NEAR_BEGIN)):
+        if a[i] != b[i]:
+            return i
     if list(a[:near]) != list(b[:near]):
         return _bisect_prefix(a, b, near)
     for i in range(near, length):

@@ -241,7 +241,7 @@ class CudaGraphModel:
         default_segments = max(2, len(layers) // LAYERS_PER_SEGMENT)
         self.segments = max(1, min(len(layers), default_segments if segments is None else segments))
         self._segment_starts = [layers[i * len(layers) // self.segments] for i in range(1, self.segments)]
-        self._stream = own_stream(stream, self._device)
+        self._stream = own_stream(stream, self._device, drafts)
         self._length = torch.zeros((), dtype=torch.int64, device=self._device)
         self._host_length = self._host_buffer(1)
         largest = max(*self._sizes, min(exact_size or 0, max_length))  # padding may come later
