@@ -31,8 +31,10 @@ class TreeRows:
     @classmethod
     def of(cls, cached: CachedNodes, tree: Tree, asked: Sequence[int]) -> TreeRows:
         """Compute what is asked about, and ancestors that are not cached."""
-        if not cached and len(set(asked)) == len(asked) == len(tree) and (nodes := all_nodes(tree)):
-            return cls(nodes, list(nodes.values()), list(asked))
+        return _fresh_rows(tree, tuple(asked)) if not cached else cls._beside(cached, tree, asked)
+
+    @classmethod
+    def _beside(cls, cached: CachedNodes, tree: Tree, asked: Sequence[int]) -> TreeRows:
         nodes = dict(cached) if len(cached) + len(tree) <= MAX_NODES else {}
         num_cached, slots = len(nodes), dict[int, int]()
         for node in with_ancestors(tree, asked):
@@ -79,10 +81,13 @@ def depths_of(parents: tuple[int, ...]) -> list[int]:
     return depths
 
 
-def all_nodes(tree: Tree) -> CachedNodes:
-    """Each node in the slot of its number; none if two of them are the same."""
+@lru_cache(64)  # a tree that is not drafted yet has the same nodes again and again
+def _fresh_rows(tree: Tree, asked: tuple[int, ...]) -> TreeRows:
+    """The rows of a tree of which nothing is cached."""
     nodes = {node: slot for slot, node in enumerate(tree)}
-    return nodes if len(nodes) == len(tree) else {}
+    if len(set(asked)) == len(asked) == len(tree) == len(nodes):  # faster
+        return TreeRows(nodes, list(nodes.values()), list(asked))
+    return TreeRows._beside({}, tree, asked)
 
 
 def tree_depth(tree: Tree) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -24,69 +25,78 @@ from dsi.models.protocol import ForwardRequest
 MAX_LEVELS = 32  # of forwards that are launched at once
 
 
-class DeviceGrowth:
-    """The rows of each forward, and the tokens that came of it.
+class GrowthShape:
+    """What is known of a growing tree before its tokens are. A node that is not drafted yet has a negative number for
+    its token, each another."""
 
-    A node that is not drafted yet has a negative number for its token, each another.
-    """
+    def __init__(self, tree: Tree, levels: Sequence[Level]) -> None:
+        nodes = list(tree)
+        self.picked: dict[int, int] = {}  # by expanded node: where its children are among the picked tokens
+        self.children: dict[int, range] = {}
+        for node, count in chain(*levels):
+            self.picked[node] = BRANCHES * len(self.picked)
+            self.children[node] = range(len(nodes), len(nodes) + count)
+            nodes += [(node, stand_in(child)) for child in self.children[node]]
+        self.tree: Tree = tuple(nodes)
+        self.expanded = tuple(sorted(node for node in self.picked if node != END))
+        self.ancestors = with_ancestors(nodes, self.expanded)
+        self.sources: dict[int, int] = {}  # by grown node: where it is among the picked tokens
+        for node, children in self.children.items():
+            self.sources.update(zip(children, range(self.picked[node], self.picked[node] + len(children))))
+
+
+growth_shape = lru_cache(256)(GrowthShape)  # of few shapes, again and again
+
+
+def stand_in(node: int) -> int:
+    """What stands for the token of a node that is not drafted yet."""
+    return -1 - node
+
+
+class DeviceGrowth:
+    """The rows of each forward, and the tokens that came of it."""
 
     def __init__(self, request: ForwardRequest, levels: Sequence[Level]) -> None:
         at_end = [END] if request.start <= len(request.tokens) else []
-        self.levels: list[Level] = [list(zip([*at_end, *request.asked], request.num_children)), *levels]
+        first = tuple(zip([*at_end, *request.asked], request.num_children))
+        self.levels: tuple[Level, ...] = (first, *map(tuple, levels))
         self.tokens: dict[int, int] = {}  # by the number that stands for it
-        self._tree = list(request.tree)
-        self._picked: dict[int, int] = {}  # by expanded node: where its children are among the picked tokens
-        self._children: dict[int, range] = {}
-        for node, count in chain(*self.levels):
-            self._picked[node] = BRANCHES * len(self._picked)
-            self._children[node] = range(len(self._tree), len(self._tree) + count)
-            self._tree += [(node, token) for token in self._stand_ins(node)]
-        self._expanded = sorted(node for node in self._picked if node != END)
-        tree = tuple(self._tree)
+        self.shape = shape = growth_shape(request.tree, self.levels)
         self.request = ForwardRequest(
-            request.tokens, request.start, request.num_cached, tree=tree, asked=self._expanded
+            request.tokens, request.start, request.num_cached, tree=shape.tree, asked=shape.expanded
         )
 
     def rows(self, pooled: PooledRows, first_picked: int, unread: int) -> Iterator[SlotRows]:
         """The rows of each forward: the first computes what is new of the text, too."""
-        rows, numbers = pooled.rows, dict[int, int]()  # in the KV cache, by number in the tree
-        for node in with_ancestors(self._tree, self._expanded):
-            parent, token = self._tree[node]
+        rows, shape, numbers = pooled.rows, self.shape, dict[int, int]()  # in the KV cache, by number in the tree
+        for node in shape.ancestors:
+            parent, token = shape.tree[node]
             numbers[node] = rows.tree.nodes[numbers.get(parent, END), token]
         later = {numbers[node] for level in self.levels[1:] for node, _ in level}
-        places = {numbers.get(node, END): first_picked + place for node, place in self._picked.items()}
+        places = {numbers.get(node, END): first_picked + place for node, place in shape.picked.items()}
         first = [number for number in rows.tree.computed if number not in later]
         outputs = [unread] * len(rows.tokens) + [places.get(number, unread) for number in first]
-        if END in self._picked:
+        if END in shape.picked:
             outputs[len(rows.tokens) - 1] = places[END]
         yield replace(rows, computed=first, outputs=outputs)
         text, tree = (rows.table, rows.slots, rows.end, ()), (rows.tree, rows.node_slots)
         tails = rows.node_tails()
         for level in self.levels[1:]:
             computed = [numbers[node] for node, _ in level]
-            sources = [first_picked + self.source(node) for node, _ in level]
+            sources = [first_picked + shape.sources[node] for node, _ in level]
             yield SlotRows(*text, *tree, computed, tails, sources, [places[number] for number in computed])
-
-    def source(self, node: int) -> int:
-        """Where a grown node is among the picked tokens."""
-        parent, _ = self._tree[node]
-        return self._picked[parent] + node - self._children[parent].start
 
     def children(self, number: int, picked: np.ndarray) -> tuple[Tokens, ...]:
         """The tokens that a forward picked, by the node they are after."""
         level, nodes = list[Tokens](), self.levels[number]
         if not nodes:
             return ()
-        first = self._picked[nodes[0][0]]  # in the order of the nodes, so many after each
+        first = self.shape.picked[nodes[0][0]]  # in the order of the nodes, so many after each
         tokens = picked[first : first + BRANCHES * len(nodes)].tolist()
         for i, (node, count) in enumerate(nodes):
             level.append(tuple(tokens[BRANCHES * i : BRANCHES * i + count]))
-            self.tokens.update(zip(self._stand_ins(node), level[-1]))
+            self.tokens.update(zip(map(stand_in, self.shape.children[node]), level[-1]))
         return tuple(level)
-
-    def _stand_ins(self, node: int) -> Iterator[int]:
-        """The numbers that stand for the tokens of a node's children."""
-        return (-1 - child for child in self._children[node])
 
 
 class LaunchedTree:
@@ -106,8 +116,8 @@ class LaunchedTree:
         return all(token < 0 for _, token in self.tree)
 
     def sources(self, first_picked: int) -> list[int]:
-        """Where the token of each node is, if those that were picked begin there."""
-        return [first_picked + self._growth.source(node) for node in range(len(self.tree))]
+        """Where the token of each node of a fresh tree is, if those that were picked begin there."""
+        return [first_picked + source for source in self._growth.shape.sources.values()]
 
     def copy_picked(self, target: Tensor, stream: Any) -> None:
         """Let another stream copy what was picked, once it is there."""
