@@ -1,6 +1,6 @@
 """Forwards of several texts with their keys and values in slots, in torch on the CPU: only graphs need a GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Level, Tree
-from dsi.models.cuda.kv_pool import EVICTED, TextPool
+from dsi.models.cuda.kv_pool import EVICTED, NoRoom, TextPool
 from dsi.models.cuda.packed import PackedCudaModel, PackedForward
 from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
 from dsi.models.protocol import ForwardRequest, SamplingModel, tree_path
@@ -376,3 +376,130 @@ def test_list_of_tokens_is_not_taken_for_another_that_is_gone() -> None:
     texts = [[1, first, 3, 4, 5] for first in (2, 3)]
     assert [num_new(pool, text) for text in texts] == [5, 4]
     assert [num_new(pool, [*text, 6]) for _ in range(3) for text in texts] == [1] * 6
+
+
+class Later:
+    """The event of a forward that ends when it has been asked about so often."""
+
+    def __init__(self, queries: int) -> None:
+        self.left = queries
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def polled(steps: Generator[None, None, list[Any]]) -> Iterator[list[Any] | None]:
+    """None until it is there, then what a generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            yield end.value
+            return
+        yield None
+
+
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_two_forwards_in_flight_compute_what_each_does_alone(llama: Any, data: st.DataObject) -> None:
+    """With so few slots that the second may have to wait for the first."""
+    packed = PackedCudaModel(llama, MAX_LENGTH, data.draw(st.sampled_from([44, 200])), max_texts=3, sizes=(4, 16))
+    packed._end = lambda: Later(3)  # type: ignore[method-assign]
+    texts = [[1, 2], [1, 2, 3], [7], [7, 1]]
+    for picks in data.draw(st.lists(st.booleans(), min_size=1, max_size=5)):
+        for i in range(4):
+            kept = data.draw(st.integers(1, len(texts[i])))
+            texts[i] = [*texts[i][:kept], *data.draw(st.lists(st.integers(1, 4), max_size=6))][:14]
+        requests = [ForwardRequest(text, len(text) + data.draw(st.integers(0, 1))) for text in texts]
+        poll = packed.poll_picked if picks else packed.poll_forward_packed
+        running = [polled(poll(pair)) for pair in (requests[:2], requests[2:])]
+        answers: list[list[Any] | None] = [None, None]
+        while None in answers:
+            answers = [answer or next(steps) for steps, answer in zip(running, answers)]
+        for request, answer in zip(requests, [*(answers[0] or []), *(answers[1] or [])], strict=True):
+            if request.num_positions:
+                [expected] = plain_logits(llama, request)
+                if picks:
+                    assert answer[0, 0] == expected.argmax()
+                else:
+                    assert torch.allclose(answer[0], expected, atol=1e-4 * float(expected.abs().max()))
+        assert not packed.pool.has_in_flight
+    packed.pool.clear()
+
+
+def test_a_text_of_which_nothing_has_to_be_computed_keeps_no_slots(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 200)
+    for _ in range(2):
+        packed.forward_packed([ForwardRequest([1, 2, 3], 4)])
+    assert not packed.pool.has_in_flight
+
+
+def test_a_forward_in_flight_keeps_the_slots_that_it_fills(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 32, max_texts=2)
+    first, second = [1] * 20, [2] * 20
+    begun = packed.pool.begin([ForwardRequest(first, 20)])
+    with pytest.raises(NoRoom, match="20 new tokens: of 32 in the KV cache, 12 are free"):
+        packed.pool.begin([ForwardRequest(second, 20)])
+    assert packed.pool.has_in_flight
+    packed.pool.finish(begun)
+    assert [pooled.rows.num_rows for pooled in packed.pool.begin([ForwardRequest(second, 20)])] == [20]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_poll_following_verifies_the_tree_that_is_being_drafted(name: str) -> None:
+    """All of it is launched before the host knows a token; a path that becomes text is cached."""
+    drafter, target = PackedCudaModel(random_model("qwen3"), MAX_LENGTH, 400, drafts=True), random_model(name)
+    packed, text = PackedCudaModel(target, MAX_LENGTH, 400), Random(7).choices(range(1, VOCAB_SIZE), k=61)
+    levels: list[Level] = [[(0, 2), (1, 1)], [(2, 2)]]
+    for _ in range(3):
+        request = ForwardRequest(text, len(text), num_children=(2,))
+        tree: list[tuple[int, int]] = []
+        drafting = drafter.poll_levels(request, levels)
+        expanded = iter([0, 1, 2])
+        tree += [(END, token) for token in next(drafting)[0]]  # type: ignore[index]
+        assert drafter.launched is not None
+        asked = ForwardRequest(text, len(text))
+        assert packed.can_follow(asked, drafter.launched)
+        following = packed.poll_following(asked, drafter.launched, lambda: tuple(tree) if len(tree) == 7 else None)  # noqa: B023
+        assert next(following) is None
+        for children in drafting:
+            for tokens in children or ():
+                parent = next(expanded)
+                tree += [(parent, token) for token in tokens]
+        assert drafter.launched is None
+        with pytest.raises(StopIteration) as end:
+            next(following)
+        known = ForwardRequest(text, len(text), tree=tuple(tree), asked=range(7))
+        assert end.value.value[:, 0].tolist() == plain_logits(target, known).argmax(-1).tolist()
+        text = [*text, *tree_path(tuple(tree), 5), 3]
+        [begun] = packed.pool.begin([ForwardRequest(text, len(text))])
+        packed.pool.cancel([begun])
+        assert begun.rows.num_rows == 1  # the path is cached
+        check(target, packed, [ForwardRequest(text, len(text))])
+
+
+def test_can_follow_knows_its_limits(llama: Any) -> None:
+    drafter, small = (PackedCudaModel(llama, MAX_LENGTH, 200, sizes=(1, 8), drafts=drafts) for drafts in (True, False))
+    request = ForwardRequest([1, 2, 3], 3, num_children=(2,))
+    drafting = drafter.poll_levels(request, [[(0, 2), (1, 1)]])
+    next(drafting)
+    launched = drafter.launched
+    assert launched is not None
+    assert small.can_follow(ForwardRequest([1, 2, 3], 3), launched)
+    assert not small.can_follow(ForwardRequest([1] * 9, 3), launched)  # with 5 nodes more rows than there are
+    assert not small.can_follow(ForwardRequest([1, 2, 3], 3, tree=TREE[:1], asked=(0,)), launched)
+    steps = small.poll_following(ForwardRequest([1, 2, 3], 3), launched, lambda: None)
+    assert next(steps) is None
+    steps.close()
+    assert not small.pool.has_in_flight
+    small.pool.clear()
+    assert small.pool.slots.num_free == 200
+
+
+def test_a_chain_of_nodes_that_are_there_cannot_be_followed(llama: Any) -> None:
+    drafter, target = (PackedCudaModel(llama, MAX_LENGTH, 200, drafts=drafts) for drafts in (True, False))
+    drafting = drafter.poll_levels(ForwardRequest([1, 2], 3, tree=TREE[:2], asked=(0, 1), num_children=(2, 1)), [])
+    next(drafting, None)
+    launched = drafter.launched
+    assert launched is None or not target.can_follow(ForwardRequest([1, 2], 2), launched)

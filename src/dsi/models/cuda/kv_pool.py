@@ -177,11 +177,15 @@ class TextPool:
 
     def finish(self, begun: Sequence[PooledRows]) -> None:
         """Record that a forward has computed these rows."""
+        self.release(begun)
         for pooled in begun:
             text, rows = pooled.text, pooled.rows
             text.tokens += rows.tokens
             text.in_table = rows.end
-            self._in_flight.discard(text)
+
+    def release(self, begun: Sequence[PooledRows]) -> None:
+        """No forward that runs uses these texts, or none had to run: others may have their slots."""
+        self._in_flight.difference_update(pooled.text for pooled in begun)
 
     def name_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> None:
         """Say which tokens the nodes of a tree turned out to be."""
@@ -194,8 +198,8 @@ class TextPool:
 
     def cancel(self, begun: Sequence[PooledRows]) -> None:
         """Take back the slots of a forward that did not run."""
+        self.release(begun)
         for pooled in begun:
-            self._in_flight.discard(pooled.text)
             length = pooled.rows.length
             self.slots.give_back(pooled.text.slots[length : pooled.rows.end])
             self._drop_nodes(pooled.text)

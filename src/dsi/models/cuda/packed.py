@@ -288,6 +288,7 @@ class PackedCudaModel:
             yield None
         count = sum(pooled.rows.num_rows for pooled in begun)
         if not count:
+            self.pool.release(begun)
             return [self._nothing(picks) for _ in begun]
         if count > self.max_rows:
             self.pool.cancel(begun)
