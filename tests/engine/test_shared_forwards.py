@@ -18,6 +18,7 @@ from dsi.core.spec import SpecConfig
 from dsi.engine.engine import Engine
 from dsi.fleets.processes import ProcessFleet
 from dsi.fleets.spans import Span
+from dsi.models.cuda.packed import PackedCudaModel
 from dsi.models.names import model_path
 
 pytestmark = pytest.mark.slow
@@ -93,6 +94,29 @@ def test_trees_of_requests_at_once_write_the_texts_alone(dtype: str) -> None:
         if not engine.deployment.shares_forwards:
             pytest.skip("forwards of several threads are no faster here")
         check_trees_at_once(engine, (*PROMPTS[:2], " ".join(PROMPTS * 12)), 24)
+
+
+def test_a_verification_follows_its_draft_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a request was cancelled in between; sampled trees are verified once the host has them."""
+    followed, poll = list[int](), PackedCudaModel.poll_following
+
+    def counted(*arguments: Any) -> Any:
+        followed.append(len(arguments[2].tree))
+        return poll(*arguments)
+
+    monkeypatch.setattr(PackedCudaModel, "poll_following", counted)
+    with Engine.load(dtype="float32", target_devices="cpu", drafter_device="cpu") as engine:
+        text, spec = engine.tokenizer.encode(PROMPTS[0]), SpecConfig("si", 3, tree=8)
+        for sampling in (Sampling(), Sampling(temperature=0.9, seed=3)):
+            followed.clear()
+            [plain] = engine.loop.run(engine.make_request(text, 24, SpecConfig("nonsi"), sampling))
+            given_up = engine.loop.submit(engine.make_request(text, 24, spec, sampling))
+            engine.loop.step()
+            engine.loop.cancel(given_up)
+            [done] = engine.loop.run(engine.make_request(text, 24, spec, sampling))
+            assert done.tokens == plain.tokens
+            assert done.tally.accepted > 0
+            assert (8 in followed) == (not sampling.temperature)
 
 
 def test_requests_at_once_on_a_device_write_the_texts_alone() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dsi.core.messages import DRAFTER, TARGET, Draft, DraftedLevel, Failed, Verified, Verify
+from dsi.core.messages import DRAFTER, TARGET, Draft, DraftedBlock, DraftedLevel, Failed, Verified, Verify
 from dsi.core.policies import autoregressive, policy_for
 from dsi.core.request import Request
 from dsi.core.sequence import Tokens, TokenSequence
@@ -129,6 +129,61 @@ def test_cuda_fleet_fails_a_growing_tree_whose_forward_fails_between_two_levels(
     assert isinstance(level, DraftedLevel)
     assert len(level.children[0]) == 2
     assert fleet.next_event() == Failed(0, "RuntimeError: out of memory")
+    fleet.close()
+
+
+def test_a_text_goes_on_where_the_draft_that_a_verification_follows_fails() -> None:
+    """The verification fails with it, and without a tree the target goes on alone."""
+    models = {TARGET: PolledPair(ToyTarget(3), 2), DRAFTER: Failing(ToyDrafter(ToyTarget(3), 0.7, 5, 0.5), 1)}
+    names = {TARGET: "target-1", DRAFTER: DRAFTER}
+    servers = {names[role]: Server(role, role, model) for role, model in models.items()}
+    fleet = CudaFleet(make_servers([models[TARGET]], {DRAFTER: models[DRAFTER]}), packed=servers)
+    [done] = EngineLoop(fleet).run(Request((4, 2), 12, policy_for(SpecConfig("si", 3, tree=6))))
+    [plain] = EngineLoop(packed_fleet()[0]).run(Request((4, 2), 12, autoregressive()))
+    assert done.tokens == plain.tokens
+    assert done.tally.failed > 0
+    fleet.close()
+
+
+def test_cuda_fleet_fails_a_verification_whose_draft_it_does_not_know() -> None:
+    fleet, _ = packed_fleet()
+    fleet.start(Verify(1, TokenSequence.of((1, 2)), 1, alone=True, draft=0, num_drafted=2))
+    assert fleet.next_event() == Failed(1, "the draft that it verifies was given up")
+    fleet.close()
+
+
+def test_cuda_fleet_verifies_a_tree_when_it_is_drafted() -> None:
+    """Nobody but the drafter and the target takes part. There is a token for each node, by its number."""
+    fleet, models = packed_fleet()
+    text = TokenSequence.of((1, 2))
+    fleet.start(Draft(0, text, 1, DRAFTER, expansions=((END, 2), (0, 1)), alone=True))
+    fleet.start(Verify(1, text, 1, alone=True, draft=0, num_drafted=3))
+    levels = [fleet.next_event() for _ in range(2)]
+    [[first, second]], [[below]] = (level.children for level in levels if isinstance(level, DraftedLevel))
+    target, texts = ToyTarget(3), ([1, 2], [1, 2, first], [1, 2, second], [1, 2, first, below])
+    tokens = tuple(target.answer(ForwardRequest(text, len(text)))[0] for text in texts)
+    assert fleet.next_event() == Verified(1, tokens)
+    assert models[TARGET].forwards == [1]
+    fleet.close()
+
+
+def test_cuda_fleet_tells_of_the_draft_tokens_of_a_turn_together() -> None:
+    fleet, _ = packed_fleet()
+    fleet.num_requests = 2
+    drafts = [Draft(id, TokenSequence.of((1, id)), 3, DRAFTER, alone=id != 2) for id in range(3)]
+    for draft in drafts[:2]:
+        fleet.start(draft)
+    events = [fleet.next_event() for _ in range(2)]
+    drafter = ToyDrafter(ToyTarget(3), 0.7, 5, runner_up_acceptance=0.5)
+    for event, draft in zip(events, drafts):
+        tokens = list(draft.context)
+        for _ in range(3):
+            tokens += drafter.answer(ForwardRequest(tokens, len(tokens)))
+        assert event == DraftedBlock(draft.id, tuple(tokens[2:]))
+    fleet.start(drafts[0])
+    fleet._wait_for_events()
+    fleet.cancel(0)
+    assert not fleet._blocks
     fleet.close()
 
 

@@ -269,6 +269,38 @@ def test_packed_server_takes_jobs_as_wide_as_the_forwards_of_its_model() -> None
         assert server.accepts(Verify(0, text(1), 1, tree=tree, asked=tuple(range(200)))) == accepts
 
 
+def test_packed_server_begins_a_second_forward_for_what_has_no_room_in_the_next() -> None:
+    server, packing = packed_server()
+    server.max_tokens, server._most_in_flight = 3, 2
+    for id in range(2):
+        server.add(Verify(id, text(id), 1))
+    first = server.begin(server.max_tokens)
+    assert not server.should_begin([first])  # there is nothing
+    server.add(Verify(2, text(2), 1))
+    assert not server.should_begin([first])  # all three have room in one
+    server.add(Verify(3, text(3), 1))
+    assert server.should_begin([first])
+    second = server.begin(server.max_tokens)
+    server.add(Verify(4, text(4), 1))
+    assert not server.should_begin([first, second])
+    for forward in (first, second):
+        server.run(forward)
+        server.finish(forward)
+    assert server.should_begin([])
+    assert packing.forwards == [[1, 1], [1, 1]]
+
+
+def test_packed_server_lets_few_jobs_wait_for_many_that_are_coming() -> None:
+    server, _ = packed_server()
+    assert not server.should_begin([], 0)
+    server.add(Verify(0, text(1), 1))
+    assert server.should_begin([], 3)
+    assert not server.should_begin([], 4)
+    server.add(Verify(1, text(*range(40)), 1))
+    assert server.should_begin([], 4)
+    assert server.num_drafting == 1  # the other one reads a prompt
+
+
 def test_packed_server_computes_what_somebody_waits_for_before_speculation_and_prompts() -> None:
     server, packing = packed_server()
     server.max_tokens = 12

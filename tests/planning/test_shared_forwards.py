@@ -1,5 +1,7 @@
 """Draft tokens that pay in forwards that requests share."""
 
+from dataclasses import replace
+
 import pytest
 
 from dsi.core.spec import SpecConfig
@@ -11,6 +13,7 @@ from dsi.planning.shared_forwards import (
     chain,
     draft_ms,
     forward_ms,
+    shared_rows,
     shared_spec,
     tokens_per_ms,
 )
@@ -57,6 +60,21 @@ def test_tokens_per_ms_counts_nodes_of_trees_as_draft_tokens_of_chains() -> None
     tree = Shape(SpecConfig("si", 1, tree=2), 2, 1.5, (1,))
     forwards = forward_ms(LATENCY, 4 * 3) + draft_ms(LATENCY, 4)
     assert tokens_per_ms(LATENCY, 4, tree) == pytest.approx(4 * 2.5 / (forwards + 4 * (VERIFY_MS + 2 * DRAFT_MS)))
+
+
+def test_tokens_per_ms_hides_the_work_for_some_texts_behind_the_forward_of_others() -> None:
+    latency = replace(LATENCY, shared_rows=16)
+    plain = chain(0.8, 0)
+    assert tokens_per_ms(latency, 16, plain) == tokens_per_ms(LATENCY, 16, plain)
+    assert tokens_per_ms(latency, 32, plain) == pytest.approx(32 / (2 * forward_ms(LATENCY, 16)))
+    slow = replace(latency, by_width=tuple((width, ms / 10) for width, ms in latency.by_width))
+    assert tokens_per_ms(slow, 32, plain) == pytest.approx(1 / VERIFY_MS)  # a forward's time is hidden behind the work
+
+
+def test_shared_rows_are_those_beyond_which_a_forward_takes_as_long_as_two() -> None:
+    assert shared_rows(LATENCY) == 32  # at least
+    assert shared_rows(LatencyModel.measured({1: 4.0, 64: 4.4, 128: 5.2, 256: 10.0}, 0.1)) == 128
+    assert shared_rows(LatencyModel.measured({1: 4.0, 64: 4.4, 128: 5.2, 256: 8.0}, 0.1)) == 256
 
 
 @pytest.mark.parametrize("requests", [1, 3, 8, 40])

@@ -127,6 +127,7 @@ class TextPool:
         self._free_tables = list(range(max_texts, -1, -1))
         self._texts: dict[PooledText, None] = {}  # the least recently used first
         self._in_flight: set[PooledText] = set()  # of forwards that run
+        self.num_ended = 0  # forwards, after each of which there may be more room
         self._text_of: dict[int, PooledText] = {}  # by the identity of its owner
 
     def clear(self) -> None:
@@ -186,6 +187,7 @@ class TextPool:
     def release(self, begun: Sequence[PooledRows]) -> None:
         """No forward that runs uses these texts, or none had to run: others may have their slots."""
         self._in_flight.difference_update(pooled.text for pooled in begun)
+        self.num_ended += 1
 
     def name_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> None:
         """Say which tokens the nodes of a tree turned out to be."""

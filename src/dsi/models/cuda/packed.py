@@ -285,7 +285,9 @@ class PackedCudaModel:
     def _compute(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
         """Run one forward over the first requests, as many as fit: none, if one alone does not."""
         while (begun := self._begin(requests)) is None:
-            yield None
+            num_ended = self.pool.num_ended
+            while self.pool.num_ended == num_ended:  # to look for room takes time
+                yield None
         count = sum(pooled.rows.num_rows for pooled in begun)
         if not count:
             self.pool.release(begun)
