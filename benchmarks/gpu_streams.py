@@ -179,8 +179,8 @@ def numbers(text: str) -> Sequence[int]:
 
 
 def main() -> None:
-    parser = harness.arguments(__doc__, "--shapes vicuna-7b --streams 64", tokens=100, repeats=3, lookahead=4)
-    parser.add_argument("--shapes", type=harness.names(*SHAPES), default=["vicuna-7b", "vicuna-13b"])
+    parser = harness.arguments(__doc__, "--shapes vicuna-13b --streams 64", tokens=200, repeats=3, lookahead=4)
+    parser.add_argument("--shapes", type=harness.names(*SHAPES), default=["vicuna-7b"])
     parser.add_argument("--drafter", choices=list(SHAPES), default="vicuna-68m")
     parser.add_argument("--device", default="cuda:0", help="cpu: the same in torch, to try the script")
     parser.add_argument("--streams", type=numbers, default=[1, 8, 32, 64])

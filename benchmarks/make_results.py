@@ -26,10 +26,10 @@ H200_ROW = "| DSI's speed over SI's, several targets on one H200 in slices"
 Row = dict[str, Any]
 
 
-def newest(name: str = "h200") -> Path:
-    """Return the newest complete run of a benchmark."""
+def newest(name: str = "h200", is_wanted: Callable[[Row], bool] | None = None) -> Path:
+    """Return the newest complete run of a benchmark, or the newest that is wanted."""
     runs = {path: json.loads(path.read_text()) for path in harness.RESULTS.glob(f"{name}-*.json")}
-    complete = [path for path, run in runs.items() if COMPLETE[name](run)]
+    complete = [path for path, run in runs.items() if (is_wanted or COMPLETE[name])(run)]
     return max(complete, key=lambda path: (date_of(runs[path]), path.stat().st_mtime, path.name))
 
 
@@ -257,6 +257,12 @@ def exact_gpu_table(run: Row) -> Iterator[str]:
     heads = ("logits of", "where", "cuts", "rows compared", "differing")
     logits = {(row["model"], row["where"]): row for one in run["runs"] for row in one["logits"]}
     yield from harness.markdown(heads, [[row[name] for name in EXACT_COLUMNS] for row in logits.values()])
+    packed = [row for one in run["runs"] for row in one.get("packed", ())]
+    if packed:
+        rows, differing = (sum(row[name] for row in packed) for name in ("rows", "differing"))
+        models = ", ".join(dict.fromkeys(row["model"] for row in packed))
+        yield ""
+        yield f"Of forwards that texts and draft trees share, {rows} rows ({models}): {differing} differ."
     for one in run["runs"]:
         if one["texts"]:
             yield ""
@@ -272,10 +278,48 @@ def exact_texts(run: Row) -> str:
 
 EXACT_COLUMNS = ("model", "where", "cuts", "rows", "differing")
 MODELS = {"build/smollm2": "SmolLM2-135M", "builtin": "the built-in target"}
+def gpu_streams_table(run: Row) -> Iterator[str]:
+    """Requests at once on a whole GPU, beside one alone under plain decoding."""
+    heads = ("target", "streams", "plain decoding, all at once", "as `auto` chooses", "`auto` over plain", "tokens/s")
+    rows = []
+    for shape, part in run["shapes"].items():
+        for row in part["streams"]:
+            one, plain, chosen = row["tokens_per_second"].values()
+            over = (harness.spread(harness.ratios(*pair), 2) for pair in ((plain, one), (chosen, one), (chosen, plain)))
+            rows.append((SHAPES[shape], row["streams"], *over, f"{median(chosen):.0f}"))
+    return harness.markdown(heads, rows)
+
+
+def has_trees(run: Row) -> bool:
+    """Whether a run of `h200.py` has SI with trees on the whole GPU."""
+    cells = [cell for target in run["targets"] for cell in target.get("whole_gpu", {}).get("cells", ())]
+    return any("si_tree" in cell for cell in cells)
+
+
+def trees_table(run: Row) -> Iterator[str]:
+    heads = ("target", "acceptance", "SI with the best chain, ms a token", "with the best tree", "tree over chain")
+    rows = []
+    for target in targets(run):
+        for cell in target["whole_gpu"]["cells"]:
+            chain, (tree, over) = f"si {cell['si_lookahead']}", cell["si_tree"].values()
+            seeds = [a / b for a, b in zip(cell["ms"][chain], cell["ms"][tree])]
+            rows.append(
+                (
+                    SHAPES[target["shape"]],
+                    cell["acceptance"],
+                    f"{cell['ms_per_token'][chain]:.2f} (lookahead {cell['si_lookahead']})",
+                    f"{cell['ms_per_token'][tree]:.2f} ({tree.removeprefix('tree si ')})",
+                    f"{over:.2f} ({min(seeds):.2f} to {max(seeds):.2f})",
+                )
+            )
+    return harness.markdown(heads, rows)
+
+
 COMPLETE: dict[str, Callable[[Row], bool]] = {
     "h200": is_complete,
     "faults": has_every_fault,
     "exact": lambda run: bool(run["logits"] and run["texts"]),
+    "gpu_streams": lambda run: "vicuna-7b" in run["shapes"],
     "engines": has_every_engine,
 }
 SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the name of its benchmark
@@ -289,6 +333,8 @@ SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the 
     "batches": batches_table,
     "exact": exact_table,
     "exact_gpu": exact_gpu_table,
+    "gpu_streams": gpu_streams_table,
+    "trees": trees_table,
     "engines": engines_table,
 }
 
@@ -307,8 +353,11 @@ def newest_runs() -> dict[str, Row]:
     runs = {name: json.loads(newest(name).read_text()) for name in COMPLETE}
     peers = newest_of_each("peers", lambda run: tuple(run["pair"].values()))
     by_dtype = {name: newest_of_each(name, lambda run: run["dtype"]) for name in ("forwards", "batches")}
-    exact_gpu = newest_of_each("exact_gpu", lambda run: tuple(row["model"] for row in run["logits"]))
-    return {**runs, "peers": peers, "exact_gpu": exact_gpu, **by_dtype}
+    exact_gpu = newest_of_each(
+        "exact_gpu", lambda run: (*(row["model"] for row in run["logits"]), bool(run.get("packed")))
+    )
+    trees = json.loads(newest("h200", has_trees).read_text())
+    return {**runs, "peers": peers, "exact_gpu": exact_gpu, "trees": trees, **by_dtype}
 
 
 def main() -> None:
