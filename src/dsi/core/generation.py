@@ -438,7 +438,7 @@ class Generation:
         Where the fleet can, it is told of both at once, and the verification follows the draft without waiting for us.
         """
         draft, root = self.draft_tree([(self.tree.root, 1)], model, spec, then, alone=True), self.tree.root
-        num_drafted = sum(count for _, count in then)
+        num_drafted = sum(count for _, count in draft.expansions)
         if num_drafted <= self._most_verified_unseen:
             job = Verify(
                 next(self._ids),

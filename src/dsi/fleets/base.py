@@ -141,9 +141,10 @@ class BaseFleet(ABC):
         event: Event,
         share: int,
         num_texts: int,
+        began_when_said: bool = True,
     ) -> None:
         """Count a job's share of a forward over several texts; what it takes is not what it would take alone."""
-        if share == 1:
+        if share == 1 and began_when_said:
             self._record(name, job, context, start, end, event)
             return
         self.usage[name].end(end - (end - start) / share, end, event)

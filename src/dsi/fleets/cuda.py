@@ -86,10 +86,13 @@ class CudaWorker:
 class InflightForward:
     """A forward that a server computes for several texts, or begins when the one before has ended."""
 
-    __slots__ = ("began", "forward", "steps")
+    __slots__ = ("began", "follows", "forward", "steps")
 
-    def __init__(self, forward: PackedForward, steps: Generator[Answer | None, None, None], began: float) -> None:
+    def __init__(
+        self, forward: PackedForward, steps: Generator[Answer | None, None, None], began: float, follows: bool = False
+    ) -> None:
         self.forward, self.steps, self.began = forward, steps, began
+        self.follows = follows  # on a draft, after which it began: when, only the device knows
 
     @classmethod
     def begin(cls, packed: PackedServer, began: float) -> InflightForward:
@@ -256,7 +259,7 @@ class CudaFleet(RealTimeFleet):
             return
         if (forward := packed.begin_following(growth, launched)) is not None:
             steps = packed.poll_following(forward, launched)
-            self._forwards[name].append(InflightForward(forward, steps, self.now()))
+            self._forwards[name].append(InflightForward(forward, steps, self.now(), follows=True))
             self._poll_packed(name, packed)
 
     def _is_coming(self, id: int) -> bool:
@@ -274,7 +277,8 @@ class CudaFleet(RealTimeFleet):
         for other in (inflight, *chain(*self._forwards.values())):  # a tree's next level, and what was behind this
             other.began = now
         for job, context, event in events:
-            self._record_shared(name, job, context, began, now, event, len(events), num_texts)
+            began_then = not inflight.follows
+            self._record_shared(name, job, context, began, now, event, len(events), num_texts, began_then)
             if isinstance(event, Failed):
                 self._blocks.pop(job.id, None)
             if isinstance(event, Drafted):
