@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterator
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -184,6 +185,21 @@ def test_cuda_fleet_tells_of_the_draft_tokens_of_a_turn_together() -> None:
     fleet._wait_for_events()
     fleet.cancel(0)
     assert not fleet._blocks
+    fleet.close()
+
+
+def test_cuda_fleet_times_a_forward_that_others_events_come_beside() -> None:
+    fleet, models = packed_fleet()
+    models[TARGET] = fleet._packed["target-1"]._polled = PolledPair(ToyTarget(3), 60)
+    ticks, seen = count(), list[tuple[type, float]]()
+    fleet.now = lambda: float(next(ticks))  # type: ignore[method-assign]
+    fleet.observe = lambda job, time, _: seen.append((type(job), float(time)))
+    fleet.num_requests = 2
+    fleet.start(Draft(1, TokenSequence.of((1, 9)), 30, DRAFTER, alone=True))
+    fleet.start(verification(0, (1, 2)))
+    while fleet.next_event().id:
+        pass
+    assert [time for job, time in seen if job is Verify] > [sum(job is Draft for job, _ in seen)]
     fleet.close()
 
 

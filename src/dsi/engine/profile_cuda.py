@@ -120,7 +120,6 @@ def with_packed_forwards(
     target = models[TARGET]
     if target.on_gpu and prompt + target.max_rows <= target.context:
         latency = with_width(latency, target.max_rows, widest_forward_ms(target, prompt))
-    if target.on_gpu:
         latency = replace(latency, shared_rows=min(target.max_rows, shared_rows(latency)))
     for model in models.values():
         model.pool.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 
 from dsi.core.messages import (
     TARGET,
@@ -125,8 +124,9 @@ class CudaFleet(RealTimeFleet):
         self._packed = {name: server for name, server in drafters_first if server is not None}
         roles = [self._servers[name].role for name in self._packed]
         self.packs = roles.count(TARGET) == 1  # whether a target computes several requests in one forward
-        if self.packs and len(self._packed) > 1:
-            self.most_verified_unseen = min(server.max_tokens for server in self._packed.values()) - 1
+        num_targets = sum(server.role == TARGET for server in self._servers.values())
+        if self.packs and num_targets == 1 and len(self._packed) > 1:
+            self.most_verified_unseen = min(server.most_nodes for server in self._packed.values())
         self._packed_jobs: dict[str, Job] = {}  # that share forwards, by the server that is busy with them
         self._blocks: dict[int, list[int]] = {}  # draft tokens of shared forwards, by job
         self._joined: set[int] = set()  # of these, those that did not have to wait
@@ -167,10 +167,11 @@ class CudaFleet(RealTimeFleet):
         super().close()
 
     def limit_rows(self, most: int) -> None:
-        """Let shared forwards have so many new tokens and nodes at most, but for what has more alone."""
+        """Let a target's shared forwards have so many new tokens and nodes at most, but for what has more alone."""
         for packed in self._packed.values():
-            packed.max_tokens = min(packed.max_tokens, most)
-        self.most_verified_unseen = min(self.most_verified_unseen, most - 1)
+            if packed.server.role == TARGET:
+                packed.max_tokens = min(packed.max_tokens, most)
+                self.most_verified_unseen = min(self.most_verified_unseen, packed.most_nodes)
 
     def promote(self, id: int) -> None:
         super().promote(id)
@@ -274,7 +275,8 @@ class CudaFleet(RealTimeFleet):
     def _handle(self, name: str, inflight: InflightForward, events: Sequence[SharedEvent]) -> None:
         began, num_texts = inflight.began, len(inflight.forward.parts)
         now = self.now()
-        for other in (inflight, *chain(*self._forwards.values())):  # a tree's next level, and what was behind this
+        following = [other for forwards in self._forwards.values() for other in forwards if other.follows]
+        for other in (inflight, *self._forwards[name], *following):  # a tree's next level, and what was behind this
             other.began = now
         for job, context, event in events:
             began_then = not inflight.follows

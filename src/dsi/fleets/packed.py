@@ -71,6 +71,12 @@ class PackedJob:
         return PackedPart(self, request, num_new - num_positions, num_new + num_nodes)
 
     @property
+    def waits_for_draft(self) -> bool:
+        """Whether it verifies a tree that is not there yet."""
+        is_grown = self.growth is not None and self.growth.done
+        return isinstance(self.job, Verify) and self.job.draft is not None and not is_grown
+
+    @property
     def known_job(self) -> Job:
         """The job, that of a verification with the tree that was drafted for it."""
         growth = self.growth
@@ -164,6 +170,11 @@ class PackedServer:
         """How many forwards its model can compute at once, in threads of their own."""
         return self._model.forwards_at_once
 
+    @property
+    def most_nodes(self) -> int:
+        """The nodes of a tree that a forward can have after a token."""
+        return self.max_tokens - 1 if computes_trees(self._model) else 0
+
     def accepts(self, job: Job) -> bool:
         """Whether a job can join now: there is one of each request."""
         return not self.computes_text_of(job) and self.suits(job)
@@ -180,7 +191,8 @@ class PackedServer:
         """Whether a job can share forwards: one that gives nothing but tokens."""
         if isinstance(job, Prefill):
             return True
-        if (job.tree or (isinstance(job, Draft) and job.expansions)) and not computes_trees(self._model):
+        has_tree = bool(job.tree) or bool(job.expansions if isinstance(job, Draft) else job.num_drafted)
+        if has_tree and not computes_trees(self._model):
             return False
         if isinstance(job, Verify):
             return job.num_positions <= self._max_positions
@@ -192,9 +204,8 @@ class PackedServer:
         prefix = self.server.prefixes.lookup(job.context)
         if prefix.num_cached is None and self._find_cached is not None:  # the turn of a chat, or a system prompt
             prefix.num_cached = self._find_cached(prefix.tokens) or None
-        follows = isinstance(job, Verify) and job.draft is not None
-        self.jobs[job.id] = PackedJob(job, prefix, left, growth)
-        (self.following if follows else self._ready)[job.id] = self.jobs[job.id]
+        self.jobs[job.id] = packed = PackedJob(job, prefix, left, growth)
+        (self.following if packed.waits_for_draft else self._ready)[job.id] = packed
         self._origins.add(job.context.origin)
 
     def _growth(self, job: Draft) -> TreeGrowth:
@@ -333,9 +344,21 @@ class PackedServer:
             if levels and forward.parts[0].packed.has_begun:  # it has the answer to this request already
                 forward.answers = [error]
             else:
-                forward.answers = [self._answer_alone(request, 1) for request in forward.requests]
+                forward.answers = yield from self._poll_alone(forward.requests, self._polled)
         finally:
             self._growing = None
+
+    def _poll_alone(
+        self, requests: Sequence[ForwardRequest], model: PollsPacked
+    ) -> Generator[None, None, list[Answer | Exception]]:
+        """Answer one after the other: yield meanwhile, as one may have to wait for another forward to end."""
+        answers: list[Answer | Exception] = []
+        for request in requests:
+            try:
+                answers += yield from model.poll_packed([request])
+            except Exception as error:
+                answers.append(error)
+        return answers
 
     def _levels_at_once(self, forward: PackedForward) -> list[Level]:
         """The levels after the first of a growing tree, if the model can compute all of them together."""
@@ -352,6 +375,8 @@ class PackedServer:
             part.packed.computing = False
             if self._is_dropped(part):
                 self._origins.discard(part.packed.job.context.origin)
+            elif part.packed.waits_for_draft:  # an interrupt has ended the forward
+                part.packed.growth, self.following[part.packed.job.id] = None, part.packed
             else:  # unless it is done now
                 self._ready[part.packed.job.id] = part.packed
         return self._events(zip(forward.parts, forward.answers))
@@ -374,7 +399,7 @@ class PackedServer:
     def _take(self, room: int) -> list[PackedPart]:
         """What the next forward computes: jobs that fit, and the first even if it does not."""
         taken = list[PackedPart]()
-        parts = [packed.part() for packed in self._ready.values()]
+        parts = [packed.part() for id, packed in self.jobs.items() if id in self._ready]
         continuing = [part for part in parts if not part.reads_prompt]
         for part in sorted(continuing, key=lambda part: part.is_speculation):
             if part.num_rows <= room or not taken:

@@ -1,6 +1,7 @@
 """Forwards of several texts with their keys and values in slots, in torch on the CPU: only graphs need a GPU."""
 
 from collections.abc import Generator, Iterator, Sequence
+from itertools import chain, count, repeat
 from random import Random
 from typing import Any
 
@@ -10,14 +11,17 @@ import transformers as hf
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from dsi.core.messages import Sampling
-from dsi.core.sequence import Tokens
+from dsi.core.messages import Sampling, Verified, Verify
+from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.tree_shape import END, Level, Tree
+from dsi.fleets.packed import PackedForward as SharedForward, PackedServer
+from dsi.fleets.servers import Server
 from dsi.models.cuda.kv_pool import EVICTED, NoRoom, TextPool
 from dsi.models.cuda.packed import PackedCudaModel, PackedForward
 from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
-from dsi.models.protocol import ForwardRequest, SamplingModel, tree_path
+from dsi.models.protocol import ForwardRequest, SamplingModel, run_to_end, tree_path
 
+InFlight = tuple[SharedForward, Generator[Any, None, None]]
 MAX_LENGTH, VOCAB_SIZE = 192, 97
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -463,6 +467,8 @@ def test_poll_following_verifies_the_tree_that_is_being_drafted(name: str) -> No
         assert packed.can_follow(asked, drafter.launched)
         following = packed.poll_following(asked, drafter.launched, lambda: tuple(tree) if len(tree) == 7 else None)  # noqa: B023
         assert next(following) is None
+        for other in ([1, 2, 3], [4, 5, 6]):  # whose picked tokens are others
+            run_to_end(packed.poll_picked([ForwardRequest(other, 1)]))
         for children in drafting:
             for tokens in children or ():
                 parent = next(expanded)
@@ -503,3 +509,48 @@ def test_a_chain_of_nodes_that_are_there_cannot_be_followed(llama: Any) -> None:
     next(drafting, None)
     launched = drafter.launched
     assert launched is None or not target.can_follow(ForwardRequest([1, 2], 2), launched)
+
+
+def server_with_two_forwards(
+    llama: Any, num_slots: int, first: list[list[int]], second: list[list[int]]
+) -> tuple[PackedServer, list[InFlight]]:
+    """The first forward ends when it has been polled four times, all others at once."""
+    packed, queries = PackedCudaModel(llama, MAX_LENGTH, num_slots, max_texts=12), chain([3], repeat(0))
+    packed._end = lambda: Later(next(queries))  # type: ignore[method-assign]
+    model, numbers = SamplingModel(packed), count()
+    server = PackedServer(Server("target-1", "target", model), model)
+    in_flight: list[InFlight] = []
+    for texts in (first, second):
+        for text in texts:
+            server.add(Verify(next(numbers), TokenSequence.of(text), 1))
+        forward = server.begin(server.max_tokens)
+        in_flight.append((forward, server.poll(forward)))
+        next(in_flight[0][1], None)  # the first is launched, and polled
+    return server, in_flight
+
+
+def greedy_tokens(server: PackedServer, forward: InFlight) -> list[Tokens]:
+    for _ in forward[1]:
+        pass
+    return [event.tokens if isinstance(event, Verified) else () for *_, event in server.finish(forward[0])]
+
+
+def test_a_forward_that_fails_does_not_change_what_another_in_flight_has_picked(llama: Any) -> None:
+    """Its requests are answered one by one meanwhile."""
+    texts = [[[start, i, 7] for i in range(1, 5)] for start in (5, 9)]
+    server, (first, second) = server_with_two_forwards(llama, 600, texts[0], [*texts[1], [1] * (MAX_LENGTH + 1)])
+    answers = [greedy_tokens(server, forward) for forward in (second, first)]
+    expected = [
+        [tuple(plain_logits(llama, ForwardRequest(text, 3))[0].argmax(-1, True).tolist()) for text in own]
+        for own in texts
+    ]
+    assert answers == [[*expected[1], ()], expected[0]]
+
+
+def test_what_has_no_room_beside_a_forward_in_flight_waits_for_it(llama: Any) -> None:
+    server, (first, second) = server_with_two_forwards(llama, 64, [[5] * 50], [[1] * (MAX_LENGTH + 1), [1] * 30])
+    for _ in range(2):
+        assert next(second[1]) is None  # its first request was refused, and the other has to wait
+    assert len(greedy_tokens(server, first)) == 1
+    [expected] = plain_logits(llama, ForwardRequest([1] * 30, 30)).argmax(-1).tolist()
+    assert greedy_tokens(server, second) == [(), (expected,)]

@@ -151,7 +151,7 @@ class PackedCudaModel:
         self.pool = TextPool(num_slots, max_texts, max_length)
         self.drafts, self.row_kernels = drafts, RowKernels.of(self.on_gpu)
         self.forwards_in_flight = 1 if drafts else IN_FLIGHT
-        self._copy = 0  # of the plan, for the next forward
+        self._free_copies = list(range(self.forwards_in_flight))  # of plans and picked tokens, that no forward uses
         self.stream = own_stream(stream, self.device, drafts)
         self.sms = self._num_sms()
         self._cache = self._create_cache(num_slots)
@@ -284,6 +284,8 @@ class PackedCudaModel:
 
     def _compute(self, requests: Sequence[ForwardRequest], picks: bool) -> Generator[None, None, list[Any]]:
         """Run one forward over the first requests, as many as fit: none, if one alone does not."""
+        while not self._free_copies:
+            yield None
         while (begun := self._begin(requests)) is None:
             num_ended = self.pool.num_ended
             while self.pool.num_ended == num_ended:  # to look for room takes time
@@ -295,25 +297,28 @@ class PackedCudaModel:
         if count > self.max_rows:
             self.pool.cancel(begun)
             return []
-        wanted = list(wanted_rows(begun))
+        wanted, copy = list(wanted_rows(begun)), self._free_copies.pop()
         try:
-            forward, copy = self.forward_of(count), self._next_copy()
+            forward = self.forward_of(count)
             with torch.inference_mode(), on(self.stream):
                 rows = [pooled.rows for pooled in begun if pooled.rows.num_rows]
                 forward.fill(rows, self._moves(begun), copy, list(chain(*wanted)) if picks else ())
                 forward.launch()
-                logits = [] if picks else list(self._logits_of(forward, wanted))
+                answers: list[Any] = [] if picks else list(self._logits_of(forward, wanted))
                 end = self._end()
             while not end.query():
                 yield None
+            if picks:
+                answers = self._picked_tokens(wanted, copy)
         except BaseException:
             self._give_up(begun)
             raise
+        finally:
+            self._free_copies.append(copy)
         self.pool.finish(begun)
-        if picks:
-            return self._picked_tokens(wanted, copy)
-        keep_for_current_stream(logits, self.stream)
-        return logits
+        if not picks:
+            keep_for_current_stream(answers, self.stream)
+        return answers
 
     def _end(self) -> Any:
         """The event that all that was launched has ended."""
@@ -332,11 +337,6 @@ class PackedCudaModel:
                 raise
             return None
 
-    def _next_copy(self) -> int:
-        """The part of host memory that no forward in flight uses."""
-        self._copy = (self._copy + 1) % self.forwards_in_flight
-        return self._copy
-
     def picked_from(self, copy: int) -> int:
         """Where in the buffer the tokens go that a forward picks."""
         return self.first_picked + copy % self.forwards_in_flight * self.max_rows * BRANCHES
@@ -346,9 +346,11 @@ class PackedCudaModel:
         return np.empty((0, BRANCHES), np.int32) if picks else torch.empty((0, 0), device=self.device)
 
     def _give_up(self, begun: Sequence[PooledRows]) -> None:
-        if self.on_gpu:
-            self.stream.synchronize()  # what describes the forwards may be overwritten
-        self.pool.cancel(begun)
+        try:
+            if self.on_gpu:
+                self.stream.synchronize()  # what describes the forwards may be overwritten
+        finally:
+            self.pool.cancel(begun)
 
     def _picked_tokens(self, wanted: Sequence[Sequence[int]], copy: int) -> list[np.ndarray]:
         ends = list(accumulate(map(len, wanted)))
@@ -362,7 +364,7 @@ class PackedCudaModel:
             if rows and rows[-1] + 1 - rows[0] == len(rows) and all(b > a for a, b in pairwise(rows)):
                 yield logits[rows[0] : rows[-1] + 1]
             else:
-                yield logits[list(rows)]
+                yield logits.index_select(0, self._to_device(list(rows)))
 
     def forward_of(self, count: int) -> PackedForward:
         """The smallest forward of so many rows."""
@@ -381,9 +383,14 @@ class PackedCudaModel:
         joined = np.concatenate(moves, 1)
         if joined.shape[1] <= MOVES:
             return joined
-        places, slots = torch.from_numpy(joined).to(self.device)
+        places, slots = self._to_device(joined)
         self.tables.scatter_(0, places, slots.int())
         return NO_MOVES
+
+    def _to_device(self, numbers: Any) -> Tensor:
+        """Copied without waiting for the forward that the device computes."""
+        tensor = torch.as_tensor(numbers, dtype=torch.int64)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else tensor
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         """Whether `poll_levels` can grow such a tree."""
@@ -423,7 +430,7 @@ class PackedCudaModel:
         """Whether `poll_following` can compute that tree after this text."""
         if not isinstance(launched, LaunchedTree) or request.tree or not launched.is_fresh:
             return False
-        fits = self.pool.num_new(request) + len(launched.tree) <= self.max_rows
+        fits = bool(self._free_copies) and self.pool.num_new(request) + len(launched.tree) <= self.max_rows
         return fits and launched.picked.device == self.device and len(launched.picked) <= len(self._given)
 
     def poll_following(
@@ -435,9 +442,9 @@ class PackedCudaModel:
         """
         asked = range(len(launched.tree))
         [pooled] = begun = self.pool.begin([replace(request, tree=launched.tree, asked=asked)], self.max_rows)
-        wanted = list(wanted_rows(begun))
+        wanted, copy = list(wanted_rows(begun)), self._free_copies.pop()
         try:
-            forward, copy = self.forward_of(pooled.rows.num_rows), self._next_copy()
+            forward = self.forward_of(pooled.rows.num_rows)
             own_ids = forward.rows.own_ids
             own = range(own_ids, own_ids + len(pooled.rows.tokens))
             rows = replace(pooled.rows, sources=[*own, *launched.sources(self.first_given)])
@@ -446,15 +453,24 @@ class PackedCudaModel:
                 forward.fill([rows], self._moves(begun), copy, wanted[0])
                 forward.launch()
                 end = self._end()
-            while not end.query() or (tree := grown()) is None:
+            while not end.query():
                 yield None
-            tokens = {stand_in: token for (_, stand_in), (_, token) in zip(launched.tree, tree, strict=True)}
+            [picked] = self._picked_tokens(wanted, copy)  # before another forward picks
         except BaseException:
             self._give_up(begun)
             raise
+        finally:
+            self._free_copies.append(copy)
+        try:
+            while (tree := grown()) is None:
+                yield None
+            tokens = {stand_in: token for (_, stand_in), (_, token) in zip(launched.tree, tree, strict=True)}
+        except BaseException:
+            self.pool.cancel(begun)
+            raise
         self.pool.finish(begun)
         self.pool.name_nodes(pooled, tokens)
-        return self._picked_tokens(wanted, copy)[0]
+        return picked
 
     def _launch_levels(self, growth: DeviceGrowth, pooled: PooledRows) -> list[Any]:
         """Launch all forwards of a growing tree; return the events of their ends."""
