@@ -1,7 +1,7 @@
 import gc
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 from hypothesis import settings
@@ -100,3 +100,13 @@ def cluster() -> Iterator[None]:
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the server said where a test of it fails."""
+    report = yield
+    live = getattr(item, "funcargs", {}).get("live")
+    if report.failed and live is not None:
+        report.sections.append(("log of the server", "".join(live.log[-60:])))
+    return report
