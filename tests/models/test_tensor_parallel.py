@@ -307,7 +307,7 @@ def test_engine_loses_no_token_to_a_killed_rank(engine: Engine, expected: dict[s
     parts = []
     for part in writing:
         parts.append(part)
-        if len(parts) == 3:
+        if len(parts) == 1:  # there may be few: a verification can end many tokens
             [helper] = helpers(engine, "target-1")
             os.kill(helper, signal.SIGKILL)
     assert "".join(parts) == expected[PROMPTS[0]]
