@@ -278,6 +278,8 @@ def exact_texts(run: Row) -> str:
 
 EXACT_COLUMNS = ("model", "where", "cuts", "rows", "differing")
 MODELS = {"build/smollm2": "SmolLM2-135M", "builtin": "the built-in target"}
+
+
 def gpu_streams_table(run: Row) -> Iterator[str]:
     """Requests at once on a whole GPU, beside one alone under plain decoding."""
     heads = ("target", "streams", "plain decoding, all at once", "as `auto` chooses", "`auto` over plain", "tokens/s")
