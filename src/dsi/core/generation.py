@@ -46,7 +46,7 @@ VerifiedPosition = tuple[dict[str, int], int, Tokens]
 
 DEFAULT_SPEC = SpecConfig()
 PREFILL_EVERY = 16  # verified tokens between two prefills of idle servers
-NO_TOKEN = -1  # what a drafter has drafted whose draft failed
+NO_TOKEN = -1  # of a drafter whose draft failed, and after a node that was never drafted
 ACCEPTED, CORRECTED, PLAIN = "accepted", "corrected", "plain"  # how a token came into the text
 
 

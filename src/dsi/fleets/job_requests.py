@@ -14,7 +14,6 @@ from dsi.fleets.servers import CachedPrefix
 from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest
 
 Answered = TypeVar("Answered")
-NO_TOKEN = -1  # in answer to a node that was never drafted
 
 
 def verify_request(job: Prefill | Verify, prefix: CachedPrefix, cancelled: CancelFlag = NEVER) -> ForwardRequest:

@@ -11,11 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 
+from dsi.core.generation import NO_TOKEN
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
 from dsi.core.scheduler import Scheduler, promoted
 from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import Level, Tree
-from dsi.fleets.job_requests import NO_TOKEN, TreeGrowth, draft_request, verify_request
+from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
 from dsi.models.protocol import (
     MAX_ROWS,

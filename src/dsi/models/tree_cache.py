@@ -57,7 +57,7 @@ class TreeRows:
     def tokens_of(self, slots: Sequence[int]) -> list[int]:
         """The tokens of these nodes."""
         tokens = [token for _, token in self.nodes]
-        return tokens if len(slots) == len(tokens) else [tokens[slot] for slot in slots]
+        return [tokens[slot] for slot in slots]
 
     @cached_property
     def depths(self) -> list[int]:
