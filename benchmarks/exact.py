@@ -138,7 +138,11 @@ def weights_of(name: str, device: str) -> Any:
     """A model of the built-in pair, or of a shape with random weights."""
     if name in (TARGET, DRAFTER):
         return load_model(model_path(BUILTIN, name), GPU_DTYPE, device)
-    return random_model(name, GPU_DTYPE, device, LENGTH + MAX_WIDTH)
+    model = random_model(name, GPU_DTYPE, device, LENGTH + MAX_WIDTH)
+    for part, weight in model.named_parameters():
+        if part.endswith("bias"):  # which transformers begins with zeros
+            torch.nn.init.normal_(weight, std=0.02)
+    return model
 
 
 def differing_on_gpu(name: str, device: str, random_cuts: int, slices: int = SLICES) -> list[Row]:

@@ -12,6 +12,10 @@ BILLIONS = {
     "starcoder-168m": 0.164,
     "phi3-14b": 14.0,
     "phi3-4b": 3.8,
+    "mistral-7b": 7.24,
+    "qwen2-7b": 7.62,
+    "qwen2-0.5b": 0.494,
+    "qwen3-8b": 8.19,
 }
 
 

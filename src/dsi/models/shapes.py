@@ -1,4 +1,4 @@
-"""Models of the paper's architectures with random weights, whose forwards take as long as trained ones."""
+"""Models of the paper's architectures, and of others, with random weights: forwards take as long as trained ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,13 @@ SHAPES: dict[str, tuple[Any, ...]] = {
     "starcoder-168m": ("gpt_bigcode", 768, 3072, 20, 12),
     "phi3-14b": ("phi3", 5120, 17920, 40, 40, 10),
     "phi3-4b": ("phi3", 3072, 8192, 32, 32),
+    "mistral-7b": ("mistral", 4096, 14336, 32, 32, 8),
+    "qwen2-7b": ("qwen2", 3584, 18944, 28, 28, 4),
+    "qwen2-0.5b": ("qwen2", 896, 4864, 24, 14, 2),
+    "qwen3-8b": ("qwen3", 4096, 12288, 36, 32, 8),
 }
-VOCAB_SIZES = {"llama": 32000, "gpt_bigcode": 49152, "phi3": 32064}
+TIED = ("qwen2-0.5b",)  # whose head is the embedding
+VOCAB_SIZES = {"llama": 32000, "gpt_bigcode": 49152, "phi3": 32064, "mistral": 32000, "qwen2": 152064, "qwen3": 151936}
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
@@ -32,6 +37,7 @@ def config(name: str, max_positions: int = 2048) -> Any:
         fields["n_inner"] = fields.pop("intermediate_size")
     if kind == "phi3":
         fields |= {"pad_token_id": 0, "original_max_position_embeddings": max_positions}
+    fields["tie_word_embeddings"] = name in TIED or kind == "gpt_bigcode"
     return AutoConfig.for_model(kind, vocab_size=VOCAB_SIZES[kind], **fields)
 
 
