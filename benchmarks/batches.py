@@ -3,7 +3,8 @@
 So many clients each stream one text from the server, all at the same time, greedy; transformers generates the same
 texts in one batch, padded on the left, with a thread for each core. Interleaved; the clients run on the same cores.
 Every text is compared with the one it has alone. Then a short request behind many long ones: its time over that
-alone. `--check` exits with status 1 unless the server is at least 1.5 and 1.2 times as fast with 8 and 32 texts, 64
+alone. On a GPU, with `--device cuda:0`, both have all of it, and a pair that `random_llama.py` has made is a model of
+real size. `--check` exits with status 1 unless the server is at least 1.5 and 1.2 times as fast with 8 and 32 texts, 64
 streams have 3 times the tokens per second of one, and the short request takes less than 5 times its time alone.
 """
 
@@ -28,6 +29,7 @@ from dsi.engine.engine import Engine
 from dsi.models.names import BUILTIN, model_path
 from serve import server
 
+CPU = "cpu"
 STREAMS = (1, 8, 32, 64, 256)
 LONG_REQUESTS, SHORT_TOKENS = 16, 4
 WANTED = {8: 1.5, 32: 1.2}  # the server's speed over transformers', by streams
@@ -95,14 +97,14 @@ class Client:
 class Batched:
     """transformers' own batched `generate`."""
 
-    def __init__(self, target: str, dtype: str) -> None:
+    def __init__(self, target: str, dtype: str, device: str) -> None:
         path = model_path(target, TARGET)
         self._tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         self._tokenizer.pad_token = self._tokenizer.pad_token or self._tokenizer.eos_token
-        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).to(device).eval()
 
     def texts(self, asked: Sequence[str], tokens: int) -> list[str]:
-        batch = self._tokenizer(list(asked), return_tensors="pt", padding=True)
+        batch = self._tokenizer(list(asked), return_tensors="pt", padding=True).to(self._model.device)
         lengths = {"min_new_tokens": tokens, "max_new_tokens": tokens}
         with torch.inference_mode():
             ids = self._model.generate(**batch, **lengths, do_sample=False, pad_token_id=self._tokenizer.pad_token_id)
@@ -187,6 +189,7 @@ def main() -> None:
     )
     parser.add_argument("--drafter", default=BUILTIN, help="likewise, or ngram")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--device", default=CPU, help="cpu, or cuda:0: all of one GPU for both")
     parser.add_argument("--algorithm", default="auto", help="of the server; default: auto")
     parser.add_argument("--check", action="store_true", help="exit with status 1 unless it is fast enough")
     options = parser.parse_args()
@@ -194,13 +197,17 @@ def main() -> None:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     streams = list(map(int, options.streams))
     models = {"target": options.target, "drafter": options.drafter, "dtype": options.dtype}
+    if options.device != CPU:
+        if not torch.cuda.is_available():
+            parser.error(f"--device {options.device}: there is no GPU here")
+        models |= {"target_devices": options.device, "drafter_device": options.device}
     with Engine.load(algorithm="nonsi", **models) as engine:
         alone = {
             prompt: engine.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True).text
             for prompt in prompts(max(streams))
         }
-    batched = Batched(options.target, options.dtype)
-    arguments = [argument for name, value in models.items() for argument in (f"--{name}", value)]
+    batched = Batched(options.target, options.dtype, options.device)
+    arguments = [argument for name, value in models.items() for argument in (f"--{name.replace('_', '-')}", value)]
     with server(max(STREAMS), *arguments) as (url, _):
         client = Client.of(url, options.algorithm)
         counts = harness.tracked(streams, len(streams), "numbers of streams")

@@ -254,29 +254,43 @@ def engines_table(run: Row) -> Iterator[str]:
 
 def exact_gpu_table(run: Row) -> Iterator[str]:
     """All runs on a GPU: each has some of the shapes, or the texts."""
-    heads = ("logits of", "where", "cuts", "rows compared", "differing")
     logits = {(row["model"], row["where"]): row for one in run["runs"] for row in one["logits"]}
-    yield from harness.markdown(heads, [[row[name] for name in EXACT_COLUMNS] for row in logits.values()])
+    models, places = (list(dict.fromkeys(names)) for names in zip(*logits))
+    cells = [[logits[model, place] for place in places] for model in models]
+    lines = [[model, *(f"{row['differing']} of {row['rows']}" for row in own)] for model, own in zip(models, cells)]
+    yield from harness.markdown(("rows of logits that differ", *places), lines)
     packed = [row for one in run["runs"] for row in one.get("packed", ())]
     if packed:
         rows, differing = (sum(row[name] for row in packed) for name in ("rows", "differing"))
-        models = ", ".join(dict.fromkeys(row["model"] for row in packed))
+        names = ", ".join(dict.fromkeys(row["model"] for row in packed))
         yield ""
-        yield f"Of forwards that texts and draft trees share, {rows} rows ({models}): {differing} differ."
+        yield f"Of forwards that texts and draft trees share, {rows} rows ({names}): {differing} differ."
     for one in run["runs"]:
-        if one["texts"]:
-            yield ""
-            yield exact_texts(one)
+        for part, how in (("texts", ""), ("trees", " with draft trees, alone and 16 at once")):
+            if one.get(part):
+                yield ""
+                yield exact_texts(one, part, how)
 
 
-def exact_texts(run: Row) -> str:
-    texts = run["texts"]
+def gpu_forwards_table(run: Row) -> Iterator[str]:
+    """A token of one text on a whole GPU, beside transformers."""
+    heads = ("target", "ours", "compiled", "plain", "over compiled", "over plain")
+    rows = []
+    for one in run["runs"]:
+        for row in one["rows"]:
+            ours, *others = row["ms"].values()
+            over = (harness.spread(harness.ratios(times, ours), 2) for times in others)
+            rows.append((SHAPES[row["shape"]], *(f"{median(times):.2f}" for times in (ours, *others)), *over))
+    return harness.markdown(heads, rows)
+
+
+def exact_texts(run: Row, part: str = "texts", how: str = "") -> str:
+    texts = run[part]
     total, differing = sum(row["texts"] for row in texts), sum(row["differing"] for row in texts)
-    names = f"{len(texts)} configurations (non-SI, SI, PEARL, DSI, auto)"
+    names = f"{len(texts)} configurations (non-SI, SI, PEARL, DSI, auto{how})"
     return f"{texts[0]['texts']} texts in {texts[0]['dtype']} under {names}: {differing} of {total} differ."
 
 
-EXACT_COLUMNS = ("model", "where", "cuts", "rows", "differing")
 MODELS = {"build/smollm2": "SmolLM2-135M", "builtin": "the built-in target"}
 
 
@@ -335,6 +349,7 @@ SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the 
     "batches": batches_table,
     "exact": exact_table,
     "exact_gpu": exact_gpu_table,
+    "gpu_forwards": gpu_forwards_table,
     "gpu_streams": gpu_streams_table,
     "trees": trees_table,
     "engines": engines_table,
@@ -351,15 +366,20 @@ def rewritten(text: str, runs: dict[str, Row]) -> str:
     return "\n".join(lines)
 
 
+def parts_of_exact(run: Row) -> tuple[Any, ...]:
+    """Which shapes and parts a run of `exact.py` has."""
+    return (*(row["model"] for row in run["logits"]), *(bool(run.get(part)) for part in ("packed", "texts", "trees")))
+
+
 def newest_runs() -> dict[str, Row]:
     runs = {name: json.loads(newest(name).read_text()) for name in COMPLETE}
     peers = newest_of_each("peers", lambda run: tuple(run["pair"].values()))
     by_dtype = {name: newest_of_each(name, lambda run: run["dtype"]) for name in ("forwards", "batches")}
-    exact_gpu = newest_of_each(
-        "exact_gpu", lambda run: (*(row["model"] for row in run["logits"]), bool(run.get("packed")))
-    )
+    exact_gpu = newest_of_each("exact_gpu", parts_of_exact)
     trees = json.loads(newest("h200", has_trees).read_text())
-    return {**runs, "peers": peers, "exact_gpu": exact_gpu, "trees": trees, **by_dtype}
+    gpu_forwards = newest_of_each("gpu_forwards", lambda run: tuple(row["shape"] for row in run["rows"]))
+    gpu_runs = {"exact_gpu": exact_gpu, "gpu_forwards": gpu_forwards, "trees": trees}
+    return {**runs, **gpu_runs, "peers": peers, **by_dtype}
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
 """Same seed, same tokens, whatever the algorithm, the servers, their timing or their failures."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -129,6 +130,7 @@ class ShuffledFleet:
     def __init__(
         self, models: dict[str, ToyTarget | ToyDrafter], dice: Random, failures: float, contexts: dict[str, int]
     ) -> None:
+        self.job_ids: Iterator[int] = itertools.count()
         self.servers = {role: Server(role, role, model) for role, model in models.items()}
         self.dice, self.failures, self.contexts = dice, failures, contexts
         self.streams: dict[int, list[Iterator[Event]]] = {}

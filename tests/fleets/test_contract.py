@@ -417,6 +417,19 @@ def test_fleet_output_with_trees_equals_the_targets_own(kind: str, loop: EngineL
     assert completion.tally.accepted > 0
 
 
+@pytest.mark.parametrize("policy", [speculative(3), distributed(2)])
+def test_fleet_output_is_not_harmed_by_what_another_loop_cancelled(make: Make, policy: Policy) -> None:
+    fleet, request = make(make_servers(targets=1)), Request((1, 2, 3), 25, policy)
+    for _ in range(3):
+        loop = EngineLoop(fleet)
+        active = loop.submit(request)
+        while not active.tokens:
+            loop.step()
+        loop.cancel(active)
+    [completion] = EngineLoop(fleet).run(request)
+    assert (completion.tokens, completion.tally.failed) == (plain_decoding(25), 0)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=8)])
 @pytest.mark.parametrize("options", [{"cancel_points": 2}, {"cancel_points": 1, "thread_pool": True}])

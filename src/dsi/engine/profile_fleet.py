@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count, cycle, islice, pairwise
+from itertools import cycle, islice, pairwise
 from statistics import linear_regression, median
 
 from dsi.core.messages import TARGET, Draft, Failed, Verify
@@ -91,7 +91,7 @@ class FleetProfiler:
         trees: bool = False,
     ) -> None:
         self._trees = trees  # whether the drafter computes them
-        self._fleet, self._drafter, self._ids = fleet, drafter, count(-1000, -1)  # no request has these ids
+        self._fleet, self._drafter = fleet, drafter
         self._context, self._drafter_context = context or PROMPT + 64, drafter_context or PROMPT + 64
         prompt = max(1, min(PROMPT, self._context - 2, self._drafter_context - 2))
         self._prompt, self._others = TokenSequence.of(sample[:prompt]), cycle(sample[prompt:] or sample)
@@ -165,7 +165,7 @@ class FleetProfiler:
         return max(0.001, ms["all"] - ms["first"]) / (tokens - 1)
 
     def _stream(self, tokens: int) -> Callable[[], Draft]:
-        return lambda: Draft(next(self._ids), self._text(1), tokens, TARGET, alone=True)
+        return lambda: Draft(next(self._fleet.job_ids), self._text(1), tokens, TARGET, alone=True)
 
     def _turn(self, width: int, every_core: bool) -> float:
         """Time a verification after a draft; that of one token, as in plain decoding, after another."""
@@ -187,10 +187,10 @@ class FleetProfiler:
         return 1000 * (time.perf_counter() - began)
 
     def _verify(self, width: int, alone: bool = False) -> Verify:
-        return Verify(next(self._ids), self._text(width), width, alone=alone)
+        return Verify(next(self._fleet.job_ids), self._text(width), width, alone=alone)
 
     def _draft(self, tokens: int, alone: bool = False) -> Draft:
-        job = Draft(next(self._ids), self._text(1), tokens, self._drafter or "", alone=alone)
+        job = Draft(next(self._fleet.job_ids), self._text(1), tokens, self._drafter or "", alone=alone)
         return replace(job, block_size=tokens, first_block=tokens)
 
     def _draft_tree(self, alone: bool = False) -> Draft:

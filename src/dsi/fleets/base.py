@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 
 from dsi.core.messages import TARGET, Draft, Event, Job, Time
 from dsi.core.scheduler import Scheduler
@@ -31,6 +32,7 @@ class BaseFleet(ABC):
 
     def __init__(self, servers: Iterable[Server], log: list[Span] | None = None) -> None:
         self.log = log
+        self.job_ids: Iterator[int] = count()
         self._servers = by_name(servers)
         self.usage = {name: ServerUsage(server.role) for name, server in self._servers.items()}
         self.death_causes: dict[str, Counter[str]] = {}  # how often each server died of what

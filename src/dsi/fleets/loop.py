@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count
 from typing import Protocol
 
 from dsi.core.generation import Generation
@@ -24,6 +23,7 @@ class Fleet(Protocol):
     Only one thread may call it, but for `wake`: after that, `next_event` returns at once, if only `WOKEN`.
     """
 
+    job_ids: Iterator[int]  # of all loops: a worker may have been told to cancel an id that was given before
     num_requests: int  # that are running: the loop sets it
     most_verified_unseen: int  # draft tokens of a tree that can be verified in the same forward while it is drafted
 
@@ -94,11 +94,11 @@ class ActiveRequest:
         )
 
 
-def _state_machine(request: AnyRequest, fleet: Fleet, ids: Iterator[int]) -> Generation | SingleForward:
+def _state_machine(request: AnyRequest, fleet: Fleet) -> Generation | SingleForward:
     if isinstance(request, ScoreRequest):
-        return Scoring(request, ids)
+        return Scoring(request, fleet.job_ids)
     if isinstance(request, VerifyRequest):
-        return Verification(request, ids)
+        return Verification(request, fleet.job_ids)
     return Generation(
         request.prompt,
         request.max_new_tokens,
@@ -108,7 +108,7 @@ def _state_machine(request: AnyRequest, fleet: Fleet, ids: Iterator[int]) -> Gen
         drafter_contexts=request.drafter_contexts,
         streams=request.streams,
         most_verified_unseen=fleet.most_verified_unseen,
-        ids=ids,
+        ids=fleet.job_ids,
     )
 
 
@@ -116,13 +116,12 @@ class EngineLoop:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.load = Load()
-        self._ids = count()
         self._owners: dict[int, ActiveRequest] = {}  # the request of each open job
         self._verifying: set[int] = set()  # open verifications
         self._active: dict[ActiveRequest, None] = {}  # in the order in which targets are given to them
 
     def submit(self, request: AnyRequest) -> ActiveRequest:
-        active = ActiveRequest(_state_machine(request, self.fleet, self._ids), self.fleet)
+        active = ActiveRequest(_state_machine(request, self.fleet), self.fleet)
         self._active[active] = None
         if len(self._active) > 1:
             for other in self._active:
