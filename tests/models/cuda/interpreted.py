@@ -1,6 +1,7 @@
 """The Triton kernels in the interpreter: run by `test_triton_kernels.py` with TRITON_INTERPRET=1."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,16 @@ import torch
 import transformers as hf
 from torch import Tensor
 
+from dsi.core.messages import Sampling
+from dsi.models.cuda import graphs, token_sampling
 from dsi.models.cuda.decoder_triton import GELU, linear_by_torch, supports_triton, triton_forward
 from dsi.models.cuda.graphs import static_cache
 from dsi.models.cuda.linear import GATED, Tiling, linear
 from dsi.models.cuda.packed_rows import num_parts
 from dsi.models.cuda.triton_kernels import attend, split_counts
+from dsi.models.protocol import ForwardRequest
+from dsi.sampling.logits import sample_rows
+from dsi.sampling.noise import exponential, noise_key
 
 MAX_LENGTH, VOCAB_SIZE = 160, 97
 FLOAT, HALF = torch.float32, torch.float16
@@ -202,3 +208,68 @@ def test_triton_forward_restores_the_model() -> None:
     assert [submodule.forward for submodule in model.modules()] == forwards
     assert (module.create_causal_mask, module.create_sliding_window_causal_mask) == masks
     assert torch.equal(forward(model, initialised_cache(model), torch.tensor(0), torch.arange(5)), before)
+
+
+LENGTH = 17  # of the text before rows that are sampled
+
+
+def sampled(logits: Tensor, sampling: Sampling) -> tuple[list[int], list[int]]:
+    """The tokens after these rows, and what the host is told."""
+    settings = token_sampling.settings_of(sampling) if sampling.temperature else (0, 0)
+    tokens, told = (torch.zeros(len(logits), dtype=torch.int64) for _ in range(2))
+    token_sampling.sample_tokens(logits, torch.tensor([LENGTH, *settings]), tokens, told)
+    return tokens.tolist(), told.tolist()
+
+
+@pytest.mark.parametrize("vocab", [5, 97, 40_000])
+@pytest.mark.parametrize("dtype", [FLOAT, HALF])
+@pytest.mark.parametrize("temperature", [0.0, 0.05, 0.8, 3.0])
+def test_sample_tokens_are_those_of_the_host(vocab: int, dtype: torch.dtype, temperature: float) -> None:
+    torch.manual_seed(vocab)
+    logits = torch.randn(6, vocab).to(dtype) * 4
+    logits[0, 3] = logits[0, 1] = logits[0].max()  # the first of equals
+    logits[1, 2:] = -torch.inf
+    sampling = Sampling(temperature, seed=2**63 + vocab)
+    expected = list(sample_rows(logits.float(), sampling, LENGTH + 1))
+    assert sampled(logits, sampling) == (expected, expected)
+
+
+def test_sample_tokens_marks_rows_that_only_exact_arithmetic_decides() -> None:
+    sampling, near, far = Sampling(1.0, seed=3), torch.full((1, 9), -torch.inf), 1e-6
+    e = exponential(noise_key(sampling.seed, LENGTH + 1), torch.tensor([2, 7]))
+    near[0, 2], near[0, 7] = 0.0, float((e[1] / e[0]).log())
+    [token], [told] = sampled(near.double(), sampling)
+    assert (token in (2, 7), told) == (True, -1 - token)
+    near[0, 7] += far
+    assert sampled(near.double(), sampling) == ([7], [7])
+    near[0, 7] = torch.nan
+    assert sampled(near.double(), sampling)[1] == [-3]
+    assert sampled(near.double(), Sampling())[1] == [2]
+
+
+def marks_all(logits: Tensor, settings: Tensor, tokens: Tensor, told: Tensor) -> None:
+    """As if no row could be decided on the device."""
+    token_sampling.sample_tokens(logits, settings, tokens, told)
+    told.copy_(-1 - tokens)
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(0.9, seed=4), Sampling(0.9, top_k=5, seed=4)])
+def test_cuda_graph_model_that_samples_gives_the_text_of_one_that_does_not(
+    sampling: Sampling, marks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, text, models = random_model("llama"), [1, 5, 9, 2, 7], []
+    for sampler in (None, token_sampling):
+        monkeypatch.setattr(graphs, "token_sampler", lambda _, sampler=sampler: sampler)
+        models.append(graphs.CudaGraphModel(model, MAX_LENGTH, sizes=(1, 8)))
+    if marks:
+        own = {name: getattr(token_sampling, name) for name in ("samples", "settings_of")}
+        models[1]._sampler = SimpleNamespace(sample_tokens=marks_all, **own)
+    for start, request in ((1, text), (4, text), (6, [*text, 3])):
+        expected, tokens = (model.answer(ForwardRequest(request, start, sampling=sampling)) for model in models)
+        assert tokens == expected
+    drafts = [
+        [token for token in model.poll_draft(ForwardRequest(text, 5, sampling=sampling), 6) if token is not None]
+        for model in models
+    ]
+    assert drafts[0] == drafts[1]

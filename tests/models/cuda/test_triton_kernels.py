@@ -10,7 +10,14 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from dsi.models.cuda import linear, packed_attention, packed_rows, packed_tokens, triton_kernels as kernels  # noqa: E402
+from dsi.models.cuda import (  # noqa: E402
+    linear,
+    packed_attention,
+    packed_rows,
+    packed_tokens,
+    token_sampling,
+    triton_kernels as kernels,
+)
 
 INTERPRETED = Path(__file__).with_name("interpreted.py")
 PACKED = Path(__file__).with_name("interpreted_packed.py")
@@ -133,6 +140,18 @@ def test_tokens_are_taken_and_picked_by_kernels_that_compile_for_a_gpu(capabilit
     picked = {"logits": "*bf16", "outputs": "*i32", "buffer": "*i32", "vocab": "i32", "unread": "i32"}
     sizes = {"BRANCHES": packed_rows.BRANCHES, "BLOCK": packed_tokens.MAX_BLOCK}
     assert compiled(packed_tokens._pick_tokens, picked, sizes, packed_tokens.WARPS, capability).asm["ptx"]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [HOPPER, ADA])
+def test_tokens_are_sampled_by_kernels_that_compile_for_a_gpu(capability: int) -> None:
+    overlaps = {"OVERLAPS": capability == HOPPER}
+    kinds = {"logits": "*bf16", "settings": "*i64", "best": "*fp64", "vocab": "i32", "chunk": "i32"}
+    sizes = {"BLOCK": token_sampling.BLOCK, **overlaps}
+    assert compiled(token_sampling._best_of_chunks, kinds, sizes, token_sampling.WARPS, capability).asm["ptx"]
+    kinds = {"best": "*fp64", "settings": "*i64", "tokens": "*i64", "told": "*i64"}
+    sizes = {"SPLITS": token_sampling.SPLITS, **overlaps}
+    assert compiled(token_sampling._best_of_rows, kinds, sizes, 1, capability).asm["ptx"]
 
 
 TABLES = ("IN_SLICES", "GATED_IN_SLICES", "NARROW", "WIDE", "GATED_WIDE")

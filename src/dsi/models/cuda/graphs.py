@@ -16,6 +16,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from ctypes import c_void_p
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
+from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.models.cuda.decoder_triton import has_invariant_rows, supports_triton, triton_forward
 from dsi.models.cuda.draft_pipeline import DraftPipeline
@@ -193,6 +196,19 @@ def keep_for_current_stream(tensors: Iterable[Tensor], stream: Any) -> None:
         tensor.record_stream(current)
 
 
+def token_sampler(model: Any) -> Any:
+    """What samples tokens in captured forwards; None where it cannot."""
+    devices = {weight.device for weight in model.parameters()}
+    if find_spec("triton") is None or devices != {model.device} or model.device.type != "cuda":
+        return None
+    return import_module("dsi.models.cuda.token_sampling")
+
+
+def unmarked(token: int) -> int:
+    """A token that a device has chosen, marked or not: of a draft token either will do."""
+    return token if token >= 0 else -1 - token
+
+
 def own_stream(stream: Any, device: torch.device, drafts: bool = False) -> Any:
     """The given stream, or a new one of a GPU: a drafter's short forwards go before those of a target beside them."""
     if stream is None and device.type == "cuda":
@@ -242,16 +258,20 @@ class CudaGraphModel:
         self.segments = max(1, min(len(layers), default_segments if segments is None else segments))
         self._segment_starts = [layers[i * len(layers) // self.segments] for i in range(1, self.segments)]
         self._stream = own_stream(stream, self._device, drafts)
-        self._length = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._host_length = self._host_buffer(1)
+        self._sampler = token_sampler(self.model)
+        # The length of the text before a forward, and how its tokens are sampled.
+        self._host_settings = self._host_buffer(3)
+        self._settings = torch.zeros_like(self._host_settings, device=self._device)
+        self._length = self._settings[0]
         largest = max(*self._sizes, min(exact_size or 0, max_length))  # padding may come later
         self._host_ids, self._host_tokens = self._host_buffer(largest), self._host_buffer(largest)
         self._tokens = torch.zeros_like(self._host_tokens, device=self._device)
+        self._told = torch.zeros_like(self._tokens)  # the same, marked where the host has to sample
         self._offsets = torch.arange(largest, device=self._device)
         self._host_next = self._host_buffer(2)
         # The same memory as numpy arrays: writing a number through a tensor takes Python ten times as long.
-        self._length_array, self._ids_array, self._tokens_array, self._next_array = (
-            buffer.numpy() for buffer in (self._host_length, self._host_ids, self._host_tokens, self._host_next)
+        self._settings_array, self._ids_array, self._tokens_array, self._next_array = (
+            buffer.numpy() for buffer in (self._host_settings, self._host_ids, self._host_tokens, self._host_next)
         )
         if drafts and share_cache_with is not None:
             raise ValueError("a model that guesses has its cache to itself")
@@ -377,7 +397,7 @@ class CudaGraphModel:
     def _compute(self, size: int) -> Tensor:
         """Run one forward from host memory to host memory: logits stay on the device."""
         ids = self._host_ids[:size].to(self._device, non_blocking=True)
-        self._length.copy_(self._host_length[0], non_blocking=True)
+        self._settings.copy_(self._host_settings, non_blocking=True)
         return self._logits(ids, self._host_tokens[:size])
 
     def _follower(self, buffer: int) -> Callable[[], Tensor]:
@@ -400,8 +420,12 @@ class CudaGraphModel:
         logits: Tensor = self.model(
             input_ids=ids[None], position_ids=positions[None], past_key_values=self._cache, use_cache=True
         ).logits[0]
-        torch.argmax(logits, -1, out=self._tokens[:size])
-        host_tokens.copy_(self._tokens[:size], non_blocking=True)
+        if self._sampler is None:
+            torch.argmax(logits, -1, out=self._tokens[:size])
+            host_tokens.copy_(self._tokens[:size], non_blocking=True)
+        else:
+            self._sampler.sample_tokens(logits, self._settings, self._tokens[:size], self._told[:size])
+            host_tokens.copy_(self._told[:size], non_blocking=True)
         return logits
 
     def last_logits(self) -> Tensor:
@@ -439,7 +463,7 @@ class CudaGraphModel:
         [token] = yield from self.poll_answer(request)
         if teacher is not None:
             [token] = teacher.answer(request)
-        if self._followers and request.sampling.temperature == 0:
+        if self._followers and (request.sampling.temperature == 0 or self._samples(request.sampling)):
             yield from self._draft_pipelined(request, token, count, teacher)
         else:
             yield from self._draft_one_by_one(request, token, count, teacher)
@@ -451,14 +475,15 @@ class CudaGraphModel:
         text = [*request.tokens, token]
         forwards = min(count - 1, self.context + 1 - len(text))
         if forwards:
-            self._ids_array[0], self._length_array[0] = token, len(text) - 1
+            self._ids_array[0] = token
+            self._set(len(text) - 1, request.sampling)
             pipeline = DraftPipeline(self._forwards[1], request.cancelled, self._draft_seconds)
         yield token
         for i in range(forwards):
             taught = teacher.answer(ForwardRequest(text, len(text))) if teacher is not None else ()
             yield from pipeline.finish(self._followers[i % 2] if i + 1 < forwards else None)
             self._kv.set_tokens(len(text) - 1, text[-1:])
-            [token] = taught or (int(self._next_array[(i - 1) % 2] if i else self._tokens_array[0]),)
+            [token] = taught or (unmarked(int(self._next_array[(i - 1) % 2] if i else self._tokens_array[0])),)
             text.append(token)
             yield token
         if forwards < count - 1:
@@ -488,18 +513,30 @@ class CudaGraphModel:
     ) -> Generator[None, None, Tokens]:
         """Run one forward over these tokens, and return the token after each of them."""
         forward, new, self._last_size = self._forwards[size], len(chunk), size
-        self._ids_array[:new], self._length_array[0] = chunk, begin
+        self._ids_array[:new] = chunk
+        self._set(begin, request.sampling)
         yield from self._kv.run(self._kv.begin(forward, begin, chunk, request.cancelled))
         if len(chunk) < request.start - begin:
             return ()  # none of these positions is asked about
-        if request.sampling.temperature == 0:
-            tokens: Tokens = tuple(self._tokens_array[:new].tolist())
-            return tokens
         skipped = max(0, request.start - begin - 1)  # logits that are not requested
+        sampling, tokens = request.sampling, tuple(self._tokens_array[skipped:new].tolist())
+        if sampling.temperature == 0:
+            return tokens
+        if self._samples(sampling) and min(tokens, default=0) >= 0:
+            return tokens
         with torch.inference_mode(), on(self._stream):
             if self.exact_size:  # sampling, too, with one shape
-                return match(forward.logits.float(), request.sampling, begin + 1)[skipped:new]
-            return match(forward.logits[skipped:new].float(), request.sampling, begin + 1 + skipped)
+                return match(forward.logits.float(), sampling, begin + 1)[skipped:new]
+            return match(forward.logits[skipped:new].float(), sampling, begin + 1 + skipped)
+
+    def _samples(self, sampling: Sampling) -> bool:
+        """Whether tokens are sampled on the device, in the forward itself."""
+        return self._sampler is not None and bool(self._sampler.samples(sampling))
+
+    def _set(self, length: int, sampling: Sampling) -> None:
+        """Tell the next forward the length of the text before it, and how to sample: greedy where the host does."""
+        settings = self._sampler.settings_of(sampling) if self._samples(sampling) else (0, 0)
+        self._settings_array[:] = length, *settings
 
     def _captured_size(self, begin: int, new: int) -> int:
         """The next captured size that holds all new tokens; at the end of the cache, one without padding."""
