@@ -452,7 +452,8 @@ class SamplingModel:
         ]
         asked = [requests[i] for i in together]
         positions = [request.positions for request in asked]
-        tokens = sample_texts([logits[i] for i in together], [request.sampling for request in asked], positions)
+        sample = getattr(self.backend, "sample_texts", sample_texts)
+        tokens = sample([logits[i] for i in together], [request.sampling for request in asked], positions)
         return dict(zip(together, map(Answer, tokens)))
 
     def _is_matched(self, sampling: Sampling, logits: Array) -> bool:

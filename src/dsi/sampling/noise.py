@@ -102,7 +102,18 @@ def race_of_rows(weights: Array, keys: Sequence[int]) -> tuple[int, ...]:
     ratios = weights / -torch.log(_open_unit(float64(_logical_shift(_mix_array(tokens + column), 12))))
     ratios, best = ratios.topk(min(CANDIDATES, ratios.shape[-1]))
     candidates = torch.stack((ratios, float64(best), weights.gather(-1, best)), 1).cpu().numpy()
-    return tuple(_winner(row, key, weights[i]) for i, (row, key) in enumerate(zip(candidates, keys)))
+    winners: list[int] = candidates[:, 1, 0].astype(np.int64).tolist()
+    for i in _unclear(candidates[:, 0]):
+        winners[i] = _winner(candidates[i], keys[i], weights[i])
+    return tuple(winners)
+
+
+def _unclear(ratios: np.ndarray) -> list[int]:
+    """The rows whose winner only exact arithmetic can tell, by their largest ratios in order: few, and no numbers."""
+    if ratios.shape[-1] < 2:
+        return list(range(len(ratios)))
+    rows: list[int] = np.flatnonzero(~(ratios[:, 1] < ratios[:, 0] * (1 - LOG_ERROR))).tolist()
+    return rows
 
 
 def _winner(candidates: np.ndarray, key: int, weights: Array) -> int:

@@ -18,7 +18,7 @@ from dsi.models.cuda.linear import GATED, Tiling, linear
 from dsi.models.cuda.packed_rows import num_parts
 from dsi.models.cuda.triton_kernels import attend, split_counts
 from dsi.models.protocol import ForwardRequest
-from dsi.sampling.logits import sample_rows
+from dsi.sampling.logits import sample, sample_rows
 from dsi.sampling.noise import exponential, noise_key
 
 MAX_LENGTH, VOCAB_SIZE = 160, 97
@@ -245,6 +245,20 @@ def test_sample_tokens_marks_rows_that_only_exact_arithmetic_decides() -> None:
     near[0, 7] = torch.nan
     assert sampled(near.double(), sampling)[1] == [-3]
     assert sampled(near.double(), Sampling())[1] == [2]
+
+
+def test_sample_texts_are_those_of_the_host_whatever_their_settings() -> None:
+    torch.manual_seed(1)
+    samplings = [Sampling(0.7, seed=5), Sampling(1.0, top_k=3, seed=6), Sampling(1.5, seed=7), Sampling(0.7, seed=8)]
+    logits, positions = [torch.randn(rows, 97) for rows in (2, 1, 3, 0)], [(4, 5), (9,), (30, 8, 2), ()]
+    expected = [
+        tuple(sample(row, sampling, position) for row, position in zip(rows, own))
+        for rows, sampling, own in zip(logits, samplings, positions)
+    ]
+    assert token_sampling.sample_texts(logits, samplings, positions) == expected
+    logits[0][1] = torch.nan
+    with pytest.raises(ValueError, match="not numbers"):
+        token_sampling.sample_texts(logits, samplings, positions)
 
 
 def marks_all(logits: Tensor, settings: Tensor, tokens: Tensor, told: Tensor) -> None:

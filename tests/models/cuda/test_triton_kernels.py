@@ -145,7 +145,7 @@ def test_tokens_are_taken_and_picked_by_kernels_that_compile_for_a_gpu(capabilit
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("capability", [HOPPER, ADA])
 def test_tokens_are_sampled_by_kernels_that_compile_for_a_gpu(capability: int) -> None:
-    overlaps = {"OVERLAPS": capability == HOPPER}
+    overlaps = {"OVERLAPS": capability == HOPPER, "STEP": 3}
     kinds = {"logits": "*bf16", "settings": "*i64", "best": "*fp64", "vocab": "i32", "chunk": "i32"}
     sizes = {"BLOCK": token_sampling.BLOCK, **overlaps}
     assert compiled(token_sampling._best_of_chunks, kinds, sizes, token_sampling.WARPS, capability).asm["ptx"]

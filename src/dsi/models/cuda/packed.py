@@ -114,14 +114,17 @@ class RowKernels(NamedTuple):
 
     take_tokens: Callable[[PackedRows], Tensor]
     pick_tokens: Callable[[Tensor, PackedRows], None]
+    sample_texts: Callable[..., list[Tokens]]
 
     @classmethod
     def of(cls, on_gpu: bool) -> RowKernels:
         if on_gpu:
             from dsi.models.cuda.packed_tokens import pick_tokens, take_tokens
+            from dsi.models.cuda.token_sampling import sample_texts
         else:
             from dsi.models.cuda.torch_kernels import pick_tokens, take_tokens
-        return cls(take_tokens, pick_tokens)
+            from dsi.sampling.logits import sample_texts
+        return cls(take_tokens, pick_tokens, sample_texts)
 
 
 class PackedCudaModel:
@@ -150,6 +153,7 @@ class PackedCudaModel:
         self.on_gpu = self.device.type == "cuda"
         self.pool = TextPool(num_slots, max_texts, max_length)
         self.drafts, self.row_kernels = drafts, RowKernels.of(self.on_gpu)
+        self.sample_texts = self.row_kernels.sample_texts
         self.forwards_in_flight = 1 if drafts else IN_FLIGHT
         self._free_copies = list(range(self.forwards_in_flight))  # of plans and picked tokens, that no forward uses
         self.stream = own_stream(stream, self.device, drafts)
