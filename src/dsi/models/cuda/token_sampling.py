@@ -81,7 +81,7 @@ def _sample_known(
     wanted = [(sampling, position) for sampling, own in zip(samplings, positions) for position in own]
     settings = torch.tensor([(position - 1, *settings_of(sampling)) for sampling, position in wanted])
     tokens = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
-    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(rows):
         sample_tokens(rows, settings.to(rows.device), *tokens)
     told = tokens[1].tolist()
     for i, token in enumerate(told):
