@@ -50,7 +50,7 @@ def attend_packed(
     plan, splits = rows.plan, 1 if arrivals is None else rows.max_splits
     room = kv_heads * rows.max_split_parts * rows.max_items * ROWS if splits > 1 else 0
     out = torch.empty(len(qkv), heads * size, dtype=qkv.dtype, device=qkv.device)
-    _attend_packed[(kv_heads, len(plan.parts), splits)](
+    _attend_packed[(kv_heads, splits, len(plan.parts))](  # parts that a forward does not have come last
         qkv,
         cos,
         sin,
@@ -141,7 +141,7 @@ def _attend_packed(
     program that reads new keys first writes all of them up to its last row, and the last of several programs joins
     their items.
     """
-    head, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups: tl.constexpr = HEADS // KV_HEADS
     size: tl.constexpr = 2 * HALF
     stride: tl.constexpr = (HEADS + 2 * KV_HEADS) * size
@@ -150,7 +150,7 @@ def _attend_packed(
     begin, count, number, chain = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
     cached, table, num_leaves = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6)
     long_leaves, seen = tl.load(fields + 7), tl.load(fields + 8)
-    programs = tl.minimum(tl.load(shared_by), tl.num_programs(2))
+    programs = tl.minimum(tl.load(shared_by), tl.num_programs(1))
     in_part = tl.arange(0, ROWS)
     row = number * ROWS + in_part
     token, query = row // groups, head * groups + row % groups
@@ -168,9 +168,9 @@ def _attend_packed(
     nearest = tl.min(tl.where(valid, position, cached + count), 0)
     first = tl.minimum(_first_tile(nearest, KEYS, WINDOW), common)
     items = common + num_leaves + long_leaves - first
-    wait_for_inputs(OVERLAPS)
-    launch_next(OVERLAPS)
     if split < tl.minimum(items, programs):
+        wait_for_inputs(OVERLAPS)
+        launch_next(OVERLAPS)
         queries = qkv + ((begin + token) * stride + query * size)[:, None]
         q1, q2 = _rotate(queries, q_norm, epsilon, cos, sin, position, inside, HALF, HALF_TILE)
         last = first + split + (items - 1 - split) // programs * programs
