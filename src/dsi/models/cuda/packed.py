@@ -33,8 +33,10 @@ from dsi.models.cuda.green_contexts import stream_sms
 from dsi.models.cuda.kv_pool import NoRoom, PooledRows, TextPool
 from dsi.models.cuda.packed_rows import (
     BRANCHES,
+    KEYS,
     MOVES,
     PROGRAMS_PER_SM,
+    ROWS,
     TAIL,
     PackedRows,
     PlanLayout,
@@ -64,7 +66,8 @@ class PackedForward:
         regions, self._copies = self._host.numpy(), list(self._host)
         tails = layout.size, TAIL
         self._plans = [(layout.fields(region), region[layout.tails :].reshape(tails)) for region in regions]
-        limits = split_limits(layout.size, owner.groups, owner.kv_heads, owner.context, owner.sms)
+        most_keys = owner.context + ROWS * KEYS  # where each query of a part has a path of its own
+        limits = split_limits(layout.size, owner.groups, owner.kv_heads, most_keys, owner.sms)
         self.rows = PackedRows(
             layout.fields(self._region), owner.tables, owner.context, begin + layout.tails, begin, owner.unread, *limits
         )
