@@ -35,7 +35,6 @@ from dsi.models.cuda.packed_rows import (
     BRANCHES,
     KEYS,
     MOVES,
-    PROGRAMS_PER_SM,
     ROWS,
     TAIL,
     PackedRows,
@@ -43,6 +42,7 @@ from dsi.models.cuda.packed_rows import (
     SlotRows,
     aligned,
     fill_plan,
+    num_programs,
     split_limits,
 )
 from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree
@@ -81,7 +81,7 @@ class PackedForward:
         is not in use says where.
         """
         (plan, tails), owner = self._plans[copy], self._owner
-        programs = PROGRAMS_PER_SM * owner.sms // owner.kv_heads
+        programs = num_programs(owner.kv_heads, owner.sms)
         fill_plan(plan, tails, texts, self.layout, self.rows, programs)
         if picked:
             plan.outputs[list(picked)] = owner.picked_from(copy) + BRANCHES * np.arange(len(picked))

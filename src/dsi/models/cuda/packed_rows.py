@@ -294,9 +294,14 @@ def num_parts(rows: int, groups: int) -> int:
     return -(-rows * groups // ROWS)
 
 
+def num_programs(kv_heads: int, sms: int) -> int:
+    """How many programs of attention for each head keep so many multiprocessors busy."""
+    return PROGRAMS_PER_SM * sms // kv_heads
+
+
 def split_limits(size: int, groups: int, kv_heads: int, table_length: int, sms: int) -> tuple[int, int]:
     """How many programs at most share the keys of a part, and in how many parts they may."""
-    programs = PROGRAMS_PER_SM * sms // kv_heads
+    programs = num_programs(kv_heads, sms)
     splits = max(1, min(programs // num_parts(size, groups), MAX_SPLITS, -(-table_length // KEYS)))
     return splits, programs // 2 if splits > 1 else 0
 
