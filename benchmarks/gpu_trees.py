@@ -18,7 +18,7 @@ import torch
 import harness
 from dsi.core.tree_shape import END, TREE_BRANCHES, Tree, expansions, rank_chances
 from dsi.engine.build import silence_transformers
-from dsi.models.cuda import packed_rows, triton_kernels
+from dsi.models.cuda import packed_attention, packed_rows, triton_kernels
 from dsi.models.cuda.graphs import on
 from dsi.models.cuda.packed import NO_MOVES, PackedCudaModel
 from dsi.models.protocol import ForwardRequest
@@ -33,6 +33,14 @@ LEVELS = (1, 4, 8, 16)  # nodes that a drafter's forward expands
 ABOVE = 3  # nodes on the path to them
 TREES = (15, 31, 63)  # nodes: with the token before them, rows that forwards are captured for
 ROWS = (1, 16, 32, 64)
+# Of the attention kernel: programs for each multiprocessor, tiles of keys that one reads ahead, new tokens that it
+# writes at once, and the most registers that a thread may have.
+ATTENTION = {
+    "programs": packed_rows.PROGRAMS_PER_SM,
+    "stages": triton_kernels.STAGES,
+    "new": triton_kernels.NEW,
+    "registers": 255,
+}
 RATES, RUNNER_UP = (0.63, 0.8, 0.93), 0.5
 LATENCY = LatencyModel(target_ms=4.0, drafter_ms=0.12)  # of the 7B and its drafter: which trees are best for SI
 
@@ -97,6 +105,15 @@ def drafter_forwards(model: PackedCudaModel, text: Sequence[int]) -> dict[str, F
     return forwards
 
 
+def set_attention(programs: int, stages: int, new: int, registers: int) -> None:
+    """Compile and launch the attention of the models that follow in this way."""
+    kernel: Any = packed_attention
+    packed_rows.PROGRAMS_PER_SM, triton_kernels.STAGES, kernel.NEW = programs, stages, new
+    limit = {"maxnreg": registers} if registers < ATTENTION["registers"] else {}
+    launch_options = kernel.launch_options
+    kernel.launch_options = lambda device: launch_options(device) | limit
+
+
 def times(shape: str, text: Sequence[int], launches: int, repeats: int) -> dict[str, list[Time]]:
     weights, drafts = random_model(shape, "bfloat16", "cuda:0", ROOM), shape == DRAFTER
     model = PackedCudaModel(weights, ROOM, 2 * ROOM, sizes=LEVELS if drafts else ROWS, drafts=drafts)
@@ -115,7 +132,7 @@ def lines(rows: dict[str, dict[str, list[Time]]]) -> list[str]:
 
 def main() -> None:
     example = "--shapes vicuna-7b --programs 3"
-    parser = harness.arguments(__doc__, example, prompt=144, launches=10, repeats=20, programs=2, stages=3)
+    parser = harness.arguments(__doc__, example, prompt=144, launches=10, repeats=20, **ATTENTION)
     default = ["vicuna-7b", "vicuna-13b", DRAFTER]
     parser.add_argument("--shapes", type=harness.names(*SHAPES), default=default, help=",".join(default))
     options = parser.parse_args()
@@ -125,11 +142,10 @@ def main() -> None:
     if options.prompt > most:
         parser.error(f"--prompt {options.prompt}: must be 1 to {most}")
     silence_transformers()
-    # Programs of attention for each multiprocessor, and tiles of keys that one reads ahead.
-    packed_rows.PROGRAMS_PER_SM = options.programs
-    triton_kernels.STAGES = options.stages
+    set_attention(options.programs, options.stages, options.new, options.registers)
     rows: dict[str, Any] = {}
-    facts = {"gpu": torch.cuda.get_device_name(0), "programs": options.programs, "stages": options.stages, "ms": rows}
+    attention = {name: getattr(options, name) for name in ATTENTION}
+    facts = {"gpu": torch.cuda.get_device_name(0), "attention": attention, "ms": rows}
     text = [1 + i % 1000 for i in range(options.prompt)]
     for shape in harness.tracked(options.shapes, len(options.shapes), "shapes"):
         rows[shape] = times(shape, text, options.launches, options.repeats)
