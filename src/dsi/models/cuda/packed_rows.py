@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,7 +111,8 @@ class TreePart(NamedTuple):
     """The paths that the nodes of a part are on, one for each leaf."""
 
     leaves: list[int]  # by number, those of the longest paths first
-    leaf_of: dict[int, int]  # by node, the number of a leaf whose path it is on
+    numbers: list[int]  # by query, of a leaf on whose path its node is
+    nodes: list[int]
 
 
 class TreeParts(NamedTuple):
@@ -127,41 +129,49 @@ class TreeParts(NamedTuple):
 
 @lru_cache(1024)  # of few shapes, again and again
 def tree_parts(parents: tuple[int, ...], nodes: tuple[int, ...], token_queries: int, groups: int) -> TreeParts:
-    """The parts of so many queries of tokens, with which the first begins, and of those of nodes, `groups` each."""
+    """The parts of so many queries of tokens, with which the first begins, and of those of nodes, `groups` each.
+
+    A node is behind those above it.
+    """
     paths, rows = node_paths(parents), {node: row for row, node in enumerate(nodes)}
-    orders = ([node for node in depth_first(parents, sign) if node in rows] for sign in (1, -1))
-    cuts = [(order, cut_tree(order, paths, token_queries, groups)) for order in orders]
-    order, parts = min(cuts, key=lambda cut: max(len(part.leaves) for part in cut[1]))
+    children = sorted_children(parents)
+    orders = ([node for node in depth_first(children, first) if node in rows] for first in (True, False))
+    cuts = ((order, cut_tree(order, paths, token_queries, groups)) for order in orders)
+    order, parts = next(cuts)
+    if len(parts) > 1:
+        order, parts = min((order, parts), *cuts, key=lambda cut: max(len(part.leaves) for part in cut[1]))
     tables: dict[int, int] = {}
-    by_query, by_leaf = np.zeros((2, len(parts), ROWS), np.int32)
-    for number, part in enumerate(parts):
-        first = number * ROWS - token_queries  # its first query, among those of nodes
-        for query in range(max(0, -first), min(ROWS, len(nodes) * groups - first)):
-            by_query[number, query] = part.leaf_of[order[(first + query) // groups]]
-        by_leaf[number, : len(part.leaves)] = [tables.setdefault(leaf, len(tables)) for leaf in part.leaves]
+    by_leaf = [[tables.setdefault(leaf, len(tables)) for leaf in part.leaves] for part in parts]
     return TreeParts(
         np.array([rows[node] for node in order], np.int32),
-        by_query,
-        by_leaf,
+        np.array([part.numbers for part in parts], np.int32),
+        np.array([[*own, *[0] * (ROWS - len(own))] for own in by_leaf], np.int32),
         np.array(list(tables)),
         Paths.of([paths[leaf] for leaf in tables]),
-        tuple(tuple(len(paths[leaf]) for leaf in part.leaves) for part in parts),
-        tuple(1 + max(rows.get(step, 0) for leaf in part.leaves for step in paths[leaf]) for part in parts),
+        tuple([tuple([len(paths[leaf]) for leaf in part.leaves]) for part in parts]),
+        tuple([1 + max(map(rows.__getitem__, part.nodes)) for part in parts]),
     )
 
 
-def depth_first(parents: Sequence[int], sign: int) -> list[int]:
-    """The nodes of a tree, each before those below it: of siblings the one with most below it first (-1: last)."""
-    sizes, children = [1] * len(parents), [list[int]() for _ in range(len(parents) + 1)]  # the text's are the last
+def sorted_children(parents: Sequence[int]) -> list[list[int]]:
+    """The children of each node of a tree, those with most nodes below them last; behind them the text's."""
+    sizes, children = [1] * (len(parents) + 1), [list[int]() for _ in range(len(parents) + 1)]
     for node in reversed(range(len(parents))):
         children[parents[node]].append(node)
-        if parents[node] != END:
-            sizes[parents[node]] += sizes[node]
-    order, left = list[int](), [END]
+        sizes[parents[node]] += sizes[node]
+    for siblings in children:
+        if len(siblings) > 1:
+            siblings.sort(key=sizes.__getitem__)
+    return children
+
+
+def depth_first(children: Sequence[Sequence[int]], largest_first: bool) -> list[int]:
+    """The nodes of a tree, those below a node behind it, before its siblings that follow."""
+    order, left, step = list[int](), [END], 1 if largest_first else -1
     while left:
         node = left.pop()
         order.append(node)
-        left += sorted(children[node], key=lambda child: sign * sizes[child])
+        left += children[node][::step]
     return order[1:]
 
 
@@ -169,13 +179,23 @@ def cut_tree(order: Sequence[int], paths: Sequence[Sequence[int]], token_queries
     """Cut nodes into parts; in their order those below a node are behind it."""
     parts = []
     for begin in range(-token_queries, len(order) * groups, ROWS):
-        leaf_of, after = dict[int, int](), END
-        for node in reversed(order[max(0, begin // groups) : (begin + ROWS - 1) // groups + 1]):
-            leaf_of[node] = leaf_of[after] if after != END and node in paths[after] else node
-            after = node
-        leaves = sorted(set(leaf_of.values()), key=lambda leaf: (-len(paths[leaf]), leaf))
-        parts.append(TreePart(leaves, {node: leaves.index(leaf) for node, leaf in leaf_of.items()}))
+        first = max(0, begin // groups)
+        nodes = list(order[first : (begin + ROWS - 1) // groups + 1])
+        leaves = [node for node, after in pairwise(nodes) if not is_above(paths[node], paths[after])] + nodes[-1:]
+        by_length = sorted(leaves, key=lambda leaf: len(paths[leaf]), reverse=True)
+        numbers, behind = [0] * max(0, -begin), 0
+        for leaf in leaves:
+            end = nodes.index(leaf, behind) + 1
+            numbers += [by_length.index(leaf)] * (groups * (end - behind))
+            behind = end
+        numbers = numbers[max(0, begin - first * groups) :][:ROWS]
+        parts.append(TreePart(by_length, numbers + [0] * (ROWS - len(numbers)), nodes))
     return parts
+
+
+def is_above(path: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the last node of a path is on the other one."""
+    return len(path) <= len(other) and other[len(path) - 1] == path[-1]
 
 
 class Part(NamedTuple):
