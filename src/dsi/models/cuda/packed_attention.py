@@ -161,6 +161,7 @@ def _attend_packed(
     position = tl.load(positions + begin + token, valid, 0)
     has_nodes = num_leaves > 0
     leaf = tl.load(leaves + part * ROWS + in_part, token < tl.where(has_nodes, count, 0), 0)
+    tables_of_leaves = tl.load(tail_tables + part * ROWS + in_part)  # while the kernels before this one end
     # New rows that these may see.
     own = tl.where(has_nodes, seen, tl.minimum(count, (number * ROWS + ROWS - 1) // groups + 1))
     tail = (cached + chain) // KEYS * KEYS
@@ -197,7 +198,7 @@ def _attend_packed(
             in_tail, goes_on = behind >= 0, behind >= num_leaves
             of_leaf = behind - tl.where(goes_on, num_leaves, 0)
             key = tl.where(in_tail, common + tl.where(goes_on, 1, 0), first + item) * KEYS + tl.arange(0, KEYS)
-            own_table = tl.load(tail_tables + part * ROWS + tl.maximum(of_leaf, 0))
+            own_table = tl.sum(tl.where(in_part == of_leaf, tables_of_leaves, 0), 0)
             entry = tl.where(in_tail, tails + (begin + own_table) * TAIL + key - tail, table * table_length + key)
             # No slot (negative): behind the last row of a part, and in the table of a path behind its leaf.
             slot = tl.load(tables + entry, key < tl.where(in_tail, tail + TAIL, cached + own), -1)
