@@ -13,12 +13,12 @@ from torch import Tensor
 
 from dsi.core.messages import Sampling, Verified, Verify
 from dsi.core.sequence import Tokens, TokenSequence
-from dsi.core.tree_shape import END, Level, Tree
+from dsi.core.tree_shape import END, Level, Tree, best_paths, rank_chances
 from dsi.fleets.packed import PackedForward as SharedForward, PackedServer
 from dsi.fleets.servers import Server
 from dsi.models.cuda.kv_pool import EVICTED, NoRoom, TextPool
 from dsi.models.cuda.packed import PackedCudaModel, PackedForward
-from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
+from dsi.models.cuda.packed_rows import BRANCHES, ROWS, SlotRows, node_paths, num_parts, tree_parts
 from dsi.models.protocol import ForwardRequest, SamplingModel, run_to_end, tree_path
 
 InFlight = tuple[SharedForward, Generator[Any, None, None]]
@@ -321,6 +321,57 @@ def test_a_forward_that_is_given_up_gives_its_slots_back(llama: Any, monkeypatch
     check(llama, packed, [ForwardRequest([4, 5], 2), ForwardRequest([1, 2, 3], 3)])
     packed.pool.clear()
     assert packed.pool.slots.num_free == 100
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_tree_parts_give_each_node_a_path_that_its_part_has(data: st.DataObject) -> None:
+    """Of some nodes of any tree, behind tokens, with any number of queries that read one key."""
+    parents: tuple[int, ...] = ()
+    for node in range(data.draw(st.integers(1, 40))):
+        parents += (data.draw(st.integers(max(END, node - 9), node - 1)),)
+    nodes = tuple(sorted(data.draw(st.sets(st.integers(0, len(parents) - 1), min_size=1))))
+    groups, token_queries = data.draw(st.integers(1, 40)), data.draw(st.integers(0, ROWS - 1))
+    parts, paths = tree_parts(parents, nodes, token_queries, groups), node_paths(parents)
+    assert sorted(parts.order.tolist()) == list(range(len(nodes)))
+    assert len(set(parts.nodes.tolist())) == len(parts.nodes) <= len(nodes)
+    steps = zip(*(array.tolist() for array in parts.paths))
+    assert list(steps) == [
+        (i, depth, step) for i, leaf in enumerate(parts.nodes) for depth, step in enumerate(paths[leaf])
+    ]
+    order = [nodes[row] for row in parts.order]
+    queries = [END] * token_queries + [node for node in order for _ in range(groups)]
+    assert len(parts.leaves) == len(parts.tables) == len(parts.lengths) == len(parts.seen) == num_parts(len(queries), 1)
+    for number, (leaves, tables, lengths, seen) in enumerate(
+        zip(parts.leaves.tolist(), parts.tables.tolist(), parts.lengths, parts.seen)
+    ):
+        own = queries[number * ROWS : (number + 1) * ROWS]
+        of_part = [int(parts.nodes[table]) for table in tables[: len(lengths)]]
+        assert set(of_part) <= set(own)
+        assert not any(a != b and a in paths[b] for a in of_part for b in of_part)
+        assert list(lengths) == sorted((len(paths[leaf]) for leaf in of_part), reverse=True)
+        for node, leaf in zip(own, leaves):
+            assert node in (END, *paths[of_part[leaf]])
+        rows = [nodes.index(step) for leaf in of_part for step in paths[leaf] if step in nodes]
+        assert seen == max(rows) + 1
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "size", "leaves"),
+    [
+        (0.63, 15, [6]),
+        (0.63, 31, [5, 6]),
+        (0.63, 63, [6, 6, 5, 6]),
+        (0.8, 31, [5, 5]),
+        (0.8, 63, [5, 5, 4, 3]),
+        (0.93, 63, [5, 5, 4, 3]),
+    ],
+)
+def test_best_trees_have_few_leaves_in_a_part(acceptance: float, size: int, leaves: list[int]) -> None:
+    """Each of which is a tile of keys, beside the first token of the tree."""
+    nodes = sorted((path for path, _ in best_paths(rank_chances(acceptance, 0.5, 3), size, 8)), key=len)
+    parents = tuple(nodes.index(path[:-1]) if path[:-1] else END for path in nodes)
+    assert list(map(len, tree_parts(parents, tuple(range(size)), 1, 1).lengths)) == leaves
 
 
 def test_can_grow_knows_its_limits(llama: Any) -> None:

@@ -124,7 +124,8 @@ def test_attend_packed_compiles_for_a_gpu(
     heads: int, kv_heads: int, half: int, splits: int, window: int, absent: tuple[str, ...]
 ) -> None:
     kinds, constants = attention_arguments(heads, kv_heads, half, splits, window, absent, "*bf16")
-    kinds |= dict.fromkeys(("parts", "positions", "slots", "shared_by", "tables"), "*i32")
+    plan = ("parts", "positions", "slots", "order", "leaves", "tail_tables", "shared_by", "tables")
+    kinds |= dict.fromkeys(plan, "*i32")
     kinds |= dict.fromkeys(("table_length", "tails", "split_parts", "max_items"), "i32")
     shared = constants.pop("SPLITS") > 1
     constants |= {"TAIL": packed_rows.TAIL, "FIELDS": len(packed_rows.Part._fields), "SHARED": shared}

@@ -33,14 +33,16 @@ from dsi.models.cuda.green_contexts import stream_sms
 from dsi.models.cuda.kv_pool import NoRoom, PooledRows, TextPool
 from dsi.models.cuda.packed_rows import (
     BRANCHES,
+    KEYS,
     MOVES,
-    PROGRAMS_PER_SM,
+    ROWS,
     TAIL,
     PackedRows,
     PlanLayout,
     SlotRows,
     aligned,
     fill_plan,
+    num_programs,
     split_limits,
 )
 from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree
@@ -64,7 +66,8 @@ class PackedForward:
         regions, self._copies = self._host.numpy(), list(self._host)
         tails = layout.size, TAIL
         self._plans = [(layout.fields(region), region[layout.tails :].reshape(tails)) for region in regions]
-        limits = split_limits(layout.size, owner.groups, owner.kv_heads, owner.context, owner.sms)
+        most_keys = owner.context + ROWS * KEYS  # where each query of a part has a path of its own
+        limits = split_limits(layout.size, owner.groups, owner.kv_heads, most_keys, owner.sms)
         self.rows = PackedRows(
             layout.fields(self._region), owner.tables, owner.context, begin + layout.tails, begin, owner.unread, *limits
         )
@@ -78,7 +81,7 @@ class PackedForward:
         is not in use says where.
         """
         (plan, tails), owner = self._plans[copy], self._owner
-        programs = PROGRAMS_PER_SM * owner.sms // owner.kv_heads
+        programs = num_programs(owner.kv_heads, owner.sms)
         fill_plan(plan, tails, texts, self.layout, self.rows, programs)
         if picked:
             plan.outputs[list(picked)] = owner.picked_from(copy) + BRANCHES * np.arange(len(picked))

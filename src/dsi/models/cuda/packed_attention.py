@@ -50,7 +50,7 @@ def attend_packed(
     plan, splits = rows.plan, 1 if arrivals is None else rows.max_splits
     room = kv_heads * rows.max_split_parts * rows.max_items * ROWS if splits > 1 else 0
     out = torch.empty(len(qkv), heads * size, dtype=qkv.dtype, device=qkv.device)
-    _attend_packed[(kv_heads, len(plan.parts), splits)](
+    _attend_packed[(kv_heads, splits, len(plan.parts))](  # parts that a forward does not have come last
         qkv,
         cos,
         sin,
@@ -59,6 +59,9 @@ def attend_packed(
         plan.parts,
         plan.positions,
         plan.slots,
+        plan.order,
+        plan.leaves,
+        plan.tail_tables,
         plan.splits,
         rows.tables,
         out,
@@ -100,6 +103,9 @@ def _attend_packed(
     parts,
     positions,
     slots,
+    order,
+    leaves,
+    tail_tables,
     shared_by,
     tables,
     out,
@@ -130,40 +136,46 @@ def _attend_packed(
 ):
     """One KV head, a part of the query rows that read it, and every so manieth item: a tile of keys.
 
-    Where a part has nodes, its rows share the tiles before the one in which the text ends; behind, each token of the
-    part has tiles of its own, tile after tile, of which the other rows see nothing. As in `_attend`, a program that
-    reads new keys first writes all of them up to its last row, and the last of several programs joins their items.
+    Where a part has nodes, its rows share the tiles before the one in which the text ends; behind, each leaf of the
+    part has tiles with the end of its path, of which only the rows of that path see anything. As in `_attend`, a
+    program that reads new keys first writes all of them up to its last row, and the last of several programs joins
+    their items.
     """
-    head, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, split, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     groups: tl.constexpr = HEADS // KV_HEADS
     size: tl.constexpr = 2 * HALF
     stride: tl.constexpr = (HEADS + 2 * KV_HEADS) * size
     whole = tl.arange(0, 2 * HALF_TILE)
     fields = parts + part * FIELDS
     begin, count, number, chain = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 3)
-    cached, table, end = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6)
-    programs = tl.minimum(tl.load(shared_by), tl.num_programs(2))
-    row = number * ROWS + tl.arange(0, ROWS)
+    cached, table, num_leaves = tl.load(fields + 4), tl.load(fields + 5), tl.load(fields + 6)
+    long_leaves, seen = tl.load(fields + 7), tl.load(fields + 8)
+    programs = tl.minimum(tl.load(shared_by), tl.num_programs(1))
+    in_part = tl.arange(0, ROWS)
+    row = number * ROWS + in_part
     token, query = row // groups, head * groups + row % groups
+    is_node = (token >= chain) & (token < count)
+    token = tl.where(is_node, tl.load(order + begin + token, is_node, 0), token)
     valid = token < count
     inside = valid[:, None]
     position = tl.load(positions + begin + token, valid, 0)
-    first_token = number * ROWS // groups
-    own = tl.minimum(count, (number * ROWS + ROWS - 1) // groups + 1)  # new rows that these may see
-    has_nodes = own > chain
+    has_nodes = num_leaves > 0
+    leaf = tl.load(leaves + part * ROWS + in_part, token < tl.where(has_nodes, count, 0), 0)
+    tables_of_leaves = tl.load(tail_tables + part * ROWS + in_part)  # while the kernels before this one end
+    # New rows that these may see.
+    own = tl.where(has_nodes, seen, tl.minimum(count, (number * ROWS + ROWS - 1) // groups + 1))
     tail = (cached + chain) // KEYS * KEYS
     common = tl.where(has_nodes, tail // KEYS, tl.cdiv(cached + own, KEYS))
-    tokens = tl.maximum(own - first_token, 1)
     nearest = tl.min(tl.where(valid, position, cached + count), 0)
     first = tl.minimum(_first_tile(nearest, KEYS, WINDOW), common)
-    items = common + tl.where(has_nodes, tl.cdiv(end - tail, KEYS) * tokens, 0) - first
-    wait_for_inputs(OVERLAPS)
-    launch_next(OVERLAPS)
+    items = common + num_leaves + long_leaves - first
     if split < tl.minimum(items, programs):
+        wait_for_inputs(OVERLAPS)
+        launch_next(OVERLAPS)
         queries = qkv + ((begin + token) * stride + query * size)[:, None]
         q1, q2 = _rotate(queries, q_norm, epsilon, cos, sin, position, inside, HALF, HALF_TILE)
         last = first + split + (items - 1 - split) // programs * programs
-        if tl.where(last < common, last, common + (last - common) // tokens) * KEYS + KEYS > cached:
+        if tl.where(last < common, last, common) * KEYS + KEYS > cached:
             for start in tl.range(0, own, NEW, num_stages=1):
                 added = start + tl.arange(0, NEW)
                 valid_new = added < own
@@ -183,15 +195,15 @@ def _attend_packed(
         room = (head * split_parts + part) * max_items * ROWS + tl.arange(0, ROWS)
         for item in tl.range(split, items, programs, num_stages=STAGES):
             behind = first + item - common
-            in_tail = behind >= 0
-            tile = tl.where(in_tail, common + behind // tokens, first + item)
-            only = first_token + tl.maximum(behind, 0) % tokens  # the token whose tile it is, where it is behind
-            key = tile * KEYS + tl.arange(0, KEYS)
-            limit = tl.where(in_tail, tl.load(positions + begin + only) + 1, cached + own)
-            entry = tl.where(in_tail, tails + (begin + only) * TAIL + key - tail, table * table_length + key)
-            slot = tl.load(tables + entry, key < limit, 0)
-            k1, k2, v = _load_kv(keys, values, head * capacity + slot, (key < limit)[:, None], HALF, HALF_TILE)
-            own_tile = tl.where(in_tail, token, only) == only
+            in_tail, goes_on = behind >= 0, behind >= num_leaves
+            of_leaf = behind - tl.where(goes_on, num_leaves, 0)
+            key = tl.where(in_tail, common + tl.where(goes_on, 1, 0), first + item) * KEYS + tl.arange(0, KEYS)
+            own_table = tl.sum(tl.where(in_part == of_leaf, tables_of_leaves, 0), 0)
+            entry = tl.where(in_tail, tails + (begin + own_table) * TAIL + key - tail, table * table_length + key)
+            # No slot (negative): behind the last row of a part, and in the table of a path behind its leaf.
+            slot = tl.load(tables + entry, key < tl.where(in_tail, tail + TAIL, cached + own), -1)
+            k1, k2, v = _load_kv(keys, values, head * capacity + slot, (slot >= 0)[:, None], HALF, HALF_TILE)
+            own_tile = tl.where(in_tail, leaf, of_leaf) == of_leaf
             visible = (key[None, :] <= position[:, None]) & own_tile[:, None]
             visible = _in_window(visible, key, position, WINDOW)
             tile_max, tile_total, tile_result = _attend_to_tile(q1, q2, k1, k2, v, visible, scale)
@@ -214,20 +226,21 @@ def _attend_packed(
                 place = partial + room * (size + 2)
                 step: tl.constexpr = ROWS * (size + 2)
                 shared = common - first
-                joined = shared + tl.where(has_nodes, tl.cdiv(end - tail, KEYS), 0)
-                own_items = shared + token - first_token  # the first of each row: the next is `tokens` items behind
+                # Of a row: those that rows share, then the one or two of its leaf.
+                row_items = shared + tl.where(has_nodes, 1, 0) + tl.where(leaf < long_leaves, 1, 0)
+                joined = shared + tl.where(has_nodes, 1, 0) + tl.where(long_leaves > 0, 1, 0)
                 for i in tl.range(0, joined, 4):  # four are read at once: each takes a while to come
                     max_0, total_0, result_0 = _load_item(
-                        place, i, shared, joined, own_items, tokens, token, count, step, size, whole
+                        place, i, shared, row_items, leaf, num_leaves, token, count, step, size, whole
                     )
                     max_1, total_1, result_1 = _load_item(
-                        place, i + 1, shared, joined, own_items, tokens, token, count, step, size, whole
+                        place, i + 1, shared, row_items, leaf, num_leaves, token, count, step, size, whole
                     )
                     max_2, total_2, result_2 = _load_item(
-                        place, i + 2, shared, joined, own_items, tokens, token, count, step, size, whole
+                        place, i + 2, shared, row_items, leaf, num_leaves, token, count, step, size, whole
                     )
                     max_3, total_3, result_3 = _load_item(
-                        place, i + 3, shared, joined, own_items, tokens, token, count, step, size, whole
+                        place, i + 3, shared, row_items, leaf, num_leaves, token, count, step, size, whole
                     )
                     row_max, total, result = _join(row_max, total, result, max_0, total_0, result_0)
                     row_max, total, result = _join(row_max, total, result, max_1, total_1, result_1)
@@ -238,8 +251,8 @@ def _attend_packed(
 
 @triton.jit
 def _load_item(
-    place, i, shared, joined, own_items, tokens, token, count, step: tl.constexpr, size: tl.constexpr, column
+    place, i, shared, row_items, leaf, num_leaves, token, count, step: tl.constexpr, size: tl.constexpr, column
 ):
-    """What a program has found for the i-th item of each row: first those that rows share, then its own."""
-    item = tl.where(i < shared, i, own_items + (i - shared) * tokens)
-    return _load_partial(place, item, tl.where(i < joined, item + 1, 0), token, count, step, size, column)
+    """What a program has found for the i-th item of each row: first those that rows share, then its leaf's."""
+    item = i + tl.where(i < shared, 0, leaf) + tl.where(i > shared, num_leaves - 1, 0)
+    return _load_partial(place, item, tl.where(i < row_items, item + 1, 0), token, count, step, size, column)

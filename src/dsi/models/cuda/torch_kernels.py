@@ -68,16 +68,17 @@ def attend_packed(
 def row_slots(rows: PackedRows, groups: int) -> Iterator[tuple[int, Tensor]]:
     """Each row that is a token or a node, and the slots of the positions that it sees."""
     plan = rows.plan
-    for part in (Part(*fields) for fields in plan.parts.tolist()):
-        if not part.rows:
-            continue
-        first, last = (min(part.rows - 1, (part.number * ROWS + i) // groups) for i in (0, ROWS - 1))
+    for number, part in enumerate(Part(*fields) for fields in plan.parts.tolist()):
         tail = (part.length + part.chain) // KEYS * KEYS
         text = rows.tables[part.table * rows.table_length : (part.table + 1) * rows.table_length]
-        for row in range(part.begin + first, part.begin + last + 1):
-            end, begin = int(plan.positions[row]) + 1, rows.tails + row * TAIL
-            if last >= part.chain and end > tail:
-                path = rows.tables[begin : begin + end - tail]
+        first_query = part.number * ROWS
+        for token in range(first_query // groups, min(part.rows, (first_query + ROWS - 1) // groups + 1)):
+            query = max(0, token * groups - first_query)
+            row = part.begin + (token if token < part.chain else int(plan.order[part.begin + token]))
+            end = int(plan.positions[row]) + 1
+            if part.leaves and end > tail:
+                table = part.begin + int(plan.tail_tables[number, plan.leaves[number, query]])
+                path = rows.tables[rows.tails + table * TAIL :][: end - tail]
                 yield row, torch.cat((text[:tail], path)).long()
             else:
                 yield row, text[:end].long()
