@@ -336,6 +336,7 @@ COMPLETE: dict[str, Callable[[Row], bool]] = {
     "faults": has_every_fault,
     "exact": lambda run: bool(run["logits"] and run["texts"]),
     "gpu_streams": lambda run: "vicuna-7b" in run["shapes"],
+    "gpu_batches": lambda run: bool(run["load"]),
     "engines": has_every_engine,
 }
 SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the name of its benchmark
@@ -351,6 +352,7 @@ SECTIONS: dict[str, Callable[[Row], Iterator[str]]] = {  # each begins with the 
     "exact_gpu": exact_gpu_table,
     "gpu_forwards": gpu_forwards_table,
     "gpu_streams": gpu_streams_table,
+    "gpu_batches": lambda run: batches_table({"runs": [run]}),
     "trees": trees_table,
     "engines": engines_table,
 }
