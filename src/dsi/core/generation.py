@@ -37,7 +37,7 @@ from dsi.core.messages import (
 )
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
-from dsi.core.tree_shape import END, Expansions
+from dsi.core.tree_shape import END, Expansions, num_grown
 
 Policy = Callable[["Generation"], None]
 
@@ -438,7 +438,7 @@ class Generation:
         Where the fleet can, it is told of both at once, and the verification follows the draft without waiting for us.
         """
         draft, root = self.draft_tree([(self.tree.root, 1)], model, spec, then, alone=True), self.tree.root
-        num_drafted = sum(count for _, count in draft.expansions)
+        num_drafted = num_grown(draft.expansions)
         if num_drafted <= self._most_verified_unseen:
             job = Verify(
                 next(self._ids),

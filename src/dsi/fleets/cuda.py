@@ -137,6 +137,8 @@ class CudaFleet(RealTimeFleet):
         if packed is not None and self._is_packed(job) and packed.suits(job):
             self._packed_jobs[name] = job
             self._join(name, packed)
+            if self.num_requests < 2:  # nothing else is going to share its forward
+                self._poll_packed(name, packed)
             return
         self._workers[name] = CudaWorker(self._servers[name], job, self.now())
         self._poll(name)  # which launches the first forward

@@ -189,10 +189,13 @@ class TextPool:
         self._in_flight.difference_update(pooled.text for pooled in begun)
         self.num_ended += 1
 
-    def name_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> None:
-        """Say which tokens the nodes of a tree turned out to be."""
+    def named_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> CachedNodes:
+        """The nodes of a tree that is computed, by the tokens that they turned out to be."""
+        return {(parent, tokens.get(token, token)): slot for (parent, token), slot in pooled.text.nodes.items()}
+
+    def name_nodes(self, pooled: PooledRows, named: CachedNodes) -> None:
+        """Say what the nodes are once their forward has ended."""
         text = pooled.text
-        named = {(parent, tokens.get(token, token)): slot for (parent, token), slot in text.nodes.items()}
         if len(named) < len(text.nodes):  # one was cached before, too
             self._drop_nodes(text)
         else:

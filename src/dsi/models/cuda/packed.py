@@ -43,7 +43,7 @@ from dsi.models.cuda.packed_rows import (
     fill_plan,
     split_limits,
 )
-from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree
+from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree, num_expanded
 from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest, LaunchedGrowth, run_to_end
 
 Moves = np.ndarray  # places in the device's buffer, and the slots to write there
@@ -173,6 +173,7 @@ class PackedCudaModel:
         self.first_picked, self.host_picked = first_picked, torch.zeros_like(self.picked, device="cpu")
         if self.on_gpu:
             self.host_picked = self.host_picked.pin_memory()
+        self._host_rows = self.host_picked.numpy().reshape(-1, BRANCHES)
         self._forwards = {
             layout.size: PackedForward(self, layout, place) for layout, place in zip(layouts, (begin, *ends))
         }
@@ -354,8 +355,8 @@ class PackedCudaModel:
 
     def _picked_tokens(self, wanted: Sequence[Sequence[int]], copy: int) -> list[np.ndarray]:
         ends = list(accumulate(map(len, wanted)))
-        picked = self.host_picked.numpy()[self.picked_from(copy) - self.first_picked :][: BRANCHES * ends[-1]]
-        return np.split(picked.reshape(-1, BRANCHES).copy(), ends[:-1])
+        picked = self._host_rows[(self.picked_from(copy) - self.first_picked) // BRANCHES :][: ends[-1]].copy()
+        return [picked[end - len(rows) : end] for end, rows in zip(ends, wanted)]
 
     def _logits_of(self, forward: PackedForward, wanted: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         # As what is sampled from everywhere; a copy, as the next forward overwrites these.
@@ -394,11 +395,10 @@ class PackedCudaModel:
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         """Whether `poll_levels` can grow such a tree."""
-        most = max((count for level in levels for _, count in level), default=0)
+        count, most = num_expanded(tuple(map(tuple, levels)))
         if not self.drafts or len(levels) >= MAX_LEVELS or max((most, *request.num_children)) > BRANCHES:
             return False
-        num_expanded = request.num_positions + sum(map(len, levels))
-        return num_expanded + len(request.tree) + self.pool.num_new(request) <= self.max_rows
+        return request.num_positions + count + len(request.tree) + self.pool.num_new(request) <= self.max_rows
 
     def poll_levels(
         self, request: ForwardRequest, levels: Sequence[Level]
@@ -407,12 +407,12 @@ class PackedCudaModel:
         growth = DeviceGrowth(request, levels)
         [pooled] = begun = self.pool.begin([growth.request])
         try:
-            picked, ends = self.host_picked.numpy(), self._launch_levels(growth, pooled)
+            ends = self._launch_levels(growth, pooled)
             self.launched = LaunchedTree(growth, self.picked, self.stream, ends[-1])
             for number, end in enumerate(ends):
                 while not end.query():
                     yield None
-                children = growth.children(number, picked)
+                children = growth.children(number, self._host_rows)
                 if number < len(levels):
                     yield children
         except BaseException:
@@ -423,7 +423,7 @@ class PackedCudaModel:
             if launched is not None:
                 launched.close()
         self.pool.finish(begun)
-        self.pool.name_nodes(pooled, growth.tokens)
+        self.pool.name_nodes(pooled, self.pool.named_nodes(pooled, growth.tokens))
         yield children
 
     def can_follow(self, request: ForwardRequest, launched: LaunchedGrowth) -> bool:
@@ -453,6 +453,10 @@ class PackedCudaModel:
                 forward.fill([rows], self._moves(begun), copy, wanted[0])
                 forward.launch()
                 end = self._end()
+            while (tree := grown()) is None:  # first: the rest needs no time after the forward has ended
+                yield None
+            tokens = {stand_in: token for (_, stand_in), (_, token) in zip(launched.tree, tree, strict=True)}
+            named = self.pool.named_nodes(pooled, tokens)
             while not end.query():
                 yield None
             [picked] = self._picked_tokens(wanted, copy)  # before another forward picks
@@ -461,15 +465,8 @@ class PackedCudaModel:
             raise
         finally:
             self._free_copies.append(copy)
-        try:
-            while (tree := grown()) is None:
-                yield None
-            tokens = {stand_in: token for (_, stand_in), (_, token) in zip(launched.tree, tree, strict=True)}
-        except BaseException:
-            self.pool.cancel(begun)
-            raise
         self.pool.finish(begun)
-        self.pool.name_nodes(pooled, tokens)
+        self.pool.name_nodes(pooled, named)
         return picked
 
     def _launch_levels(self, growth: DeviceGrowth, pooled: PooledRows) -> list[Any]:
