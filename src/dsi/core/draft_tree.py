@@ -66,8 +66,10 @@ class Node:
         while nodes:
             node = nodes.pop()
             node.alive = False
-            jobs += node.jobs
-            nodes += node.children.values()
+            if node.jobs:
+                jobs += node.jobs
+            if node.children:
+                nodes += node.children.values()
         return jobs
 
 

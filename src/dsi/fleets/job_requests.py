@@ -115,6 +115,8 @@ class TreeGrowth:
 
 def subtree(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Tree, list[int]]:
     """The part of a tree that ends in these nodes, and their indices in it."""
+    if not nodes:
+        return (), []
     needed = with_ancestors(tree, nodes)
     index = {node: i for i, node in enumerate(needed)} | {END: END}
     return tuple((index[tree[node][0]], tree[node][1]) for node in needed), [index[node] for node in nodes]

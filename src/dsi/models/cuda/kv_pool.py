@@ -28,7 +28,8 @@ class SlotPool:
 
     def __init__(self, size: int) -> None:
         self._free = list(range(size - 1, -1, -1))
-        self._uses = np.zeros(size, np.int32)
+        self._others = np.zeros(size, np.int32)  # texts that use it beside one: where there are none, taking is fast
+        self._num_shared = 0  # the sum of these
 
     @property
     def num_free(self) -> int:
@@ -37,20 +38,24 @@ class SlotPool:
     def take(self, count: int) -> list[int]:
         taken = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
-        self._uses[taken] = 1
         return taken
 
     def used_once(self, slots: np.ndarray) -> np.ndarray:
         """Those that no other text uses, by index."""
-        return np.flatnonzero(self._uses[slots] == 1)
+        return np.flatnonzero(self._others[slots] == 0)
 
     def share(self, slots: np.ndarray) -> None:
-        self._uses[slots] += 1
+        self._others[slots] += 1
+        self._num_shared += len(slots)
 
     def give_back(self, slots: Sequence[int] | np.ndarray) -> None:
-        if len(slots):
-            self._uses[slots] -= 1
-            self._free += [int(slot) for slot in slots if not self._uses[slot]]
+        if self._num_shared and len(slots):
+            given = np.asarray(slots)
+            is_shared = self._others[given] > 0
+            self._others[given[is_shared]] -= 1
+            self._num_shared -= int(is_shared.sum())
+            slots = given[~is_shared]
+        self._free += map(int, slots)
 
 
 @dataclass(eq=False)
@@ -345,5 +350,6 @@ class TextPool:
         slots = text.node_slots
         text.slots[length : length + len(path)] = [slots[node] for node in path]
         text.tokens += tokens[length : length + len(path)]
-        self.slots.give_back([slot for node, slot in enumerate(slots) if node not in {*path, *below}])
+        kept = {*path, *below}
+        self.slots.give_back([slot for node, slot in enumerate(slots) if node not in kept])
         text.nodes, text.node_slots = nodes, [slots[node] for node in below]

@@ -7,6 +7,7 @@ data (`packed_rows.py`). A row's logits have the bits that they have in a forwar
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -159,7 +160,8 @@ class PackedCudaModel:
         self.groups = model.config.num_attention_heads // self.kv_heads
         # One buffer for kernels to read: tables of texts, tokens that were picked, here or by another model, and the
         # plan of each forward.
-        layouts = [PlanLayout(size, self.groups) for size in sorted(sizes)]
+        self._sizes = sorted(sizes)
+        layouts = [PlanLayout(size, self.groups) for size in self._sizes]
         self.max_rows = layouts[-1].size
         first_picked = aligned(self.pool.num_tables * max_length)
         self.unread = first_picked + self.forwards_in_flight * self.max_rows * BRANCHES
@@ -369,19 +371,20 @@ class PackedCudaModel:
 
     def forward_of(self, count: int) -> PackedForward:
         """The smallest forward of so many rows."""
-        return next(forward for size, forward in self._forwards.items() if size >= count)
+        return self._forwards[self._sizes[bisect_left(self._sizes, count)]]
 
     def _moves(self, begun: Sequence[PooledRows]) -> Moves:
         """Slots of positions that no forward has written: those of nodes that became text, and of forks."""
-        moves = []
+        moves: list[Moves] = []
         for pooled in begun:
             known, length = pooled.text.in_table, pooled.rows.length
             if known < length:
                 first = pooled.text.table * self.context
-                moves.append(np.stack((np.arange(first + known, first + length), pooled.text.slots[known:length])))
+                moves.append(np.empty((2, length - known), np.int64))
+                moves[-1][:] = range(first + known, first + length), pooled.text.slots[known:length]
         if not moves:
             return NO_MOVES
-        joined = np.concatenate(moves, 1)
+        joined = np.concatenate(moves, 1) if len(moves) > 1 else moves[0]
         if joined.shape[1] <= MOVES:
             return joined
         places, slots = self._to_device(joined)
