@@ -146,7 +146,7 @@ class CudaFleet(RealTimeFleet):
     def _join(self, name: str, packed: PackedServer) -> None:
         """Let a server's job join the shared forwards, unless one that was given up still computes its text."""
         job = self._packed_jobs[name]
-        if packed.accepts(job):
+        if not packed.computes_text_of(job):
             packed.add(job)
             self._joined.add(job.id)
 

@@ -28,8 +28,7 @@ class SlotPool:
 
     def __init__(self, size: int) -> None:
         self._free = list(range(size - 1, -1, -1))
-        self._others = np.zeros(size, np.int32)  # texts that use it beside one: where there are none, taking is fast
-        self._num_shared = 0  # the sum of these
+        self._others = np.zeros(size, np.int32)  # texts that use it beside one: taking a slot leaves that as it is
 
     @property
     def num_free(self) -> int:
@@ -46,16 +45,15 @@ class SlotPool:
 
     def share(self, slots: np.ndarray) -> None:
         self._others[slots] += 1
-        self._num_shared += len(slots)
 
-    def give_back(self, slots: Sequence[int] | np.ndarray) -> None:
-        if self._num_shared and len(slots):
-            given = np.asarray(slots)
-            is_shared = self._others[given] > 0
-            self._others[given[is_shared]] -= 1
-            self._num_shared -= int(is_shared.sum())
-            slots = given[~is_shared]
-        self._free += map(int, slots)
+    def give_back(self, slots: np.ndarray) -> None:
+        is_shared = self._others[slots] > 0
+        self._others[slots[is_shared]] -= 1
+        self._free += slots[~is_shared].tolist()
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Give back slots that no two texts use, as those of nodes are."""
+        self._free += slots
 
 
 @dataclass(eq=False)
@@ -141,7 +139,9 @@ class TextPool:
 
     def check(self, request: ForwardRequest) -> None:
         """Refuse what cannot be computed."""
-        depth = tree_depth(request.tree) if request.asked else 0
+        depth = len(request.tree) if request.asked else 0
+        if depth > min(MAX_DEPTH, self.max_length - len(request.tokens)):  # as no path is longer than that
+            depth = tree_depth(request.tree)
         if request.start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
         if len(request.tokens) + depth > self.max_length:
@@ -331,13 +331,15 @@ class TextPool:
         self._text_of.pop(id(text.owner), None)
 
     def _truncate(self, text: PooledText, length: int) -> None:
-        self.slots.give_back(text.slots[length : len(text.tokens)])
-        del text.tokens[length:]
-        text.in_table = min(text.in_table, length)
+        if length < len(text.tokens):
+            self.slots.give_back(text.slots[length : len(text.tokens)])
+            del text.tokens[length:]
+            text.in_table = min(text.in_table, length)
 
     def _drop_nodes(self, text: PooledText) -> None:
-        self.slots.give_back(text.node_slots)
-        text.nodes, text.node_slots = {}, []
+        if text.node_slots:
+            self.slots.free(text.node_slots)
+            text.nodes, text.node_slots = {}, []
 
     def _accept(self, text: PooledText, tokens: Sequence[int]) -> None:
         """Make cached nodes that this text goes on with text; keep those below its end, and no others."""
@@ -351,5 +353,5 @@ class TextPool:
         text.slots[length : length + len(path)] = [slots[node] for node in path]
         text.tokens += tokens[length : length + len(path)]
         kept = {*path, *below}
-        self.slots.give_back([slot for node, slot in enumerate(slots) if node not in kept])
+        self.slots.free([slot for node, slot in enumerate(slots) if node not in kept])
         text.nodes, text.node_slots = nodes, [slots[node] for node in below]
