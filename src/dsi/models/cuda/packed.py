@@ -98,7 +98,7 @@ class PackedForward:
         if self.graph is not None:
             self.graph.launch(0, None, NEVER)
             return
-        with self._owner.patched():
+        with torch.inference_mode(), self._owner.patched():
             self.compute()
 
 
@@ -475,7 +475,7 @@ class PackedCudaModel:
     def _launch_levels(self, growth: DeviceGrowth, pooled: PooledRows) -> list[Any]:
         """Launch all forwards of a growing tree; return the events of their ends."""
         ends = []
-        with torch.inference_mode(), on(self.stream):
+        with on(self.stream):
             moves = self._moves([pooled])
             for number, rows in enumerate(growth.rows(pooled, self.first_picked, self.unread)):
                 forward = self.forward_of(rows.num_rows)
