@@ -5,6 +5,7 @@ from itertools import chain, count, repeat
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -16,7 +17,7 @@ from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.tree_shape import END, Level, Tree
 from dsi.fleets.packed import PackedForward as SharedForward, PackedServer
 from dsi.fleets.servers import Server
-from dsi.models.cuda.kv_pool import EVICTED, NoRoom, TextPool
+from dsi.models.cuda.kv_pool import EVICTED, NoRoom, SlotPool, TextPool
 from dsi.models.cuda.packed import PackedCudaModel, PackedForward
 from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
 from dsi.models.protocol import ForwardRequest, SamplingModel, run_to_end, tree_path
@@ -247,6 +248,18 @@ def test_texts_share_the_slots_of_their_common_prefix(llama: Any) -> None:
     assert packed.pool.slots.num_free == 200 - 101 - 2
     packed.pool.clear()
     assert packed.pool.slots.num_free == 200
+
+
+def test_slots_are_free_once_no_text_uses_them() -> None:
+    slots = SlotPool(5)
+    text = np.array(slots.take(3))
+    slots.share(text[:2])
+    assert slots.used_once(text).tolist() == [2]
+    slots.give_back(text)
+    assert slots.num_free == 3
+    slots.give_back(text[:2])
+    slots.free(slots.take(2))
+    assert sorted(slots.take(slots.num_free)) == [0, 1, 2, 3, 4]
 
 
 def test_nodes_that_are_cached_are_not_computed_again(llama: Any) -> None:
