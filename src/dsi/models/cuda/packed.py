@@ -371,6 +371,8 @@ class PackedCudaModel:
 
     def forward_of(self, count: int) -> PackedForward:
         """The smallest forward of so many rows."""
+        if count > self.max_rows:
+            raise ValueError(f"{count} rows: a forward has {self.max_rows} at most")
         return self._forwards[self._sizes[bisect_left(self._sizes, count)]]
 
     def _moves(self, begun: Sequence[PooledRows]) -> Moves:
@@ -401,7 +403,9 @@ class PackedCudaModel:
         count, most = num_expanded(tuple(map(tuple, levels)))
         if not self.drafts or len(levels) >= MAX_LEVELS or max((most, *request.num_children)) > BRANCHES:
             return False
-        return request.num_positions + count + len(request.tree) + self.pool.num_new(request) <= self.max_rows
+        known = request.num_cached  # where that is wrong, and too much is new, `poll_levels` raises
+        num_new = self.pool.num_new(request) if known is None else len(request.tokens) - min(known, request.start - 1)
+        return request.num_positions + count + len(request.tree) + num_new <= self.max_rows
 
     def poll_levels(
         self, request: ForwardRequest, levels: Sequence[Level]
