@@ -96,7 +96,7 @@ class PackedJob:
         return verify_request(self.job, self.prefix)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PackedPart:
     """A job's part of a forward."""
 

@@ -69,7 +69,7 @@ class PooledText:
     owner: Sequence[int] | None = None  # the list of tokens that used it last, kept so that no other has its identity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PooledRows:
     """What a forward computes of a text."""
 

@@ -26,7 +26,7 @@ ALIGNMENT = 16  # of int32, which Triton counts in: 16 bytes would do for pointe
 NO_TREE = TreeRows({}, [], [])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it would take four times as long to make
 class SlotRows:
     """The new rows of a text whose keys are in slots: tokens that continue it, then nodes of a tree, parents first."""
 
