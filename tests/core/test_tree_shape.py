@@ -6,7 +6,7 @@ from math import prod
 import pytest
 from hypothesis import given, strategies as st
 
-from dsi.core.tree_shape import END, best_paths, by_level, expansions, levels, num_accepted, rank_chances
+from dsi.core.tree_shape import END, best_paths, by_level, expansions, levels, num_accepted, num_grown, rank_chances
 
 CHANCES = rank_chances(0.6, 0.5, 3)
 
@@ -45,3 +45,4 @@ def test_by_level_needs_nothing_that_a_forward_has_not_returned() -> None:
         known += sum(count for _, count in forward)
     assert [len(forward) for forward in forwards] == levels(CHANCES, 20, 5)
     assert sum(forwards, ()) == grown
+    assert num_grown(grown) == known

@@ -77,6 +77,18 @@ def verification(id: int, prompt: tuple[int, ...]) -> Verify:
     return Verify(id, TokenSequence.of(prompt), 1, alone=True)
 
 
+def test_cuda_fleet_begins_the_forward_of_a_lone_request_with_its_job() -> None:
+    draft = Draft(0, TokenSequence.of((1, 2)), 1, DRAFTER, expansions=((END, 2),), alone=True)
+    for num_requests, forwards in ((1, [1]), (2, [])):
+        fleet, models = packed_fleet()
+        fleet.num_requests = num_requests
+        fleet.start(draft)
+        assert models[DRAFTER].forwards == forwards
+        assert isinstance(fleet.next_event(), DraftedLevel)
+        assert models[DRAFTER].forwards == [1]
+        fleet.close()
+
+
 def test_cuda_fleet_drops_a_job_of_a_forward_in_flight_at_its_end() -> None:
     """Until then no other job of the same text joins, since the forward writes that text's keys and values."""
     fleet, models = packed_fleet()

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -18,12 +18,21 @@ from dsi.core.sequence import TokenSequence
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END, Level, Tree
+from dsi.fleets.job_requests import TreeGrowth
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.packed import MAX_TOKENS, MIN_CHUNK, PackedServer
 from dsi.fleets.processes import MIN_SPLIT, ProcessFleet
 from dsi.fleets.servers import Server
 from dsi.fleets.worker import work
-from dsi.models.protocol import Answer, ForwardRequest, Model, SamplingModel, top_k_or_answer, tree_answer
+from dsi.models.protocol import (
+    Answer,
+    ForwardRequest,
+    LaunchedGrowth,
+    Model,
+    SamplingModel,
+    top_k_or_answer,
+    tree_answer,
+)
 from dsi.models.toy import ToyDrafter, ToyTarget
 
 TARGET, BAD = ToyTarget(5), 1000
@@ -681,3 +690,51 @@ def test_packed_server_prefills_beside_other_texts() -> None:
     assert [event for *_, event in server.step()] == [Verified(1, after((3,))), Prefilled(0)]
     assert packing.forwards == [[1, 9]]
     assert server.jobs == {}
+
+
+@dataclass
+class Following(Packing):
+    """One that computes the forward over a draft tree while that is drafted, and takes one more poll."""
+
+    def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
+        yield None
+        return self.answer_packed(requests)
+
+    def can_follow(self, request: ForwardRequest, launched: LaunchedGrowth) -> bool:  # noqa: ARG002
+        return True
+
+    def poll_following(
+        self, request: ForwardRequest, launched: LaunchedGrowth, grown: Callable[[], Tree | None]
+    ) -> Generator[None, None, Answer]:
+        while (tree := grown()) is None:
+            yield None
+        assert len(tree) == len(launched.tree)
+        yield None
+        return tree_answer(self.model, replace(request, tree=tree, asked=range(len(tree))))
+
+
+@dataclass
+class Launched:
+    tree: Tree
+
+
+def test_a_tree_is_recorded_while_its_verification_is_computed() -> None:
+    """So that only tokens are left to handle when that has ended, and the next draft begins sooner."""
+    text = TokenSequence.of((1, 2))
+    server = PackedServer(Server("target", "target", Following(TARGET)), Following(TARGET))
+    growth = TreeGrowth(Draft(0, text, 1, expansions=((END, 2),), alone=True))
+    server.add(job := Verify(1, text, 1, alone=True, draft=0, num_drafted=2))
+    launched, prefix = Launched(((END, -1), (END, -2))), server.jobs[1].prefix
+    forward = server.begin_following(growth, launched)
+    assert forward is not None
+    steps = server.poll_following(forward, launched)
+    next(steps)
+    assert server.jobs[1].job == job
+    growth.add([(5, 6)])
+    next(steps)
+    assert server.jobs[1].job == growth.verification(job)
+    assert prefix.new_nodes(growth.tree) == []
+    assert list(steps) == []
+    [(verified, _, event)] = server.finish(forward)
+    tokens = tuple(TARGET.answer(ForwardRequest([1, 2, *node], 2 + len(node)))[0] for node in ((), (5,), (6,)))
+    assert (verified, event) == (growth.verification(job), Verified(1, tokens))

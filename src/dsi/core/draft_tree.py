@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -67,8 +66,10 @@ class Node:
         while nodes:
             node = nodes.pop()
             node.alive = False
-            jobs += node.jobs
-            nodes += node.children.values()
+            if node.jobs:
+                jobs += node.jobs
+            if node.children:
+                nodes += node.children.values()
         return jobs
 
 
@@ -120,7 +121,7 @@ class TreeDraft:
     def __init__(self, root: Node, nodes: Sequence[Node], expansions: Expansions, chances: Chances) -> None:
         self._root, self._log_chances = root, log_chances(chances)
         self._nodes: list[Node | None] = list(nodes)  # None: the drafter had no such choice
-        self._levels = deque(by_level(expansions, len(nodes)))
+        self._levels = by_level(expansions, len(nodes))
         self.level = 0  # that is drafted next
         self.verifier: int | None = None  # the verification of all its nodes that is in flight, too
         self.expanded = [self._node(index) for index, _ in self._levels[0]]  # by the first forward
@@ -130,7 +131,7 @@ class TreeDraft:
 
     def grow(self, tree: DraftTree, children: Sequence[Tokens], model: str, block_size: int) -> bool:
         """Add the children that a forward returned; return whether it was the last one."""
-        for (index, count), tokens in zip(self._levels.popleft(), children):
+        for (index, count), tokens in zip(self._levels[self.level], children):
             node: Node | None = self._node(index)
             grown: list[Node | None] = []
             if node is not None and node.alive and tokens:
@@ -141,7 +142,7 @@ class TreeDraft:
                 ]
             self._nodes += grown + [None] * (count - len(grown))
         self.level += 1
-        return not self._levels
+        return self.level == len(self._levels)
 
     def grown(self, after: int) -> list[Node | None]:
         """The nodes from a number on, by number; None where the drafter had no such choice."""

@@ -37,7 +37,7 @@ from dsi.core.messages import (
 )
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.spec import Decision, SpecConfig
-from dsi.core.tree_shape import END, Expansions
+from dsi.core.tree_shape import END, Expansions, num_grown
 
 Policy = Callable[["Generation"], None]
 
@@ -412,18 +412,17 @@ class Generation:
         self._cancel([id for id in chains if id not in self._tree_drafts])
         self.tree.queue_all(spec.chances)
 
-    def draft_tree(
-        self,
-        expand: Sequence[tuple[Node, int]],
-        model: str,
-        spec: SpecConfig,
-        then: Expansions = (),
-        alone: bool = False,
-    ) -> Draft:
-        """Draft so many children of each of these nodes, in one forward; `then` grows more levels on them."""
+    def draft_tree(self, expand: Sequence[tuple[Node, int]], model: str, spec: SpecConfig) -> None:
+        """Draft so many children of each of these nodes, in one forward."""
         nodes = self.tree.with_ancestors(node for node, _ in expand)
         index = {node: i for i, node in enumerate(nodes)}
-        expansions = then or tuple((index.get(node, END), count) for node, count in expand)
+        expansions = tuple((index.get(node, END), count) for node, count in expand)
+        self._grow(nodes, expansions, model, spec)
+
+    def _grow(
+        self, nodes: Sequence[Node], expansions: Expansions, model: str, spec: SpecConfig, alone: bool = False
+    ) -> Draft:
+        """Draft more nodes of a tree, which has these."""
         self._block_size = spec.lookahead or 1
         draft = TreeDraft(self.tree.root, nodes, expansions, spec.chances)
         context, tree = self.tree.root.context, self.tree.encode(nodes)
@@ -437,8 +436,8 @@ class Generation:
 
         Where the fleet can, it is told of both at once, and the verification follows the draft without waiting for us.
         """
-        draft, root = self.draft_tree([(self.tree.root, 1)], model, spec, then, alone=True), self.tree.root
-        num_drafted = sum(count for _, count in draft.expansions)
+        draft, root = self._grow([], then or ((END, 1),), model, spec, alone=True), self.tree.root
+        num_drafted = num_grown(draft.expansions)
         if num_drafted <= self._most_verified_unseen:
             job = Verify(
                 next(self._ids),

@@ -165,7 +165,7 @@ class Draft:
     @property
     def num_answers(self) -> int:
         """Events that answer it: draft tokens, or levels of a tree."""
-        return sum(1 for _ in by_level(self.expansions, len(self.tree))) if self.expansions else self.count
+        return len(by_level(self.expansions, len(self.tree))) if self.expansions else self.count
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ product of the chances along its path.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
@@ -75,18 +75,24 @@ def expansions(chances: Chances, size: int, depth: int) -> Expansions:
     return tuple(grown)
 
 
-def by_level(grown: Sequence[tuple[int, int]], num_nodes: int) -> Iterator[Expansions]:
+@lru_cache(1024)  # of few shapes, again and again
+def by_level(grown: Expansions, num_nodes: int) -> tuple[Expansions, ...]:
     """Group expansions into forwards: those whose nodes are there when it begins. `num_nodes` are at first."""
-    level: list[tuple[int, int]] = []
+    grouped: list[list[tuple[int, int]]] = [[]]
     known = num_nodes
     for node, count in grown:
         if node >= known:
-            yield tuple(level)
-            level, known = [], num_nodes
-        level.append((node, count))
+            grouped.append([])
+            known = num_nodes
+        grouped[-1].append((node, count))
         num_nodes += count
-    if level:
-        yield tuple(level)
+    return tuple(map(tuple, grouped)) if grown else ()
+
+
+@lru_cache(1024)
+def num_grown(grown: Expansions) -> int:
+    """The nodes that these expansions give, if the drafter has so many choices."""
+    return sum(count for _, count in grown)
 
 
 def with_ancestors(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> list[int]:

@@ -137,6 +137,8 @@ class CudaFleet(RealTimeFleet):
         if packed is not None and self._is_packed(job) and packed.suits(job):
             self._packed_jobs[name] = job
             self._join(name, packed)
+            if self.num_requests < 2:  # nothing else is going to share its forward
+                self._poll_packed(name, packed)
             return
         self._workers[name] = CudaWorker(self._servers[name], job, self.now())
         self._poll(name)  # which launches the first forward
@@ -144,7 +146,7 @@ class CudaFleet(RealTimeFleet):
     def _join(self, name: str, packed: PackedServer) -> None:
         """Let a server's job join the shared forwards, unless one that was given up still computes its text."""
         job = self._packed_jobs[name]
-        if packed.accepts(job):
+        if not packed.computes_text_of(job):
             packed.add(job)
             self._joined.add(job.id)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -41,13 +40,13 @@ class TreeGrowth:
         self._job = job
         self._tree = list(job.tree)
         self._indices: list[int | None] = list(range(len(job.tree)))  # in the tree, by number in the job; None: no node
-        self._levels = deque(by_level(job.expansions, len(job.tree)))
+        self._levels = by_level(job.expansions, len(job.tree))
         self._num_grown = 0
         self.given_up = False  # before it was done
 
     @property
     def done(self) -> bool:
-        return not self._levels
+        return self._num_grown == len(self._levels)
 
     @property
     def tree(self) -> Tree:
@@ -61,6 +60,8 @@ class TreeGrowth:
 
     def by_number(self, answer: Sequence[Answered], missing: Answered) -> tuple[Answered, ...]:
         """What was answered about the text, and then about each number: `missing` where there is no such node."""
+        if None not in self._indices:
+            return tuple(answer)
         own = len(answer) - sum(index is not None for index in self._indices)
         remaining = iter(answer[own:])
         return (*answer[:own], *(missing if index is None else next(remaining) for index in self._indices))
@@ -72,7 +73,8 @@ class TreeGrowth:
 
     def _level(self) -> list[tuple[int | None, int]]:
         """The nodes that the next forward expands, those that the drafter had no choice for too, and their counts."""
-        return [(END if number == END else self._indices[number], count) for number, count in self._levels[0]]
+        level, indices = self._levels[self._num_grown], self._indices
+        return [(END if number == END else indices[number], count) for number, count in level]
 
     def request(self, prefix: CachedPrefix, cancelled: CancelFlag = NEVER) -> ForwardRequest:
         """The forward of the next level; it asks for nothing where there is no node to expand."""
@@ -92,10 +94,12 @@ class TreeGrowth:
             num_children=[count for _, count in wanted],
         )
 
-    def later_levels(self, request: ForwardRequest) -> list[Level]:
+    def later_levels(self, request: ForwardRequest) -> Sequence[Level]:
         """The levels after the first, as models number nodes: those of this request's tree, then grown ones."""
-        offset = len(request.tree) - len(self._job.tree)
-        return [[(number + offset, count) for number, count in level] for level in list(self._levels)[1:]]
+        offset, levels = len(request.tree) - len(self._job.tree), self._levels[self._num_grown + 1 :]
+        if not offset:
+            return levels
+        return [[(number + offset, count) for number, count in level] for level in levels]
 
     def add(self, answers: Sequence[Tokens]) -> DraftedLevel:
         """Add the children that the forward returned."""
@@ -105,13 +109,14 @@ class TreeGrowth:
             self._indices += [*range(len(self._tree), len(self._tree) + len(tokens)), *[None] * (count - len(tokens))]
             self._tree += [(node, token) for token in tokens if node is not None]
             level.append(tokens)
-        self._levels.popleft()
         self._num_grown += 1
         return DraftedLevel(self._job.id, tuple(level), self._num_grown - 1)
 
 
 def subtree(tree: Sequence[tuple[int, int]], nodes: Sequence[int]) -> tuple[Tree, list[int]]:
     """The part of a tree that ends in these nodes, and their indices in it."""
+    if not nodes:
+        return (), []
     needed = with_ancestors(tree, nodes)
     index = {node: i for i, node in enumerate(needed)} | {END: END}
     return tuple((index[tree[node][0]], tree[node][1]) for node in needed), [index[node] for node in nodes]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dsi.core.generation import NO_TOKEN
 from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
@@ -74,23 +75,28 @@ class PackedJob:
     @property
     def waits_for_draft(self) -> bool:
         """Whether it verifies a tree that is not there yet."""
-        is_grown = self.growth is not None and self.growth.done
-        return isinstance(self.job, Verify) and self.job.draft is not None and not is_grown
+        return isinstance(self.job, Verify) and self.job.draft is not None
 
-    @property
-    def known_job(self) -> Job:
-        """The job, that of a verification with the tree that was drafted for it."""
-        growth = self.growth
-        is_grown = isinstance(self.job, Verify) and growth is not None and growth.done
-        return growth.verification(self.job) if is_grown else self.job  # type: ignore[union-attr, arg-type]
+    def verify_tree(self, growth: TreeGrowth) -> None:
+        """The tree that it verifies is there."""
+        self.growth, self.job = growth, growth.verification(self.job)  # type: ignore[arg-type]
+
+    def grown_tree(self, growth: TreeGrowth) -> Tree | None:
+        """What it verifies behind its draft, once it is there; the host has time to record that before the answer."""
+        if growth.given_up:
+            raise Cancelled("its draft was given up")
+        if growth.done and self.waits_for_draft:
+            self.verify_tree(growth)
+            self.prefix.add_tree(growth.tree)
+        return growth.tree if growth.done else None
 
     def _request(self) -> ForwardRequest:
         if isinstance(self.job, Draft):
             return draft_request(self.job, self.prefix) if self.growth is None else self.growth.request(self.prefix)
-        return verify_request(self.known_job, self.prefix)  # type: ignore[arg-type]
+        return verify_request(self.job, self.prefix)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PackedPart:
     """A job's part of a forward."""
 
@@ -277,7 +283,7 @@ class PackedServer:
     def verify_grown(self, id: int, growth: TreeGrowth) -> None:
         """The tree that a verification waits for is there: it may share a forward."""
         packed = self._ready[id] = self.following.pop(id)
-        packed.growth = growth
+        packed.verify_tree(growth)
 
     def launched(self, draft: int) -> LaunchedGrowth | None:
         """What a device drafts for this job, all of whose levels it has been given."""
@@ -297,16 +303,9 @@ class PackedServer:
     def poll_following(self, forward: PackedForward, launched: LaunchedGrowth) -> Generator[None, None, None]:
         """Compute such a forward: yield while the device does, and until the draft's answers have come."""
         [part] = forward.parts
-        growth: TreeGrowth = part.packed.growth  # type: ignore[assignment]
-
-        def grown() -> Tree | None:
-            if growth.given_up:
-                raise Cancelled("its draft was given up")
-            return growth.tree if growth.done else None
-
+        grown = partial(part.packed.grown_tree, part.packed.growth)  # type: ignore[arg-type]
         try:
             answer = yield from self._follows.poll_following(part.request, launched, grown)  # type: ignore[union-attr]
-            part.request.tree = growth.tree
             forward.answers = [answer]
         except Exception as error:  # it is verified again, without a draft to follow
             forward.answers = [error]
@@ -334,7 +333,7 @@ class PackedServer:
         if self._polled is None:
             self.run(forward)
             return
-        levels: list[Level] = []
+        levels: Sequence[Level] = ()
         try:
             if levels := self._levels_at_once(forward):
                 self._growing = forward.parts[0].packed.job.id
@@ -361,14 +360,14 @@ class PackedServer:
                 answers.append(error)
         return answers
 
-    def _levels_at_once(self, forward: PackedForward) -> list[Level]:
+    def _levels_at_once(self, forward: PackedForward) -> Sequence[Level]:
         """The levels after the first of a growing tree, if the model can compute all of them together."""
         [first, *others] = forward.parts
         growth = first.packed.growth
         if others or growth is None or first.is_chunk or first.packed.has_begun or self._grows_trees is None:
-            return []
+            return ()
         levels = growth.later_levels(first.request)
-        return levels if levels and self._grows_trees.can_grow(first.request, levels) else []
+        return levels if levels and self._grows_trees.can_grow(first.request, levels) else ()
 
     def finish(self, forward: PackedForward) -> list[SharedEvent]:
         """Return what came of a forward that has run, but for jobs that were dropped meanwhile."""
@@ -394,13 +393,15 @@ class PackedServer:
         for part, answer in answers:
             context = part.packed.prefix.context
             if not self._is_dropped(part) and (event := self._finish(part, answer)) is not None:
-                events.append((part.packed.known_job, context, event))
+                events.append((part.packed.job, context, event))
         return events
 
     def _take(self, room: int) -> list[PackedPart]:
         """What the next forward computes: jobs that fit, and the first even if it does not."""
         taken = list[PackedPart]()
         parts = [packed.part() for id, packed in self.jobs.items() if id in self._ready]
+        if len(parts) == 1 and parts[0].num_rows <= room:  # faster
+            return parts
         continuing = [part for part in parts if not part.reads_prompt]
         for part in sorted(continuing, key=lambda part: part.is_speculation):
             if part.num_rows <= room or not taken:

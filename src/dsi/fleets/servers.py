@@ -52,6 +52,8 @@ class CachedPrefix:
 
     def new_nodes(self, tree: Tree) -> list[int]:
         """Which they are, by number."""
+        if not tree:
+            return []
         nodes: dict[int, Trie | None] = {END: self.draft_tokens}
         for i, (parent, token) in enumerate(tree):
             nodes[i] = (nodes[parent] or {}).get(token)

@@ -152,8 +152,12 @@ def common_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
     for i in range(min(near, NEAR_BEGIN)):
         if a[i] != b[i]:
             return i
-    if list(a[:near]) != list(b[:near]):
+    if a.__class__ is not b.__class__:
+        a, b = list(a), list(b)
+    if a[:near] != b[:near]:
         return _bisect_prefix(a, b, near)
+    if a[near:length] == b[near:length]:
+        return length
     for i in range(near, length):
         if a[i] != b[i]:
             return i

@@ -20,7 +20,7 @@ MAX_NODES = 512  # cached behind one text: where branches that were given up wou
 CachedNodes = dict[tuple[int, int], int]  # by parent and token, the slot of each behind the text: 0, 1, 2...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TreeRows:
     """The nodes that one forward computes, and those that are asked about."""
 

@@ -5,18 +5,19 @@ from itertools import chain, count, repeat
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from dsi.core.messages import Sampling, Verified, Verify
+from dsi.core.messages import Draft, DraftedLevel, Sampling, Verified, Verify
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.tree_shape import END, Level, Tree, best_paths, rank_chances
 from dsi.fleets.packed import PackedForward as SharedForward, PackedServer
 from dsi.fleets.servers import Server
-from dsi.models.cuda.kv_pool import EVICTED, NoRoom, TextPool
+from dsi.models.cuda.kv_pool import EVICTED, NoRoom, SlotPool, TextPool
 from dsi.models.cuda.packed import PackedCudaModel, PackedForward
 from dsi.models.cuda.packed_rows import BRANCHES, ROWS, SlotRows, node_paths, num_parts, tree_parts
 from dsi.models.protocol import ForwardRequest, SamplingModel, run_to_end, tree_path
@@ -249,6 +250,18 @@ def test_texts_share_the_slots_of_their_common_prefix(llama: Any) -> None:
     assert packed.pool.slots.num_free == 200
 
 
+def test_slots_are_free_once_no_text_uses_them() -> None:
+    slots = SlotPool(5)
+    text = np.array(slots.take(3))
+    slots.share(text[:2])
+    assert slots.used_once(text).tolist() == [2]
+    slots.give_back(text)
+    assert slots.num_free == 3
+    slots.give_back(text[:2])
+    slots.free(slots.take(2))
+    assert sorted(slots.take(slots.num_free)) == [0, 1, 2, 3, 4]
+
+
 def test_nodes_that_are_cached_are_not_computed_again(llama: Any) -> None:
     packed = PackedCudaModel(llama, MAX_LENGTH, 200)
     text = [3, 1, 4, 1, 5]
@@ -383,6 +396,21 @@ def test_can_grow_knows_its_limits(llama: Any) -> None:
     assert not packed.can_grow(ForwardRequest([1] * 9, 9, num_children=(2,)), [[(0, 1)]])
     assert not PackedCudaModel(llama, MAX_LENGTH, 100).can_grow(request, [[(0, 1)]])
     assert not packed.can_grow(ForwardRequest([1] * 9, 10), [[(0, 1)]])  # a chunk of a prompt has no children
+
+
+def test_a_tree_grows_level_by_level_where_less_of_its_text_is_cached_than_was_said(llama: Any) -> None:
+    packed = PackedCudaModel(llama, MAX_LENGTH, 100, sizes=(1, 8), drafts=True)
+    server, text = PackedServer(Server("drafter", "drafter", model := SamplingModel(packed)), model), [1, 2, 3] * 3
+    server.add(Draft(0, TokenSequence.of(text), 1, expansions=((END, 2), (0, 1)), alone=True))
+    server.jobs[0].prefix.num_cached = 8
+    forward = server.begin(8)
+    assert packed.can_grow(forward.requests[0], [[(0, 1)]])
+    with pytest.raises(ValueError, match="9 rows: a forward has 8 at most"):
+        list(packed.poll_levels(forward.requests[0], [[(0, 1)]]))
+    assert packed.pool.slots.num_free == 100
+    assert set(server.poll(forward)) <= {None}
+    best = plain_logits(llama, ForwardRequest(text, 9)).topk(2).indices[0].tolist()
+    assert [event for _, _, event in server.finish(forward)] == [DraftedLevel(0, (tuple(best),))]
 
 
 def test_forward_packed_refuses_what_does_not_fit(llama: Any) -> None:

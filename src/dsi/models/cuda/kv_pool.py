@@ -28,7 +28,7 @@ class SlotPool:
 
     def __init__(self, size: int) -> None:
         self._free = list(range(size - 1, -1, -1))
-        self._uses = np.zeros(size, np.int32)
+        self._others = np.zeros(size, np.int32)  # texts that use it beside one: taking a slot leaves that as it is
 
     @property
     def num_free(self) -> int:
@@ -37,20 +37,23 @@ class SlotPool:
     def take(self, count: int) -> list[int]:
         taken = self._free[len(self._free) - count :][::-1]
         del self._free[len(self._free) - count :]
-        self._uses[taken] = 1
         return taken
 
     def used_once(self, slots: np.ndarray) -> np.ndarray:
         """Those that no other text uses, by index."""
-        return np.flatnonzero(self._uses[slots] == 1)
+        return np.flatnonzero(self._others[slots] == 0)
 
     def share(self, slots: np.ndarray) -> None:
-        self._uses[slots] += 1
+        self._others[slots] += 1
 
-    def give_back(self, slots: Sequence[int] | np.ndarray) -> None:
-        if len(slots):
-            self._uses[slots] -= 1
-            self._free += [int(slot) for slot in slots if not self._uses[slot]]
+    def give_back(self, slots: np.ndarray) -> None:
+        is_shared = self._others[slots] > 0
+        self._others[slots[is_shared]] -= 1
+        self._free += slots[~is_shared].tolist()
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Give back slots that no two texts use, as those of nodes are."""
+        self._free += slots
 
 
 @dataclass(eq=False)
@@ -66,7 +69,7 @@ class PooledText:
     owner: Sequence[int] | None = None  # the list of tokens that used it last, kept so that no other has its identity
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PooledRows:
     """What a forward computes of a text."""
 
@@ -136,7 +139,9 @@ class TextPool:
 
     def check(self, request: ForwardRequest) -> None:
         """Refuse what cannot be computed."""
-        depth = tree_depth(request.tree) if request.asked else 0
+        depth = len(request.tree) if request.asked else 0
+        if depth > min(MAX_DEPTH, self.max_length - len(request.tokens)):  # as no path is longer than that
+            depth = tree_depth(request.tree)
         if request.start < 1:
             raise ValueError("an empty text: a transformers model needs at least one token to begin with")
         if len(request.tokens) + depth > self.max_length:
@@ -189,10 +194,13 @@ class TextPool:
         self._in_flight.difference_update(pooled.text for pooled in begun)
         self.num_ended += 1
 
-    def name_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> None:
-        """Say which tokens the nodes of a tree turned out to be."""
+    def named_nodes(self, pooled: PooledRows, tokens: Mapping[int, int]) -> CachedNodes:
+        """The nodes of a tree that is computed, by the tokens that they turned out to be."""
+        return {(parent, tokens.get(token, token)): slot for (parent, token), slot in pooled.text.nodes.items()}
+
+    def name_nodes(self, pooled: PooledRows, named: CachedNodes) -> None:
+        """Say what the nodes are once their forward has ended."""
         text = pooled.text
-        named = {(parent, tokens.get(token, token)): slot for (parent, token), slot in text.nodes.items()}
         if len(named) < len(text.nodes):  # one was cached before, too
             self._drop_nodes(text)
         else:
@@ -323,13 +331,15 @@ class TextPool:
         self._text_of.pop(id(text.owner), None)
 
     def _truncate(self, text: PooledText, length: int) -> None:
-        self.slots.give_back(text.slots[length : len(text.tokens)])
-        del text.tokens[length:]
-        text.in_table = min(text.in_table, length)
+        if length < len(text.tokens):
+            self.slots.give_back(text.slots[length : len(text.tokens)])
+            del text.tokens[length:]
+            text.in_table = min(text.in_table, length)
 
     def _drop_nodes(self, text: PooledText) -> None:
-        self.slots.give_back(text.node_slots)
-        text.nodes, text.node_slots = {}, []
+        if text.node_slots:
+            self.slots.free(text.node_slots)
+            text.nodes, text.node_slots = {}, []
 
     def _accept(self, text: PooledText, tokens: Sequence[int]) -> None:
         """Make cached nodes that this text goes on with text; keep those below its end, and no others."""
@@ -342,5 +352,6 @@ class TextPool:
         slots = text.node_slots
         text.slots[length : length + len(path)] = [slots[node] for node in path]
         text.tokens += tokens[length : length + len(path)]
-        self.slots.give_back([slot for node, slot in enumerate(slots) if node not in {*path, *below}])
+        kept = {*path, *below}
+        self.slots.free([slot for node, slot in enumerate(slots) if node not in kept])
         text.nodes, text.node_slots = nodes, [slots[node] for node in below]

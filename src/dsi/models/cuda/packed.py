@@ -7,6 +7,7 @@ data (`packed_rows.py`). A row's logits have the bits that they have in a forwar
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -45,7 +46,7 @@ from dsi.models.cuda.packed_rows import (
     num_programs,
     split_limits,
 )
-from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree
+from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree, num_expanded
 from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest, LaunchedGrowth, run_to_end
 
 Moves = np.ndarray  # places in the device's buffer, and the slots to write there
@@ -100,7 +101,7 @@ class PackedForward:
         if self.graph is not None:
             self.graph.launch(0, None, NEVER)
             return
-        with self._owner.patched():
+        with torch.inference_mode(), self._owner.patched():
             self.compute()
 
 
@@ -166,7 +167,8 @@ class PackedCudaModel:
         self.groups = model.config.num_attention_heads // self.kv_heads
         # One buffer for kernels to read: tables of texts, tokens that were picked, here or by another model, and the
         # plan of each forward.
-        layouts = [PlanLayout(size, self.groups) for size in sorted(sizes)]
+        self._sizes = sorted(sizes)
+        layouts = [PlanLayout(size, self.groups) for size in self._sizes]
         self.max_rows = layouts[-1].size
         first_picked = aligned(self.pool.num_tables * max_length)
         self.unread = first_picked + self.forwards_in_flight * self.max_rows * BRANCHES
@@ -180,6 +182,7 @@ class PackedCudaModel:
         self.first_picked, self.host_picked = first_picked, torch.zeros_like(self.picked, device="cpu")
         if self.on_gpu:
             self.host_picked = self.host_picked.pin_memory()
+        self._host_rows = self.host_picked.numpy().reshape(-1, BRANCHES)
         self._forwards = {
             layout.size: PackedForward(self, layout, place) for layout, place in zip(layouts, (begin, *ends))
         }
@@ -361,8 +364,8 @@ class PackedCudaModel:
 
     def _picked_tokens(self, wanted: Sequence[Sequence[int]], copy: int) -> list[np.ndarray]:
         ends = list(accumulate(map(len, wanted)))
-        picked = self.host_picked.numpy()[self.picked_from(copy) - self.first_picked :][: BRANCHES * ends[-1]]
-        return np.split(picked.reshape(-1, BRANCHES).copy(), ends[:-1])
+        picked = self._host_rows[(self.picked_from(copy) - self.first_picked) // BRANCHES :][: ends[-1]].copy()
+        return [picked[end - len(rows) : end] for end, rows in zip(ends, wanted)]
 
     def _logits_of(self, forward: PackedForward, wanted: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         # As what is sampled from everywhere; a copy, as the next forward overwrites these.
@@ -375,19 +378,22 @@ class PackedCudaModel:
 
     def forward_of(self, count: int) -> PackedForward:
         """The smallest forward of so many rows."""
-        return next(forward for size, forward in self._forwards.items() if size >= count)
+        if count > self.max_rows:
+            raise ValueError(f"{count} rows: a forward has {self.max_rows} at most")
+        return self._forwards[self._sizes[bisect_left(self._sizes, count)]]
 
     def _moves(self, begun: Sequence[PooledRows]) -> Moves:
         """Slots of positions that no forward has written: those of nodes that became text, and of forks."""
-        moves = []
+        moves: list[Moves] = []
         for pooled in begun:
             known, length = pooled.text.in_table, pooled.rows.length
             if known < length:
                 first = pooled.text.table * self.context
-                moves.append(np.stack((np.arange(first + known, first + length), pooled.text.slots[known:length])))
+                moves.append(np.empty((2, length - known), np.int64))
+                moves[-1][:] = range(first + known, first + length), pooled.text.slots[known:length]
         if not moves:
             return NO_MOVES
-        joined = np.concatenate(moves, 1)
+        joined = np.concatenate(moves, 1) if len(moves) > 1 else moves[0]
         if joined.shape[1] <= MOVES:
             return joined
         places, slots = self._to_device(joined)
@@ -401,11 +407,12 @@ class PackedCudaModel:
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         """Whether `poll_levels` can grow such a tree."""
-        most = max((count for level in levels for _, count in level), default=0)
+        count, most = num_expanded(tuple(map(tuple, levels)))
         if not self.drafts or len(levels) >= MAX_LEVELS or max((most, *request.num_children)) > BRANCHES:
             return False
-        num_expanded = request.num_positions + sum(map(len, levels))
-        return num_expanded + len(request.tree) + self.pool.num_new(request) <= self.max_rows
+        known = request.num_cached  # where that is wrong, and too much is new, `poll_levels` raises
+        num_new = self.pool.num_new(request) if known is None else len(request.tokens) - min(known, request.start - 1)
+        return request.num_positions + count + len(request.tree) + num_new <= self.max_rows
 
     def poll_levels(
         self, request: ForwardRequest, levels: Sequence[Level]
@@ -414,12 +421,12 @@ class PackedCudaModel:
         growth = DeviceGrowth(request, levels)
         [pooled] = begun = self.pool.begin([growth.request])
         try:
-            picked, ends = self.host_picked.numpy(), self._launch_levels(growth, pooled)
+            ends = self._launch_levels(growth, pooled)
             self.launched = LaunchedTree(growth, self.picked, self.stream, ends[-1])
             for number, end in enumerate(ends):
                 while not end.query():
                     yield None
-                children = growth.children(number, picked)
+                children = growth.children(number, self._host_rows)
                 if number < len(levels):
                     yield children
         except BaseException:
@@ -430,7 +437,7 @@ class PackedCudaModel:
             if launched is not None:
                 launched.close()
         self.pool.finish(begun)
-        self.pool.name_nodes(pooled, growth.tokens)
+        self.pool.name_nodes(pooled, self.pool.named_nodes(pooled, growth.tokens))
         yield children
 
     def can_follow(self, request: ForwardRequest, launched: LaunchedGrowth) -> bool:
@@ -460,6 +467,10 @@ class PackedCudaModel:
                 forward.fill([rows], self._moves(begun), copy, wanted[0])
                 forward.launch()
                 end = self._end()
+            while (tree := grown()) is None:  # first: the rest needs no time after the forward has ended
+                yield None
+            tokens = {stand_in: token for (_, stand_in), (_, token) in zip(launched.tree, tree, strict=True)}
+            named = self.pool.named_nodes(pooled, tokens)
             while not end.query():
                 yield None
             [picked] = self._picked_tokens(wanted, copy)  # before another forward picks
@@ -468,21 +479,14 @@ class PackedCudaModel:
             raise
         finally:
             self._free_copies.append(copy)
-        try:
-            while (tree := grown()) is None:
-                yield None
-            tokens = {stand_in: token for (_, stand_in), (_, token) in zip(launched.tree, tree, strict=True)}
-        except BaseException:
-            self.pool.cancel(begun)
-            raise
         self.pool.finish(begun)
-        self.pool.name_nodes(pooled, tokens)
+        self.pool.name_nodes(pooled, named)
         return picked
 
     def _launch_levels(self, growth: DeviceGrowth, pooled: PooledRows) -> list[Any]:
         """Launch all forwards of a growing tree; return the events of their ends."""
         ends = []
-        with torch.inference_mode(), on(self.stream):
+        with on(self.stream):
             moves = self._moves([pooled])
             for number, rows in enumerate(growth.rows(pooled, self.first_picked, self.unread)):
                 forward = self.forward_of(rows.num_rows)

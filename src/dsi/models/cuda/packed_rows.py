@@ -29,7 +29,7 @@ NO_SLOT = -1  # of positions behind the end of a path
 NO_TREE = TreeRows({}, [], [])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: it would take four times as long to make
 class SlotRows:
     """The new rows of a text whose keys are in slots: tokens that continue it, then nodes of a tree, parents first."""
 

@@ -7,10 +7,9 @@ forwards are described and launched at once; the tokens of a level are read wher
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +20,7 @@ from dsi.models.cuda.graphs import event
 from dsi.models.cuda.kv_pool import PooledRows
 from dsi.models.cuda.packed_rows import BRANCHES, SlotRows
 from dsi.models.protocol import ForwardRequest
+from dsi.models.tree_cache import TreeRows
 
 MAX_LEVELS = 32  # of forwards that are launched at once
 
@@ -31,6 +31,7 @@ class GrowthShape:
 
     def __init__(self, tree: Tree, levels: Sequence[Level]) -> None:
         nodes = list(tree)
+        self.levels = levels
         self.picked: dict[int, int] = {}  # by expanded node: where its children are among the picked tokens
         self.children: dict[int, range] = {}
         for node, count in chain(*levels):
@@ -46,6 +47,39 @@ class GrowthShape:
 
 
 growth_shape = lru_cache(256)(GrowthShape)  # of few shapes, again and again
+
+
+class LevelRows(NamedTuple):
+    """The nodes of a level that a forward computes, as the KV cache numbers them."""
+
+    computed: list[int]
+    sources: list[int]  # where the token of each is in the device's buffer; none for the first level
+    outputs: list[int]  # where the likeliest tokens after each go
+
+
+@lru_cache(256)  # as above, for nodes of which none is cached
+def level_rows(shape: GrowthShape, tree: TreeRows, first_picked: int, unread: int) -> Sequence[LevelRows]:
+    """The rows of each forward, if the nodes of the tree have these numbers in the KV cache."""
+    numbers: dict[int, int] = {}
+    for node in shape.ancestors:
+        parent, token = shape.tree[node]
+        numbers[node] = tree.nodes[numbers.get(parent, END), token]
+    later = [[node for node, _ in level] for level in shape.levels[1:]]
+    places = {numbers.get(node, END): first_picked + place for node, place in shape.picked.items()}
+    first = [number for number in tree.computed if number not in {numbers[node] for node in chain(*later)}]
+    rows = [LevelRows(first, [], [places.get(number, unread) for number in first])]
+    for nodes in later:
+        computed = [numbers[node] for node in nodes]
+        sources = [first_picked + shape.sources[node] for node in nodes]
+        rows.append(LevelRows(computed, sources, [places[number] for number in computed]))
+    return rows
+
+
+@lru_cache(256)
+def num_expanded(levels: Sequence[Level]) -> tuple[int, int]:
+    """How many nodes these levels expand, and the most children of one."""
+    counts = [count for level in levels for _, count in level]
+    return len(counts), max(counts, default=0)
 
 
 def stand_in(node: int) -> int:
@@ -68,33 +102,25 @@ class DeviceGrowth:
 
     def rows(self, pooled: PooledRows, first_picked: int, unread: int) -> Iterator[SlotRows]:
         """The rows of each forward: the first computes what is new of the text, too."""
-        rows, shape, numbers = pooled.rows, self.shape, dict[int, int]()  # in the KV cache, by number in the tree
-        for node in shape.ancestors:
-            parent, token = shape.tree[node]
-            numbers[node] = rows.tree.nodes[numbers.get(parent, END), token]
-        later = {numbers[node] for level in self.levels[1:] for node, _ in level}
-        places = {numbers.get(node, END): first_picked + place for node, place in shape.picked.items()}
-        first = [number for number in rows.tree.computed if number not in later]
-        outputs = [unread] * len(rows.tokens) + [places.get(number, unread) for number in first]
-        if END in shape.picked:
-            outputs[len(rows.tokens) - 1] = places[END]
-        yield replace(rows, computed=first, outputs=outputs)
-        text, tree = (rows.table, rows.slots, rows.end, ()), (rows.tree, rows.node_slots)
-        tails = rows.node_tails()
-        for level in self.levels[1:]:
-            computed = [numbers[node] for node, _ in level]
-            sources = [first_picked + shape.sources[node] for node, _ in level]
-            yield SlotRows(*text, *tree, computed, tails, sources, [places[number] for number in computed])
+        rows, picked = pooled.rows, self.shape.picked
+        first, *later = level_rows(self.shape, rows.tree, first_picked, unread)
+        outputs = [unread] * len(rows.tokens) + first.outputs
+        if END in picked:
+            outputs[len(rows.tokens) - 1] = first_picked + picked[END]
+        tree = rows.tree, rows.node_slots
+        yield SlotRows(rows.table, rows.slots, rows.length, rows.tokens, *tree, first.computed, None, (), outputs)
+        text, tails = (rows.table, rows.slots, rows.end, ()), rows.node_tails()
+        for computed, sources, outputs in later:
+            yield SlotRows(*text, *tree, computed, tails, sources, outputs)
 
     def children(self, number: int, picked: np.ndarray) -> tuple[Tokens, ...]:
-        """The tokens that a forward picked, by the node they are after."""
+        """The tokens that a forward picked, of which there are `BRANCHES` in a row, by the node they are after."""
         level, nodes = list[Tokens](), self.levels[number]
         if not nodes:
             return ()
-        first = self.shape.picked[nodes[0][0]]  # in the order of the nodes, so many after each
-        tokens = picked[first : first + BRANCHES * len(nodes)].tolist()
-        for i, (node, count) in enumerate(nodes):
-            level.append(tuple(tokens[BRANCHES * i : BRANCHES * i + count]))
+        first = self.shape.picked[nodes[0][0]] // BRANCHES  # in the order of the nodes
+        for (node, count), tokens in zip(nodes, picked[first : first + len(nodes)].tolist()):
+            level.append(tuple(tokens[:count]))
             self.tokens.update(zip(map(stand_in, self.shape.children[node]), level[-1]))
         return tuple(level)
 
