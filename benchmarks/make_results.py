@@ -30,7 +30,7 @@ def newest(name: str = "h200", is_wanted: Callable[[Row], bool] | None = None) -
     """Return the newest complete run of a benchmark, or the newest that is wanted."""
     runs = {path: json.loads(path.read_text()) for path in harness.RESULTS.glob(f"{name}-*.json")}
     complete = [path for path, run in runs.items() if (is_wanted or COMPLETE[name])(run)]
-    return max(complete, key=lambda path: (date_of(runs[path]), path.stat().st_mtime, path.name))
+    return max(complete, key=lambda path: (date_of(runs[path]), path.name))
 
 
 def date_of(run: Row) -> str:

@@ -18,7 +18,8 @@ from dsi.core.messages import DRAFTER, TARGET
 from dsi.models.names import BUILTIN, model_path
 from dsi.models.shapes import SHAPES, config
 
-CONTEXT, DEPART = 1024, 0.8  # which gives an acceptance rate of about 0.8
+CONTEXT, DEPART = 1024, 0.1  # which gives an acceptance rate of 0.7 to 0.9
+LAST = ("o_proj", "down_proj")  # whose outputs are added to the embedding
 LLAMAS = tuple(name for name, (kind, *_) in SHAPES.items() if kind == "llama")
 
 
@@ -28,10 +29,11 @@ def random_llama(shape: str, layers: int | None, vocab: int, depart: float, devi
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(own, dtype=torch.bfloat16)
         torch.nn.init.normal_(model.get_input_embeddings().weight)
-    own_share = depart / (2 * own.num_hidden_layers) ** 0.5  # of each of the sums that layers add
-    for layer in model.model.layers:
-        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            torch.nn.init.normal_(last.weight, std=own_share / last.in_features**0.5)
+    share = depart / (2 * own.num_hidden_layers) ** 0.5  # of each of the sums that layers add
+    for name, linear in model.model.layers.named_modules():
+        if isinstance(linear, torch.nn.Linear):
+            scale = share if name.endswith(LAST) else 1.0
+            torch.nn.init.normal_(linear.weight, std=scale / linear.in_features**0.5)
     return model
 
 
