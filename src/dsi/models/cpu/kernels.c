@@ -906,7 +906,8 @@ static void attend(
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
         struct attention a = {
             qkv + dim * head, keys, values, head + 1 < (kv_head + 1) * group ? keys : next, attended + dim * head,
-            scores, stride, m->heads * dim, f->scores_stride, dim, layer->window, m->attention_scale, m->attention_softcap};
+            scores, stride, m->heads * dim, f->scores_stride, dim, layer->window, m->attention_scale,
+            m->attention_softcap};
         for (int64_t r = 0, some; r < s->rows; r += some) {
             some = tile_rows(s->rows - r);
             attend_tile(&a, r, (int)some, s->length + r);
