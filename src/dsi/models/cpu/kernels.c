@@ -36,6 +36,7 @@
 #define ROWS 6           /* tokens of a tile: ROWS * COLUMNS accumulators fit into 32 registers */
 #define BLOCK_BYTES (256 << 10) /* of inputs that stay in the L2 cache while all weights pass */
 #define CHUNK_BYTES (96 << 10)  /* of weights that stay there while all inputs pass */
+#define FETCHED_BYTES (32 << 10) /* of keys and values on their way from memory while attention computes */
 #define MAX_STREAMED 24  /* tokens up to which weights come from memory no faster than they are needed */
 #define SPINS 4000       /* of a waiting thread before it yields its core: some 50 microseconds */
 #define IDLE_SPINS 100000 /* of an idle thread before it sleeps: waking it can take longer than a small forward */
@@ -636,15 +637,27 @@ static float softmax(float *scores, int64_t first, int64_t last, int64_t end, fl
     return sum_lanes(sum);
 }
 
+/* What to fetch while row i of rows first..last is used: a later one, or one of those that are read `next`. Texts are
+ * too short for the processor to find out what comes next by itself. */
+INLINE const float *row_to_fetch(
+    const float *rows, const float *next, int64_t stride, int64_t i, int64_t first, int64_t last) {
+    int64_t later = i + min_of(FETCHED_BYTES / (int64_t)sizeof(float) / stride, last - first);
+    return later < last ? rows + stride * later : next + stride * (first + later - last);
+}
+
 /* out[r][d:] = the sum of weights[r][j] * values[j][d:], over `count` vectors of d and keys first..last */
 INLINE void weigh_values(
-    const int rows, const int count, const float *weights, int64_t weights_stride, const float *values, int64_t stride,
-    int64_t first, int64_t last, vec acc[ROWS][4]) {
+    const int rows, const int count, const float *weights, int64_t weights_stride, const float *values,
+    const float *next, int64_t stride, int64_t first, int64_t last, vec acc[ROWS][4]) {
     for (int r = 0; r < rows; r++)
         for (int d = 0; d < count; d++) acc[r][d] = (vec){0};
     for (int64_t j = first; j < last; j++) {
         vec value[4];
-        for (int d = 0; d < count; d++) value[d] = load(values + stride * j + LANES * d);
+        const float *later = row_to_fetch(values, next, stride, j, first, last);
+        for (int d = 0; d < count; d++) {
+            __builtin_prefetch(later + LANES * d, 0, 2);
+            value[d] = load(values + stride * j + LANES * d);
+        }
         for (int r = 0; r < rows; r++)
             for (int d = 0; d < count; d++) acc[r][d] += weights[weights_stride * r + j] * value[d];
     }
@@ -652,18 +665,18 @@ INLINE void weigh_values(
 
 #define WEIGH(rows) \
     static void weigh_##rows( \
-        const float *weights, int64_t weights_stride, const float *values, int64_t stride, int64_t first, \
-        int64_t last, int64_t count, vec acc[ROWS][4]) { \
-        if (count == 4) weigh_values(rows, 4, weights, weights_stride, values, stride, first, last, acc); \
-        else weigh_values(rows, 1, weights, weights_stride, values, stride, first, last, acc); \
+        const float *weights, int64_t weights_stride, const float *values, const float *next, int64_t stride, \
+        int64_t first, int64_t last, int64_t count, vec acc[ROWS][4]) { \
+        if (count == 4) weigh_values(rows, 4, weights, weights_stride, values, next, stride, first, last, acc); \
+        else weigh_values(rows, 1, weights, weights_stride, values, next, stride, first, last, acc); \
     }
 WEIGH(1) WEIGH(2) WEIGH(3) WEIGH(4) WEIGH(5) WEIGH(6)
 static void (*const weigh[ROWS])(
-    const float *, int64_t, const float *, int64_t, int64_t, int64_t, int64_t, vec[ROWS][4]) = {
+    const float *, int64_t, const float *, const float *, int64_t, int64_t, int64_t, int64_t, vec[ROWS][4]) = {
     weigh_1, weigh_2, weigh_3, weigh_4, weigh_5, weigh_6};
 
 struct attention { /* of one query head */
-    const float *queries, *keys, *values;
+    const float *queries, *keys, *values, *next; /* the keys that are read next */
     float *out, *scores;
     int64_t query_stride, out_stride, scores_stride, head_dim, window;
     float scale, softcap;
@@ -689,7 +702,15 @@ static void score_tile(const struct attention *a, int64_t row, int rows, int64_t
     struct matrix keys = {.weight = a->keys, .out_features = end, .in_features = a->head_dim, .stride = a->head_dim};
     struct product p = {&keys, (const char *)(a->queries + a->query_stride * row), 4 * a->query_stride, rows, a->scores,
                         a->scores_stride, begin, end, 0};
-    multiply_streamed(&p);
+    for (int64_t i = begin; i < end; i += COLUMNS) {
+        int64_t n[COLUMNS] = {i, i + 1, i + 2, i + 3};
+        int count = (int)min_of(end - i, COLUMNS);
+        const char *w[COLUMNS];
+        rows_of_weights(&keys, n, count, w);
+        const float *later = row_to_fetch(a->keys, a->values, a->head_dim, i, begin, end);
+        struct fetch fetch = {(const char *)later - w[0], 0, sizeof(float) * a->head_dim};
+        compute_tile(&p, w, n, count, 0, rows, &fetch);
+    }
 }
 
 /* The weighted values begin..end of up to ROWS tokens, divided by the sums of the weights. */
@@ -698,7 +719,8 @@ static void weigh_tile(
     for (int64_t d = 0; d < a->head_dim;) {
         int64_t left = a->head_dim - d, count = left >= 4 * LANES ? 4 : left >= LANES ? 1 : 0;
         vec acc[ROWS][4];
-        if (count) weigh[rows - 1](a->scores, a->scores_stride, a->values + d, a->head_dim, begin, end, count, acc);
+        const float *values = a->values + d, *next = a->next + d;
+        if (count) weigh[rows - 1](a->scores, a->scores_stride, values, next, a->head_dim, begin, end, count, acc);
         else weigh_part(rows, a, d, begin, end, acc);
         for (int r = 0; r < rows; r++) {
             float *out = a->out + a->out_stride * (row + r) + d;
@@ -846,10 +868,17 @@ static void norm_rows(const float *x, const float *weight, int64_t rows, int64_t
     for (int64_t r = 0; r < rows; r++) rms_norm(x + size * r, weight, size, epsilon, out + size * r);
 }
 
+/* The keys of one head of a sequence in a layer; units of work are its key heads, then those of the next sequence. */
+INLINE float *keys_of(const struct forward *f, int64_t number, int64_t unit) {
+    const struct sequence *s = &f->sequences[unit / f->model->kv_heads];
+    return s->kv[2 * number] + s->capacity * f->model->head_dim * (unit % f->model->kv_heads);
+}
+
 /* Rotate the queries and keys of the heads that share one key head, append keys and values, and attend: for the rows of
  * one sequence, which begin at `begin`. */
 static void attend(
-    const struct forward *f, int64_t number, const struct sequence *s, int64_t begin, int64_t kv_head, float *scores) {
+    const struct forward *f, int64_t number, const struct sequence *s, int64_t begin, int64_t kv_head,
+    const float *next, float *scores) {
     const struct model *m = f->model;
     const struct layer *layer = &m->layers[number];
     int64_t dim = m->head_dim, group = m->heads / m->kv_heads;
@@ -876,8 +905,9 @@ static void attend(
     }
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++) {
         struct attention a = {
-            qkv + dim * head, keys, values, attended + dim * head, scores, stride, m->heads * dim,
-            f->scores_stride, dim, layer->window, m->attention_scale, m->attention_softcap};
+            qkv + dim * head, keys, values, head + 1 < (kv_head + 1) * group ? keys : next, attended + dim * head,
+            scores, stride, m->heads * dim, f->scores_stride, dim, layer->window, m->attention_scale,
+            m->attention_softcap};
         for (int64_t r = 0, some; r < s->rows; r += some) {
             some = tile_rows(s->rows - r);
             attend_tile(&a, r, (int)some, s->length + r);
@@ -894,8 +924,10 @@ static void attend_all(const struct forward *f, int64_t number, float *scores, c
     int64_t heads = f->model->kv_heads, first, last, begin = 0;
     share(f->num_sequences * heads, 1, member, &first, &last);
     for (int64_t i = 0; i < f->num_sequences; begin += f->sequences[i].rows + f->sequences[i].num_nodes, i++)
-        for (int64_t head = max_of(0, first - i * heads); head < heads && i * heads + head < last; head++)
-            attend(f, number, &f->sequences[i], begin, head, scores);
+        for (int64_t head = max_of(0, first - i * heads); head < heads && i * heads + head < last; head++) {
+            const float *next = keys_of(f, number, min_of(i * heads + head + 1, last - 1));
+            attend(f, number, &f->sequences[i], begin, head, next, scores);
+        }
 }
 
 /* Add the output of a block to the residual stream; with a norm behind the block, through it. A barrier must follow. */
