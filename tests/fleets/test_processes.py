@@ -356,6 +356,35 @@ def test_process_fleet_fails_a_job_of_this_process_whose_server_dies() -> None:
     fleet.close()
 
 
+class Busy:
+    """A model whose forwards compute for so many seconds, by the clock."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def answer(self, request: ForwardRequest) -> tuple[int, ...]:
+        end = time.perf_counter() + self.seconds
+        while time.perf_counter() < end:
+            pass
+        return (1,) * request.num_positions
+
+
+@pytest.mark.slow
+def test_process_fleet_counts_what_its_threads_have_waited_for_a_core(make: Make) -> None:
+    core = min(os.sched_getaffinity(0))
+    fleet = make([Server("target-1", "target", Busy(0.3))], cores={"target-1": [core]})
+    other = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"])
+    try:
+        time.sleep(0.3)  # until it computes
+        before = fleet.seconds_without_core()
+        fleet.start(Verify(0, TokenSequence.of((1,)), 1))
+        fleet.next_event()
+        assert fleet.seconds_without_core() - before > 0.05
+    finally:
+        other.kill()
+        other.wait()
+
+
 def multiply() -> None:
     torch.set_num_threads(2)
     torch.ones(256, 256).matmul(torch.ones(256, 256)).sum().item()

@@ -42,10 +42,11 @@ def read_profile(key: str) -> dict[str, Any]:
     return _unexpired(_read().get(key, {}))
 
 
-def keep_profile(key: str, **values: Any) -> None:
-    """Add values to the entry of this key; a new entry takes its time from now."""
+def keep_profile(key: str, seconds: float = EXPIRES_SECONDS, **values: Any) -> None:
+    """Add values to the entry of this key; a new entry expires after so many seconds."""
     entries = _read()
-    entries[key] = {"time": time.time(), **_unexpired(entries.get(key, {})), **values}
+    began = time.time() - EXPIRES_SECONDS + seconds
+    entries[key] = {"time": began, **_unexpired(entries.get(key, {})), **values}
     latest = sorted(entries, key=lambda name: float(entries[name]["time"]))[-MAX_ENTRIES:]
     with suppress(OSError):
         path = cache_path()

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from ctypes import c_bool
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,15 @@ def run_in_thread(work: Callable[[], object]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+
+
+def seconds_without_core(pid: int) -> float:
+    """How long the threads of a process that run now have been ready to compute without a core."""
+    seconds = 0.0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it has just ended
+            seconds += int(path.read_text().split()[1]) / 1e9
+    return seconds
 
 
 def run_worker(
@@ -403,9 +413,11 @@ class ProcessFleet(RemoteFleet):
         return [worker.process.pid for worker in self._workers.values()]
 
     def seconds_without_core(self) -> float:
-        """How long the workers have been ready to compute while every core of theirs did something else."""
-        paths = [f"/proc/{pid}/schedstat" for pid in self.worker_pids]
-        return sum(int(Path(path).read_text().split()[1]) for path in paths) / 1e9
+        """How long threads of the workers and of this process were ready to compute while their cores were busy.
+
+        Forwards run in threads that are not a process's first.
+        """
+        return sum(map(seconds_without_core, (os.getpid(), *self.worker_pids)))
 
     def _replace_dead_worker(self, name: str) -> None:
         wait(self._inflight)  # a fork amid a forward would copy what it has half done
