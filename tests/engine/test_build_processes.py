@@ -18,8 +18,8 @@ class FleetOnCores:
     def __init__(self, *seconds: float) -> None:
         self.every_core, self._seconds = EVERY_CORE, iter(seconds)
 
-    def seconds_without_core(self) -> float:
-        return next(self._seconds)
+    def seconds_without_core(self) -> dict[str, float]:
+        return {"a thread": next(self._seconds)}
 
 
 @pytest.fixture(autouse=True)

@@ -178,7 +178,8 @@ def measure_pair(
         fleet.every_core = every_core
         began, without_core = time.perf_counter(), fleet.seconds_without_core()
         measured = measure_once(fleet, target, context, drafters)
-        share = (fleet.seconds_without_core() - without_core) / (time.perf_counter() - began)
+        waits = [seconds - without_core.get(name, 0) for name, seconds in fleet.seconds_without_core().items()]
+        share = sum(waits) / (time.perf_counter() - began)
         attempts.append((share, measured))
         disturbed = share >= MAX_WITHOUT_CORE
     _, measured = min(attempts, key=itemgetter(0))

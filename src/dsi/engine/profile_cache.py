@@ -43,16 +43,18 @@ def read_profile(key: str) -> dict[str, Any]:
 
 
 def keep_profile(key: str, seconds: float = EXPIRES_SECONDS, **values: Any) -> None:
-    """Add values to the entry of this key; a new entry expires after so many seconds."""
+    """Add values to the entry of this key; it expires after so many seconds, or with what it has."""
     entries = _read()
+    entry = _unexpired(entries.pop(key, {}))
     began = time.time() - EXPIRES_SECONDS + seconds
-    entries[key] = {"time": began, **_unexpired(entries.get(key, {})), **values}
-    latest = sorted(entries, key=lambda name: float(entries[name]["time"]))[-MAX_ENTRIES:]
+    latest = sorted(entries, key=lambda name: float(entries[name]["time"]))[-MAX_ENTRIES + 1 :]
+    kept = {name: entries[name] for name in latest}
+    kept[key] = {**entry, **values, "time": min(began, entry.get("time", began))}
     with suppress(OSError):
         path = cache_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({name: entries[name] for name in latest}))
+        partial.write_text(json.dumps(kept))
         partial.replace(path)
 
 

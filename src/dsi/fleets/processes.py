@@ -13,11 +13,12 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from ctypes import c_bool
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from selectors import SelectorKey
 from typing import Any
@@ -53,13 +54,11 @@ def run_in_thread(work: Callable[[], object]) -> None:
     thread.join()
 
 
-def seconds_without_core(pid: int) -> float:
-    """How long the threads of a process that run now have been ready to compute without a core."""
-    seconds = 0.0
+def waits_of_threads(pid: int) -> Iterator[tuple[str, float]]:
+    """The threads of a process, and how many seconds each has been ready to compute without a core."""
     for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
         with suppress(OSError):  # it has just ended
-            seconds += int(path.read_text().split()[1]) / 1e9
-    return seconds
+            yield path.parent.name, int(path.read_text().split()[1]) / 1e9
 
 
 def run_worker(
@@ -412,12 +411,12 @@ class ProcessFleet(RemoteFleet):
     def worker_pids(self) -> list[int]:
         return [worker.process.pid for worker in self._workers.values()]
 
-    def seconds_without_core(self) -> float:
-        """How long threads of the workers and of this process were ready to compute while their cores were busy.
+    def seconds_without_core(self) -> dict[str, float]:
+        """How long each thread of the workers and of this process was ready to compute while its cores were busy.
 
         Forwards run in threads that are not a process's first.
         """
-        return sum(map(seconds_without_core, (os.getpid(), *self.worker_pids)))
+        return dict(chain.from_iterable(map(waits_of_threads, (os.getpid(), *self.worker_pids))))
 
     def _replace_dead_worker(self, name: str) -> None:
         wait(self._inflight)  # a fork amid a forward would copy what it has half done

@@ -363,7 +363,7 @@ class SamplingModel:
 
     def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
         if self._are_picked(requests):
-            return run_to_end(self.poll_packed(requests))
+            return run_to_end(self._poll_picked(requests, at_once))
         return self._answers(requests, self._packed_logits(requests, at_once))
 
     def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
@@ -372,11 +372,15 @@ class SamplingModel:
         Where it picks the likeliest tokens itself, and they are the answers, no logits are read.
         """
         if self._are_picked(requests):
-            picked = yield from self.backend.poll_picked(requests)  # type: ignore[attr-defined]
-            return list(map(picked_answer, requests, picked))
+            return (yield from self._poll_picked(requests))
         poll = getattr(self.backend, "poll_forward_packed", None)
         logits = self._packed_logits(requests) if poll is None else (yield from poll(requests))
         return self._answers(requests, logits)
+
+    def _poll_picked(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> Generator[None, None, list[Answer]]:
+        poll, backend = getattr(self.backend, "poll_picked", None), self.backend
+        picked = backend.pick_packed(requests, at_once) if poll is None else (yield from poll(requests))  # type: ignore[attr-defined]
+        return list(map(picked_answer, requests, picked))
 
     def _are_picked(self, requests: Sequence[ForwardRequest]) -> bool:
         """Whether the backend can pick all answers."""

@@ -14,17 +14,18 @@ from hypothesis import given, settings, strategies as st
 
 from backend_forwards import forward_packed
 from cancel_flags import CancelAfter
-from dsi.core.messages import Verified, Verify
+from dsi.core.messages import Sampling, Verified, Verify
 from dsi.core.sequence import TokenSequence
+from dsi.core.tree_shape import END
 from dsi.engine.build import cpu_model
 from dsi.fleets.packed import PackedServer
 from dsi.fleets.servers import Server
-from dsi.models.cpu.decoder import CompiledDecoder, TextPart, rotary_embedding
+from dsi.models.cpu.decoder import LOGITS, CompiledDecoder, RowAnswers, TextPart, rotary_embedding
 from dsi.models.cpu.huge_pages import move_to_huge_pages
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel
+from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel, run_to_end
 from models.cpu.shapes import SHAPES, random_model
 
 TOKENS = [int(token) for token in torch.randint(1, 97, (80,), generator=torch.Generator().manual_seed(1))]
@@ -161,9 +162,9 @@ class Counted(CompiledDecoder):
         super().__init__(*arguments)
         self.counts: list[int] = []
 
-    def _compute_parts(self, parts: list[TextPart], at_once: int = 1) -> list[torch.Tensor]:
+    def _compute_parts(self, parts: list[TextPart], answer: RowAnswers = LOGITS, at_once: int = 1) -> list[Any]:
         self.counts.append(sum(part.num_rows for part in parts))
-        return super()._compute_parts(parts, at_once)
+        return super()._compute_parts(parts, answer, at_once)
 
 
 def test_requests_that_begin_alike_compute_what_is_new() -> None:
@@ -182,6 +183,26 @@ def test_requests_that_begin_alike_compute_what_is_new() -> None:
         alone = SamplingModel(SHARED).answer(ForwardRequest(prompt, len(prompt)))
         assert [event for *_, event in events] == [Verified(id, alone)]
     assert decoder.counts == [32, 32, 16, 2, 1, 1, 80]
+
+
+def test_pick_packed_gives_the_likeliest_token_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one forward and in several: in parts of a text, too."""
+    texts = [(TOKENS, 3), (TOKENS[:9], 10), (TOKENS[5:30], 25), (TOKENS[2:8], 1)]
+    requests = [ForwardRequest(tokens, start) for tokens, start in texts]
+    expected = [rows.numpy().argmax(-1).tolist() for rows in SHARED.with_threads(1, 8).forward_packed(requests)]
+    for most in (256, 16):
+        monkeypatch.setattr("dsi.models.cpu.decoder.MAX_ROWS", most)
+        picked = SHARED.with_threads(1, 8).pick_packed(requests)
+        assert [rows[:, 0].tolist() for rows in picked] == expected
+
+
+def test_answer_packed_picks_where_all_are_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SamplingModel(SHARED.with_threads(1, 8))
+    greedy, sampled = ForwardRequest(TOKENS, 70), ForwardRequest(TOKENS[3:], 60, sampling=Sampling(1.0, seed=2))
+    tree = ForwardRequest(TOKENS[1:], 79, tree=((END, 4), (0, 9)), asked=[0, 1], num_children=[1, 1, 1])
+    expected = [model.answer_packed([request, sampled])[0] for request in (greedy, tree)]
+    monkeypatch.delattr(CompiledDecoder, "forward_packed")
+    assert model.answer_packed([greedy, tree]) == run_to_end(model.poll_packed([greedy, tree])) == expected
 
 
 def test_packed_forwards_at_once_share_nothing_without_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 from backend_forwards import forward_tree
 from cancel_flags import CancelAfter
 from dsi.core.tree_shape import END, Tree
-from dsi.models.cpu.decoder import CompiledDecoder, TextPart
+from dsi.models.cpu.decoder import LOGITS, CompiledDecoder, RowAnswers, TextPart
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.protocol import Cancelled, ForwardRequest, tree_path
 from models.cpu.shapes import SHAPES, random_model
@@ -48,10 +48,10 @@ class CountingDecoder(CompiledDecoder):
         """The rows of each part of each forward."""
         return []
 
-    def _run(self, parts: list[TextPart], at_once: int = 1) -> Any:
+    def _run(self, parts: list[TextPart], answer: RowAnswers = LOGITS, at_once: int = 1) -> Any:
         self.rows += sum(len(part.tokens) for part in parts)
         self.forwards.append([len(part.tokens) for part in parts])
-        return super()._run(parts, at_once)
+        return super()._run(parts, answer, at_once)
 
     def rows_of(self, *arguments: Any) -> int:
         before = self.rows

@@ -214,11 +214,11 @@ LENGTH = 17  # of the text before rows that are sampled
 
 
 def sampled(logits: Tensor, sampling: Sampling) -> tuple[list[int], list[int]]:
-    """The tokens after these rows, and what the host is told."""
+    """The tokens after these rows, and what is marked of them."""
     settings = token_sampling.settings_of(sampling) if sampling.temperature else (0, 0)
-    tokens, told = (torch.zeros(len(logits), dtype=torch.int64) for _ in range(2))
-    token_sampling.sample_tokens(logits, torch.tensor([LENGTH, *settings]), tokens, told)
-    return tokens.tolist(), told.tolist()
+    tokens, marked = (torch.zeros(len(logits), dtype=torch.int64) for _ in range(2))
+    token_sampling.sample_tokens(logits, torch.tensor([LENGTH, *settings]), tokens, marked)
+    return tokens.tolist(), marked.tolist()
 
 
 @pytest.mark.parametrize("vocab", [5, 97, 40_000])
@@ -235,16 +235,18 @@ def test_sample_tokens_are_those_of_the_host(vocab: int, dtype: torch.dtype, tem
 
 
 def test_sample_tokens_marks_rows_that_only_exact_arithmetic_decides() -> None:
-    sampling, near, far = Sampling(1.0, seed=3), torch.full((1, 9), -torch.inf), 1e-6
+    sampling, near, far = Sampling(1.0, seed=3), torch.full((1, 9), -torch.inf), 1e-4
     e = exponential(noise_key(sampling.seed, LENGTH + 1), torch.tensor([2, 7]))
     near[0, 2], near[0, 7] = 0.0, float((e[1] / e[0]).log())
-    [token], [told] = sampled(near.double(), sampling)
-    assert (token in (2, 7), told) == (True, -1 - token)
+    [token], [marked] = sampled(near.double(), sampling)
+    assert (token in (2, 7), marked) == (True, -1 - token)
     near[0, 7] += far
     assert sampled(near.double(), sampling) == ([7], [7])
     near[0, 7] = torch.nan
     assert sampled(near.double(), sampling)[1] == [-3]
     assert sampled(near.double(), Sampling())[1] == [2]
+    near[0, 7] = torch.inf
+    assert sampled(near.double(), sampling)[1] == [-8]
 
 
 def test_sample_texts_are_those_of_the_host_whatever_their_settings() -> None:
@@ -261,10 +263,10 @@ def test_sample_texts_are_those_of_the_host_whatever_their_settings() -> None:
         token_sampling.sample_texts(logits, samplings, positions)
 
 
-def marks_all(logits: Tensor, settings: Tensor, tokens: Tensor, told: Tensor) -> None:
+def marks_all(logits: Tensor, settings: Tensor, tokens: Tensor, marked: Tensor) -> None:
     """As if no row could be decided on the device."""
-    token_sampling.sample_tokens(logits, settings, tokens, told)
-    told.copy_(-1 - tokens)
+    token_sampling.sample_tokens(logits, settings, tokens, marked)
+    marked.copy_(-1 - tokens)
 
 
 @pytest.mark.parametrize("marks", [False, True])

@@ -150,7 +150,7 @@ def test_tokens_are_sampled_by_kernels_that_compile_for_a_gpu(capability: int) -
     kinds = {"logits": "*bf16", "settings": "*i64", "best": "*fp64", "vocab": "i32", "chunk": "i32"}
     sizes = {"BLOCK": token_sampling.BLOCK, **overlaps}
     assert compiled(token_sampling._best_of_chunks, kinds, sizes, token_sampling.WARPS, capability).asm["ptx"]
-    kinds = {"best": "*fp64", "settings": "*i64", "tokens": "*i64", "told": "*i64"}
+    kinds = {"best": "*fp64", "settings": "*i64", "tokens": "*i64", "marked": "*i64"}
     sizes = {"SPLITS": token_sampling.SPLITS, **overlaps}
     assert compiled(token_sampling._best_of_rows, kinds, sizes, 1, capability).asm["ptx"]
 

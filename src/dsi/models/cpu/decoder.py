@@ -9,15 +9,16 @@ number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import CFUNCTYPE, POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -195,10 +196,22 @@ class TextPart:
             yield TextPart(self.sequence, self.end, [], 0, tree)
 
 
+class RowAnswers(NamedTuple):
+    """What a forward answers of its rows, and how the answers of several are joined."""
+
+    of: Callable[[Tensor], Any]  # the logits of all rows
+    join: Callable[[list[Any]], Any]
+
+
+LOGITS = RowAnswers(lambda logits: logits, torch.cat)
+LIKELIEST = RowAnswers(lambda logits: logits.numpy().argmax(-1)[:, None], np.concatenate)  # of equal ones the first
+
+
 class CompiledDecoder(Transformer):
     """`CompiledDecoder.supports` says which models can run this way. Without `threads`, it has as many as torch."""
 
     supports_trees = can_pack = True
+    max_picked = 1  # token after each row
 
     @staticmethod
     def supports(model: Any) -> bool:
@@ -240,6 +253,7 @@ class CompiledDecoder(Transformer):
             embedding_type=TYPES[rows.dtype],
             activation=ACTIVATIONS[activation(config)],
         )
+        self._no_logits = floats(0, self._struct.head.out_features)
         self._callback = IsCancelled(lambda: self._cancelled.is_set())
         self._scratch: list[Tensor] = []  # that no forward uses
         self._lock = Lock()
@@ -295,6 +309,13 @@ class CompiledDecoder(Transformer):
 
     def forward_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Tensor]:
         """As any transformers model does, all in one forward if they are not too many, on its share of the threads."""
+        return self._packed(requests, LOGITS, at_once)
+
+    def pick_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[np.ndarray]:
+        """The likeliest token after each row of `forward_packed`, in a column: dividing logits by text takes longer."""
+        return self._packed(requests, LIKELIEST, at_once)
+
+    def _packed(self, requests: Sequence[ForwardRequest], answer: RowAnswers, at_once: int) -> list[Any]:
         self._cancelled = requests[0].cancelled if len(requests) == at_once == 1 else NEVER
         with self._lock:
             texts = self._text_rows(requests, self._in_use)
@@ -304,12 +325,12 @@ class CompiledDecoder(Transformer):
             self._reserve_rotary(max((part.longest for part in parts), default=0))
             self._in_use |= sequences
         try:
-            logits = self._compute_parts(parts, at_once)
+            answers = self._compute_parts(parts, answer, at_once)
             record_rows(texts)
         finally:
             with self._lock:
                 self._in_use -= sequences
-        return logits
+        return answers
 
     def num_cached(self, tokens: Sequence[int]) -> int:
         with self._lock:  # another thread may take a sequence
@@ -364,18 +385,18 @@ class CompiledDecoder(Transformer):
         for part in parts:
             self._reserve(part.sequence, part.num_slots)
 
-    def _compute_parts(self, parts: list[TextPart], at_once: int = 1) -> list[Tensor]:
+    def _compute_parts(self, parts: list[TextPart], answer: RowAnswers = LOGITS, at_once: int = 1) -> list[Any]:
         """Lengths change once all layers have run: a cancelled forward leaves nothing."""
-        logits: dict[int, list[Tensor]] = {}
+        answers: dict[int, list[Any]] = {}
         for forward in self._forwards(parts):
-            for part, rows in zip(forward, self._run(forward, at_once)):
-                logits.setdefault(id(part.sequence), []).append(rows)
+            for part, rows in zip(forward, self._run(forward, answer, at_once)):
+                answers.setdefault(id(part.sequence), []).append(rows)
         for part in parts:
             end = part.end
             for kv_layer in part.sequence.cache.layers:
                 kv_layer.length = end
-        rows_of = [logits.get(id(part.sequence), [floats(0, self._struct.head.out_features)]) for part in parts]
-        return [rows[0] if len(rows) == 1 else torch.cat(rows) for rows in rows_of]
+        rows_of = [answers.get(id(part.sequence)) or [answer.of(self._no_logits)] for part in parts]
+        return [rows[0] if len(rows) == 1 else answer.join(rows) for rows in rows_of]
 
     def _forwards(self, parts: list[TextPart]) -> Iterator[list[TextPart]]:
         """Pack the new tokens of all texts into forwards, each text in its order."""
@@ -393,8 +414,8 @@ class CompiledDecoder(Transformer):
         if forward:
             yield forward
 
-    def _run(self, parts: list[TextPart], at_once: int = 1) -> Sequence[Tensor]:
-        """Run one forward; return the logits of each part."""
+    def _run(self, parts: list[TextPart], answer: RowAnswers = LOGITS, at_once: int = 1) -> Sequence[Any]:
+        """Run one forward; return the answers of each part."""
         threads, tokens = max(1, self._num_threads // at_once), parts[0].tokens
         if len(parts) > 1:
             tokens = [token for part in parts for token in part.tokens]
@@ -407,9 +428,10 @@ class CompiledDecoder(Transformer):
             sizes = len(parts), len(self._layers), logits.data_ptr(), threads
             if kernel("run_decoder")(model, addressof(ids), structs, *sizes, self._is_cancelled):
                 raise Cancelled
+        answers = answer.of(logits)
         if len(parts) == 1:
-            return [logits]
-        return [logits[end - count : end] for count, end in zip(counts, accumulate(counts))]
+            return [answers]
+        return [answers[end - count : end] for count, end in zip(counts, accumulate(counts))]
 
     @property
     def _num_threads(self) -> int:

@@ -201,7 +201,16 @@ def token_sampler(model: Any) -> Any:
     devices = {weight.device for weight in model.parameters()}
     if find_spec("triton") is None or devices != {model.device} or model.device.type != "cuda":
         return None
-    return import_module("dsi.models.cuda.token_sampling")
+    sampler = import_module("dsi.models.cuda.token_sampling")
+    logits, numbers = torch.zeros(1, 1, device=model.device), torch.zeros(5, dtype=torch.int64, device=model.device)
+    try:
+        with torch.cuda.device(model.device):
+            sampler.sample_tokens(logits, numbers[:3], numbers[3:4], numbers[4:])
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # it cannot be compiled here; a line says why of the kernels that are used most
+        return None
+    return sampler
 
 
 def unmarked(token: int) -> int:
@@ -266,7 +275,7 @@ class CudaGraphModel:
         largest = max(*self._sizes, min(exact_size or 0, max_length))  # padding may come later
         self._host_ids, self._host_tokens = self._host_buffer(largest), self._host_buffer(largest)
         self._tokens = torch.zeros_like(self._host_tokens, device=self._device)
-        self._told = torch.zeros_like(self._tokens)  # the same, marked where the host has to sample
+        self._marked_tokens = torch.zeros_like(self._tokens)  # the same, marked where the host has to sample
         self._offsets = torch.arange(largest, device=self._device)
         self._host_next = self._host_buffer(2)
         # The same memory as numpy arrays: writing a number through a tensor takes Python ten times as long.
@@ -424,8 +433,8 @@ class CudaGraphModel:
             torch.argmax(logits, -1, out=self._tokens[:size])
             host_tokens.copy_(self._tokens[:size], non_blocking=True)
         else:
-            self._sampler.sample_tokens(logits, self._settings, self._tokens[:size], self._told[:size])
-            host_tokens.copy_(self._told[:size], non_blocking=True)
+            self._sampler.sample_tokens(logits, self._settings, self._tokens[:size], self._marked_tokens[:size])
+            host_tokens.copy_(self._marked_tokens[:size], non_blocking=True)
         return logits
 
     def last_logits(self) -> Tensor:
@@ -480,7 +489,9 @@ class CudaGraphModel:
             pipeline = DraftPipeline(self._forwards[1], request.cancelled, self._draft_seconds)
         yield token
         for i in range(forwards):
-            taught = teacher.answer(ForwardRequest(text, len(text))) if teacher is not None else ()
+            taught = (
+                teacher.answer(ForwardRequest(text, len(text), None, request.sampling)) if teacher is not None else ()
+            )
             yield from pipeline.finish(self._followers[i % 2] if i + 1 < forwards else None)
             self._kv.set_tokens(len(text) - 1, text[-1:])
             [token] = taught or (unmarked(int(self._next_array[(i - 1) % 2] if i else self._tokens_array[0])),)
@@ -522,12 +533,21 @@ class CudaGraphModel:
         sampling, tokens = request.sampling, tuple(self._tokens_array[skipped:new].tolist())
         if sampling.temperature == 0:
             return tokens
-        if self._samples(sampling) and min(tokens, default=0) >= 0:
-            return tokens
+        if self._samples(sampling):
+            return tuple(
+                [token if token >= 0 else self._sampled(request, begin, skipped + i) for i, token in enumerate(tokens)]
+            )
         with torch.inference_mode(), on(self._stream):
             if self.exact_size:  # sampling, too, with one shape
                 return match(forward.logits.float(), sampling, begin + 1)[skipped:new]
             return match(forward.logits[skipped:new].float(), sampling, begin + 1 + skipped)
+
+    def _sampled(self, request: ForwardRequest, begin: int, row: int) -> int:
+        """The token after a row that the device could not decide."""
+        with torch.inference_mode(), on(self._stream):
+            logits = self._forwards[self._last_size].logits[row : row + 1].float()
+            [token] = match(logits, request.sampling, begin + 1 + row)
+        return token
 
     def _samples(self, sampling: Sampling) -> bool:
         """Whether tokens are sampled on the device, in the forward itself."""

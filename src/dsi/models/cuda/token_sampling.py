@@ -25,14 +25,16 @@ from dsi.sampling import logits as in_torch
 from dsi.sampling.noise import UINT64_MAX, splitmix64
 
 SPLITS, BLOCK, WARPS = 8, 4096, 8  # programs that share a row, and the tokens that one looks at together
-MARGIN = tl.constexpr(1e-8)  # between the logarithms of the two best: far more than rounding, as in `noise.py`
+# Between the logarithms of the two best: more than rounding. In float32 that begins with the logits: a winner is hardly
+# ever more than 40 below the largest of them.
+MARGIN = tl.constexpr(1e-5)
 GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)  # of splitmix64
 MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
 UNIT, HALF_UNIT = tl.constexpr(2.0**-52), tl.constexpr(2.0**-53)
 
 
 def samples(sampling: Sampling) -> bool:
-    """Whether these kernels know the settings."""
+    """Whether these kernels support the settings."""
     plain = not sampling.top_k and sampling.top_p == 1 and not sampling.min_p
     return sampling.temperature > 0 and sampling.rule == "match" and plain
 
@@ -44,8 +46,8 @@ def settings_of(sampling: Sampling) -> tuple[int, int]:
     return seed, temperature
 
 
-def sample_tokens(logits: Tensor, settings: Tensor, tokens: Tensor, told: Tensor) -> None:
-    """Write the token after each row to `tokens`, and to `told` the same, marked where the host has to decide.
+def sample_tokens(logits: Tensor, settings: Tensor, tokens: Tensor, marked: Tensor) -> None:
+    """Write the token after each row to `tokens`, and to `marked` the same, marked where the host has to decide.
 
     `settings` has the length of the text before the first row's token and what `settings_of` gives, or all that for
     each row.
@@ -58,23 +60,23 @@ def sample_tokens(logits: Tensor, settings: Tensor, tokens: Tensor, told: Tensor
     _best_of_chunks[(rows, SPLITS)](
         logits, settings, best, vocab, chunk, STEP=step, BLOCK=BLOCK, num_warps=WARPS, **options
     )
-    _best_of_rows[(rows,)](best, settings, tokens, told, STEP=step, SPLITS=SPLITS, num_warps=1, **options)
+    _best_of_rows[(rows,)](best, settings, tokens, marked, STEP=step, SPLITS=SPLITS, num_warps=1, **options)
 
 
 def sample_texts(
     logits: Sequence[Tensor], samplings: Sequence[Sampling], positions: Sequence[Sequence[int]]
 ) -> list[Tokens]:
-    """As `logits.sample_texts`, with two kernels for all rows whose settings these know."""
+    """As `logits.sample_texts`, with two kernels for all rows whose settings they support."""
     sampled: list[Tokens] = [()] * len(logits)
-    for sample, is_known in ((_sample_known, True), (in_torch.sample_texts, False)):
-        if own := [i for i, sampling in enumerate(samplings) if samples(sampling) is is_known]:
+    for sample, on_device in ((_sample_on_device, True), (in_torch.sample_texts, False)):
+        if own := [i for i, sampling in enumerate(samplings) if samples(sampling) is on_device]:
             texts = sample([logits[i] for i in own], [samplings[i] for i in own], [positions[i] for i in own])
             for i, tokens in zip(own, texts):
                 sampled[i] = tokens
     return sampled
 
 
-def _sample_known(
+def _sample_on_device(
     logits: Sequence[Tensor], samplings: Sequence[Sampling], positions: Sequence[Sequence[int]]
 ) -> list[Tokens]:
     rows = in_torch.concatenated(logits)
@@ -83,12 +85,12 @@ def _sample_known(
     tokens = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
     with torch.cuda.device_of(rows):
         sample_tokens(rows, settings.to(rows.device), *tokens)
-    told = tokens[1].tolist()
-    for i, token in enumerate(told):
+    sampled = tokens[1].tolist()
+    for i, token in enumerate(sampled):
         if token < 0:  # marked
-            [told[i]] = in_torch.sample_rows(rows[i : i + 1], *wanted[i])
+            [sampled[i]] = in_torch.sample_rows(rows[i : i + 1], *wanted[i])
     ends = list(accumulate(map(len, positions), initial=0))
-    return [tuple(told[begin:end]) for begin, end in pairwise(ends)]
+    return [tuple(sampled[begin:end]) for begin, end in pairwise(ends)]
 
 
 @triton.jit
@@ -137,7 +139,7 @@ def _best_of_chunks(
 
 
 @triton.jit
-def _best_of_rows(best, settings, tokens, told, STEP: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr):
+def _best_of_rows(best, settings, tokens, marked, STEP: tl.constexpr, SPLITS: tl.constexpr, OVERLAPS: tl.constexpr):
     """Of all parts of a row, the first that has the best score."""
     row, split = tl.program_id(0), tl.arange(0, SPLITS)
     wait_for_inputs(OVERLAPS)
@@ -148,6 +150,6 @@ def _best_of_rows(best, settings, tokens, told, STEP: tl.constexpr, SPLITS: tl.c
     second = tl.maximum(tl.max(second, 0), tl.max(tl.where(split == index, -float("inf"), scores), 0))
     token = tl.load(best + (row * SPLITS + index) * 3 + 1).to(tl.int64)
     sampled = tl.load(settings + row * STEP + 2).to(tl.float64, bitcast=True) > 0
-    is_clear = largest - second > MARGIN  # false where they are not numbers
+    is_clear = (largest - second > MARGIN) & (largest < float("inf"))  # false where they are not numbers
     tl.store(tokens + row, token)
-    tl.store(told + row, tl.where(is_clear | (sampled == 0), token, -1 - token))
+    tl.store(marked + row, tl.where(is_clear | (sampled == 0), token, -1 - token))
