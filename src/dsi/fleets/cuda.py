@@ -137,7 +137,8 @@ class CudaFleet(RealTimeFleet):
         if packed is not None and self._is_packed(job) and packed.suits(job):
             self._packed_jobs[name] = job
             self._join(name, packed)
-            if self.num_requests < 2:  # nothing else is going to share its forward
+            # Nothing else is going to share its forward. Prefills of what is cached end at once, again and again.
+            if self.num_requests < 2 and not isinstance(job, Prefill):
                 self._poll_packed(name, packed)
             return
         self._workers[name] = CudaWorker(self._servers[name], job, self.now())
