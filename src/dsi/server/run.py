@@ -32,7 +32,7 @@ log = logging.getLogger("dsi.server")
 OUT_OF_FILES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 ACCEPT_LOG_SECONDS = 10.0  # between two lines of log about connections that cannot be accepted
 # For which a thread keeps the interpreter while another waits. A fleet on GPUs polls all the time, so each message to a
-# client would wait that long: with Python's 5 ms one of 4 tokens behind 16 long ones took 70 times its time alone (now 1.8).
+# client would wait that long: with Python's 5 ms a short request behind 16 long ones took 70 times its time alone.
 SWITCH_SECONDS = 0.0002
 RECORD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
