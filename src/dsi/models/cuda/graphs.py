@@ -202,7 +202,7 @@ def token_sampler(model: Any) -> Any:
     if find_spec("triton") is None or devices != {model.device} or model.device.type != "cuda":
         return None
     sampler = import_module("dsi.models.cuda.token_sampling")
-    logits, numbers = torch.zeros(1, 1, device=model.device), torch.zeros(5, dtype=torch.int64, device=model.device)
+    logits, numbers = torch.zeros(1, 4096, device=model.device), torch.zeros(5, dtype=torch.int64, device=model.device)
     try:
         with torch.cuda.device(model.device):
             sampler.sample_tokens(logits, numbers[:3], numbers[3:4], numbers[4:])
