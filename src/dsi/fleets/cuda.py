@@ -137,8 +137,7 @@ class CudaFleet(RealTimeFleet):
         if packed is not None and self._is_packed(job) and packed.suits(job):
             self._packed_jobs[name] = job
             self._join(name, packed)
-            # Nothing else is going to share its forward. Prefills of what is cached end at once, again and again.
-            if self.num_requests < 2 and not isinstance(job, Prefill):
+            if self.num_requests < 2:  # nothing else is going to share its forward
                 self._poll_packed(name, packed)
             return
         self._workers[name] = CudaWorker(self._servers[name], job, self.now())
@@ -308,7 +307,8 @@ class CudaFleet(RealTimeFleet):
             if job.id in self._joined and job.id not in self._packed[name].jobs:
                 del self._packed_jobs[name]
                 self._joined.discard(job.id)
-                self._scheduler.release(name, computed=False)
+                # A prefill that is not recorded would come again and again.
+                self._scheduler.release(name, computed=isinstance(job, Prefill))
 
     def _poll(self, name: str) -> None:
         worker = self._workers[name]

@@ -93,10 +93,14 @@ def supports_triton(model: Any) -> bool:
     return size in HEAD_SIZES and whole and head and all(layer.are_plain() for layer in modules)
 
 
+def is_on_one_gpu(model: Any) -> bool:
+    """Whether all of a model is on one GPU."""
+    return model.device.type == "cuda" and {weight.device for weight in model.parameters()} == {model.device}
+
+
 def has_invariant_rows(model: Any) -> bool:
     """Whether these kernels compute a token's logits with the same bits in every forward: in half precision."""
-    on_one_gpu = {weight.device for weight in model.parameters()} == {model.device} and model.device.type == "cuda"
-    return on_one_gpu and model.dtype in HALF_PRECISION and supports_triton(model)
+    return is_on_one_gpu(model) and model.dtype in HALF_PRECISION and supports_triton(model)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from transformers.cache_utils import StaticLayer
 
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
-from dsi.models.cuda.decoder_triton import has_invariant_rows, supports_triton, triton_forward
+from dsi.models.cuda.decoder_triton import has_invariant_rows, is_on_one_gpu, supports_triton, triton_forward
 from dsi.models.cuda.draft_pipeline import DraftPipeline
 from dsi.models.cuda.fused_ops import fused_forward
 from dsi.models.cuda.green_contexts import driver, stream_sms
@@ -198,8 +198,7 @@ def keep_for_current_stream(tensors: Iterable[Tensor], stream: Any) -> None:
 
 def token_sampler(model: Any) -> Any:
     """What samples tokens in captured forwards; None where it cannot."""
-    devices = {weight.device for weight in model.parameters()}
-    if find_spec("triton") is None or devices != {model.device} or model.device.type != "cuda":
+    if find_spec("triton") is None or not is_on_one_gpu(model):
         return None
     sampler = import_module("dsi.models.cuda.token_sampling")
     logits, numbers = torch.zeros(1, 4096, device=model.device), torch.zeros(5, dtype=torch.int64, device=model.device)

@@ -107,7 +107,7 @@ def node_paths(parents: Sequence[int]) -> list[list[int]]:
     return paths
 
 
-class TreePart(NamedTuple):
+class PartPaths(NamedTuple):
     """The paths that the nodes of a part are on, one for each leaf."""
 
     leaves: list[int]  # by number, those of the longest paths first
@@ -175,7 +175,7 @@ def depth_first(children: Sequence[Sequence[int]], largest_first: bool) -> list[
     return order[1:]
 
 
-def cut_tree(order: Sequence[int], paths: Sequence[Sequence[int]], token_queries: int, groups: int) -> list[TreePart]:
+def cut_tree(order: Sequence[int], paths: Sequence[Sequence[int]], token_queries: int, groups: int) -> list[PartPaths]:
     """Cut nodes into parts; in their order those below a node are behind it."""
     parts = []
     for begin in range(-token_queries, len(order) * groups, ROWS):
@@ -189,7 +189,7 @@ def cut_tree(order: Sequence[int], paths: Sequence[Sequence[int]], token_queries
             numbers += [by_length.index(leaf)] * (groups * (end - behind))
             behind = end
         numbers = numbers[max(0, begin - first * groups) :][:ROWS]
-        parts.append(TreePart(by_length, numbers + [0] * (ROWS - len(numbers)), nodes))
+        parts.append(PartPaths(by_length, numbers + [0] * (ROWS - len(numbers)), nodes))
     return parts
 
 

@@ -21,15 +21,13 @@ from triton import cdiv
 from dsi.core.messages import Sampling
 from dsi.core.sequence import Tokens
 from dsi.models.cuda.linear import launch_next, launch_options, wait_for_inputs
-from dsi.sampling import logits as in_torch
-from dsi.sampling.noise import UINT64_MAX, splitmix64
+from dsi.sampling import logits as in_torch, noise
 
 SPLITS, BLOCK, WARPS = 8, 4096, 8  # programs that share a row, and the tokens that one looks at together
 # Between the logarithms of the two best: more than rounding. In float32 that begins with the logits: a winner is hardly
 # ever more than 40 below the largest of them.
 MARGIN = tl.constexpr(1e-5)
-GOLDEN_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)  # of splitmix64
-MIX_1, MIX_2 = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
+GOLDEN_GAMMA, MIX_1, MIX_2 = (tl.constexpr(number) for number in (noise.GOLDEN_GAMMA, noise.MIX_1, noise.MIX_2))
 UNIT, HALF_UNIT = tl.constexpr(2.0**-52), tl.constexpr(2.0**-53)
 
 
@@ -42,7 +40,9 @@ def samples(sampling: Sampling) -> bool:
 @lru_cache(64)
 def settings_of(sampling: Sampling) -> tuple[int, int]:
     """What the kernels read of the settings: what seeds the noise, and the bits of the temperature."""
-    seed, temperature = unpack("<qq", pack("<Qd", splitmix64(sampling.seed & UINT64_MAX), sampling.temperature))
+    seed, temperature = unpack(
+        "<qq", pack("<Qd", noise.splitmix64(sampling.seed & noise.UINT64_MAX), sampling.temperature)
+    )
     return seed, temperature
 
 
