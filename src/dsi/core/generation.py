@@ -102,6 +102,7 @@ class Generation:
         self._streams = streams  # whether a target can be asked for its text as a stream
         self._most_verified_unseen = most_verified_unseen  # draft tokens whose verification may start before they come
         self._stream: tuple[int, int] | None = None  # the id of such a job, and the length of the text it has reached
+        self._emitted: list[int] = []  # what one event has verified
         self._started: list[Job] = []
         self._cancelled: list[int] = []
         self._tree_drafts: dict[int, TreeDraft] = {}  # in flight
@@ -166,16 +167,17 @@ class Generation:
         if handler is None:
             return NO_STEP
         handler(self, job, event)
-        return self._step(self._advance())
+        self._advance()
+        return self._step()
 
     def replan(self) -> Step:
         """Re-run the policy without a new event."""
-        return self._step(())
+        return self._step()
 
     def stop(self) -> Step:
         """End the request: nothing more is emitted, and every job in flight is cancelled."""
         self._stopped = True
-        return self._step(())
+        return self._step()
 
     def _on_drafted(self, job: Draft, event: Drafted) -> None:
         if job.model == TARGET:
@@ -198,8 +200,11 @@ class Generation:
 
     def _on_drafted_block(self, job: Draft, event: DraftedBlock) -> None:
         for token in event.tokens:
-            if job.id in self.jobs.open:  # nothing follows a stop token
-                self._on_drafted(job, Drafted(job.id, token))
+            if job.id not in self.jobs.open or self.done:  # nothing follows a stop token
+                return
+            self._on_drafted(job, Drafted(job.id, token))
+            if job.model == TARGET:  # the next one follows the root, too
+                self._advance()
 
     def _on_drafted_level(self, job: Draft, event: DraftedLevel) -> None:
         if event.level != self._tree_drafts[job.id].level:
@@ -274,19 +279,17 @@ class Generation:
         # The next prefill comes anyway.
         self.tally.failed += 1
 
-    def _advance(self) -> Tokens:
-        """Move the root as far as the target's tokens are known; return those tokens."""
-        tree = self.tree
-        emitted: list[int] = []
+    def _advance(self) -> None:
+        """Move the root as far as the target's tokens are known, and emit those tokens."""
+        tree, num_emitted = self.tree, len(self._emitted)
         while (token := tree.root.target_token) is not None and not self.done:
-            emitted.append(token)
+            self._emitted.append(token)
             self._account(tree.root, token)
             if pruned := tree.advance(token, self._block_size):
                 self._cancel(self.jobs.obsolete(pruned))
             self._stopped = token in self._stop_tokens
-        if emitted:
+        if len(self._emitted) > num_emitted:
             self.jobs.root_moved()
-        return tuple(emitted)
 
     def _account(self, passed: Node, token: int) -> None:
         """Record how the token after this node came into the text."""
@@ -303,11 +306,12 @@ class Generation:
             self.tally.useful += 1
             self._last_verifier = passed.verifier
 
-    def _step(self, emitted: Tokens) -> Step:
+    def _step(self) -> Step:
         if self.done:
             self._cancel(list(self.jobs.open))
         else:
             self.policy(self)
+        emitted, self._emitted = tuple(self._emitted), []
         started, self._started = tuple(self._started), []
         cancelled, self._cancelled = tuple(self._cancelled), []
         # The verification of a new root had been speculation on a deeper position until now.
@@ -399,7 +403,7 @@ class Generation:
 
     def verify(self, node: Node, width: int, alone: bool = False) -> None:
         """Verify the last `width` positions up to this node."""
-        self._stop_stream()
+        self.stop_stream()
         lead = node.depth - width + 1 - self.tree.root.depth
         nodes = node.lineage(width)
         draft_tokens = tuple(covered.draft_tokens for covered in reversed(nodes)) if self.needs_draft else ()
@@ -453,7 +457,7 @@ class Generation:
 
     def verify_tree(self, nodes: Sequence[Node], alone: bool = False) -> None:
         """Verify what follows these nodes, the root or any below it, in one forward."""
-        self._stop_stream()
+        self.stop_stream()
         root, tree = self.tree.root, self.tree.with_ancestors(nodes)
         index = {node: i for i, node in enumerate(tree)}
         below = [node for node in nodes if node is not root]
@@ -473,15 +477,15 @@ class Generation:
         )
         self._start(job, tops, covered)
 
-    def _stop_stream(self) -> None:
+    def stop_stream(self) -> None:
         """What is verified needs no stream of the target's text."""
         if self._stream is not None:
             self._cancel([self._stream[0]])
 
-    def stream(self) -> None:
-        """Let a target continue the verified text by itself, unless one does."""
+    def stream(self, most: float = inf) -> None:
+        """Let a target continue the verified text by itself for up to so many tokens, unless one does."""
         if self._stream is None:
-            root, count = self.tree.root, self.max_new_tokens - self.tree.root.depth
+            root, count = self.tree.root, int(min(most, self.max_new_tokens - self.tree.root.depth))
             job = Draft(next(self._ids), root.context, count, TARGET, self.sampling, alone=True)
             self._stream = job.id, root.context.length
             self.jobs.add_prefill(job)

@@ -2,7 +2,8 @@
 
 Every request drafts a block, or a tree, and verifies it, as in SI, and all that are ready share one forward. Draft
 tokens are rows of that forward: nearly free while few requests share it, and worth less than other requests' tokens
-when many do. So speculation shrinks with the load, down to plain decoding.
+when many do. So speculation shrinks with the load, down to plain decoding, in which the target continues each text for
+several forwards before the engine handles their tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dsi.core.policies import Load, policy_for
 from dsi.core.spec import SpecConfig
 
 ENGINE_WINDOW = 400  # tokens of all requests by which one without a draft token of its own is judged
+PLAIN = SpecConfig("nonsi")
+STREAMED = 32  # tokens at most for which a target continues a text before it is asked again
 
 
 class SharedForwards:
@@ -33,12 +36,13 @@ class SharedForwards:
         It is `alone` while no other request runs, and for rules whose text depends on the blocks.
         """
         acceptance, runner_up = AcceptanceEMA(PRIOR_ACCEPTANCE), AcceptanceEMA(PRIOR_RUNNER_UP_ACCEPTANCE)
-        load, num_learned, chosen = self._load, 0, SpecConfig("nonsi")
+        load, num_learned, chosen = self._load, 0, PLAIN
         chosen_for = -1  # verified tokens: what is drafted as a tree is verified as one
 
         def policy(g: Generation) -> None:
             nonlocal num_learned, chosen, chosen_for
-            if load.shared_spec is None or load.requests < 2 or g.needs_draft:
+            choose = load.shared_spec
+            if choose is None or not self._shares(g):
                 alone(g)
                 return
             if g.busy:
@@ -47,11 +51,39 @@ class SharedForwards:
             num_learned = len(g.verified)
             if chosen_for < num_learned:
                 acceptance.prior, runner_up.prior = self._acceptance.rate, self._runner_up.rate
-                chosen = load.shared_spec(load.requests, acceptance.rate, runner_up.rate, tree)
+                chosen = choose(load.requests, acceptance.rate, runner_up.rate, tree)
                 chosen_for = num_learned
-            self._in_turns(chosen)(g)
+            self._go_on(g, chosen)
 
         return policy
+
+    def plain(self, alone: Policy) -> Policy:
+        """The same for a request that does not speculate."""
+
+        def policy(g: Generation) -> None:
+            if not self._shares(g):
+                alone(g)
+            elif not g.busy:
+                self._go_on(g, PLAIN)
+
+        return policy
+
+    def _shares(self, g: Generation) -> bool:
+        """Whether a request shares forwards with others; where it no longer does, no target continues it."""
+        if self._load.shared_spec is None:
+            return False
+        if self._load.requests >= 2 and not g.needs_draft:
+            return True
+        g.stop_stream()
+        return False
+
+    def _go_on(self, g: Generation, chosen: SpecConfig) -> None:
+        """Under plain decoding the target continues the text, if nothing but its tokens is wanted."""
+        if chosen.algorithm == PLAIN.algorithm and g.sampling.logprobs is None:
+            g.stream(STREAMED)
+            return
+        g.stop_stream()
+        self._in_turns(chosen)(g)
 
     def _learn(self, g: Generation, num_learned: int, acceptance: AcceptanceEMA, runner_up: AcceptanceEMA) -> None:
         for position in g.verified[num_learned:]:

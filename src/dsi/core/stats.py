@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsi.core.generation import ACCEPTED, CORRECTED, Tally
-from dsi.core.messages import TARGET, Drafted, DraftedLevel, Event, Time, Verified
+from dsi.core.messages import TARGET, Drafted, DraftedBlock, DraftedLevel, Event, Time, Verified
 
 SECOND = 1000  # ms
-ANSWERS = frozenset({Drafted, DraftedLevel, Verified})
+ANSWERS = frozenset({Drafted, DraftedBlock, DraftedLevel, Verified})
+
+
+def num_forwards(event: Event | None) -> int:
+    """How many forwards have ended in this event."""
+    return len(event.tokens) if isinstance(event, DraftedBlock) else int(event.__class__ in ANSWERS)
 
 
 @dataclass(slots=True)
@@ -29,7 +34,7 @@ class ServerUsage:
         self.busy += elapsed
         self.since = end
         if event.__class__ in ANSWERS:
-            self.forwards += 1
+            self.forwards += num_forwards(event)
             self.answer_time += elapsed
 
     def until(self, now: Time) -> ServerUsage:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -51,7 +52,7 @@ from dsi.models.tensor_parallel import TensorParallel
 from dsi.models.tokenizer import Tokenizer
 from dsi.models.vocab.translate import translate_drafter
 from dsi.planning.latency import LatencyModel
-from dsi.planning.shared_forwards import forward_ms
+from dsi.planning.shared_forwards import forward_ms, num_steps
 
 # Of the time of a measurement that all threads together may have waited for a core, or it is repeated: 0.1 on two idle
 # cores, 0.5 and more beside a busy process. What is disturbed nevertheless is not kept for long.
@@ -231,7 +232,8 @@ def limit_inline(fleet: ProcessFleet, latency: LatencyModel) -> None:
     max_tokens = MAX_TOKENS
     while max_tokens > MIN_TOKENS and forward_ms(latency.alone or latency, max_tokens) > MAX_SHARED_MS:
         max_tokens //= 2
-    fleet.limit_inline(latency.target_ms - latency.engine_ms <= MAX_INLINE_MS, max_tokens)
+    steps = partial(num_steps, latency.alone or latency)
+    fleet.limit_inline(latency.target_ms - latency.engine_ms <= MAX_INLINE_MS, max_tokens, steps)
 
 
 def limit_threads(fleet: ProcessFleet, threads: int) -> None:

@@ -300,6 +300,8 @@ class Engine(AbstractContextManager["Engine"]):
         policy = policy_for(spec)
         if spec.algorithm in ("pearl", "dsi") and deployment.shares_forwards:
             return self._shared_forwards.policy(policy, spec.tree)
+        if spec.algorithm == "nonsi" and deployment.shares_forwards:
+            return self._shared_forwards.plain(policy)
         if spec.algorithm != "dsi":
             return policy
         lookahead = min(spec.lookahead or 1, deployment.shared_lookahead)

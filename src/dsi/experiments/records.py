@@ -190,5 +190,5 @@ def outcome(span: Span, first: TokenSequence, verified: set[int], accepted: set[
     if span.level is not None:
         is_accepted = (span.job, span.level[1].level) in accepted
     else:
-        is_accepted = span.token is not None and span.context.then(span.token).key in verified
+        is_accepted = span.token is not None and first.then(span.token).key in verified
     return "accepted" if is_accepted else "rejected"

@@ -11,7 +11,7 @@ from itertools import count
 from dsi.core.messages import TARGET, Draft, Event, Job, Time
 from dsi.core.scheduler import Scheduler
 from dsi.core.sequence import TokenSequence
-from dsi.core.stats import ANSWERS, ServerUsage
+from dsi.core.stats import ANSWERS, ServerUsage, num_forwards
 from dsi.fleets.servers import Server, by_name
 from dsi.fleets.spans import Span, span
 
@@ -129,7 +129,7 @@ class BaseFleet(ABC):
         """Count a forward that ended in `event`, or was cancelled, and log its span."""
         self.usage[name].end(start, end, event)
         if self.observe is not None and event.__class__ in ANSWERS and not begins_stream(job, context):
-            self.observe(job, end - start, self._num_busy_targets())
+            self.observe(job, (end - start) / num_forwards(event), self._num_busy_targets())
         if self.log is not None:
             self.log.append(span(name, self._servers[name].role, job, context, start, end, event))
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from dsi.core.generation import NO_TOKEN
-from dsi.core.messages import Draft, Drafted, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
+from dsi.core.messages import Draft, Drafted, DraftedBlock, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
 from dsi.core.scheduler import Scheduler, promoted
-from dsi.core.sequence import TokenSequence
+from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.tree_shape import Level, Tree
 from dsi.fleets.job_requests import TreeGrowth, draft_request, verify_request
 from dsi.fleets.servers import CachedPrefix, Server
@@ -28,14 +28,17 @@ from dsi.models.protocol import (
     GrowsTrees,
     LaunchedGrowth,
     PollsPacked,
+    StopFlag,
     SupportsPacking,
     computes_trees,
+    generate_packed,
 )
 
 MAX_TOKENS = MAX_ROWS  # new tokens of a forward, with nodes of trees
 MAX_GROWTHS = 256  # drafts of trees that are kept for verifications
 FEW = 3  # times as many as there are that may come yet
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
+MAX_STEPS = 8  # forwards that follow one another without the engine
 
 SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
 
@@ -111,6 +114,13 @@ class PackedPart:
         return self.num_read >= MIN_CHUNK
 
     @property
+    def num_wanted(self) -> int:
+        """The tokens that it takes one forward each to generate; 0 if it does anything else."""
+        packed = self.packed
+        generates = isinstance(packed.job, Draft) and packed.growth is None and not self.is_chunk
+        return packed.left if generates else 0
+
+    @property
     def is_speculation(self) -> bool:
         """Whether nobody waits for it yet."""
         job = self.packed.job
@@ -127,10 +137,15 @@ class PackedPart:
 
 @dataclass(eq=False, slots=True)
 class PackedForward:
-    """A forward over parts of several jobs, and what it answered once it has run."""
+    """A forward over parts of several jobs, and what it answered once it has run.
+
+    Where each of them only generates tokens, up to so many forwards follow one another, unless they are to stop.
+    """
 
     parts: list[PackedPart]
     answers: Sequence[Answer | Exception] = ()
+    num_steps: int = 1
+    stop: StopFlag = field(default_factory=StopFlag)
 
     @property
     def requests(self) -> list[ForwardRequest]:
@@ -140,6 +155,11 @@ class PackedForward:
     def num_rows(self) -> int:
         """New tokens of texts, and nodes of trees."""
         return sum(part.num_rows for part in self.parts)
+
+    @property
+    def counts(self) -> list[int]:
+        """The tokens to generate of each text."""
+        return [min(self.num_steps, part.num_wanted) for part in self.parts]
 
 
 class PackedServer:
@@ -165,6 +185,7 @@ class PackedServer:
         self.growths: OrderedDict[int, TreeGrowth] = OrderedDict()  # of the latest drafts of trees, by job
         self._most_in_flight: int = getattr(model, "forwards_in_flight", 1)
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
+        self.steps_for: Callable[[int], int] = lambda _: 1  # forwards that may follow one another, by their rows
 
     @classmethod
     def of(cls, server: Server) -> PackedServer | None:
@@ -251,6 +272,11 @@ class PackedServer:
         """Whether there are jobs that no forward computes."""
         return bool(self._ready)
 
+    @property
+    def has_urgent_jobs(self) -> bool:
+        """Whether there are others than those that go on with a text."""
+        return any(not isinstance(packed.job, Draft) for packed in self._ready.values())
+
     def should_begin(self, in_flight: Sequence[PackedForward], num_coming: int = 0) -> bool:
         """Whether the jobs that no forward computes begin one now, beside those in flight.
 
@@ -313,6 +339,9 @@ class PackedServer:
     def begin(self, max_tokens: int) -> PackedForward:
         """Take the jobs of the next forward."""
         forward = PackedForward(self._take(max_tokens))
+        wanted = [part.num_wanted for part in forward.parts]
+        if wanted and all(wanted):
+            forward.num_steps = min(max(wanted), MAX_STEPS, self.steps_for(forward.num_rows))
         for part in forward.parts:
             part.packed.computing = True
             del self._ready[part.packed.job.id]
@@ -321,7 +350,11 @@ class PackedServer:
     def run(self, forward: PackedForward, at_once: int = 1) -> None:
         """Compute the forward, one of so many that run at once."""
         try:
-            forward.answers = self._model.answer_packed(forward.requests, at_once)
+            if forward.num_steps > 1:
+                counts, stop = forward.counts, forward.stop
+                forward.answers = generate_packed(self._model, forward.requests, counts, at_once, stop)
+            else:
+                forward.answers = self._model.answer_packed(forward.requests, at_once)
         except Exception:  # one of them cannot be computed: which?
             forward.answers = [self._answer_alone(request, at_once) for request in forward.requests]
 
@@ -402,7 +435,8 @@ class PackedServer:
         parts = [packed.part() for id, packed in self.jobs.items() if id in self._ready]
         if len(parts) == 1 and parts[0].num_rows <= room:  # faster
             return parts
-        continuing = [part for part in parts if not part.reads_prompt]
+        by_id = {part.packed.job.id: part for part in parts}
+        continuing = [by_id[id] for id in self._ready if not by_id[id].reads_prompt]  # the longest ready first
         for part in sorted(continuing, key=lambda part: part.is_speculation):
             if part.num_rows <= room or not taken:
                 taken.append(part)
@@ -432,7 +466,8 @@ class PackedServer:
         prefix.add_tree(request.tree)
         if part.is_chunk:
             return None
-        packed.left -= 1
+        is_chain = isinstance(job, Draft) and packed.growth is None
+        packed.left -= len(answer.tokens) if is_chain else 1
         if not packed.left:
             self.discard(job.id)
         if packed.growth is not None:
@@ -440,11 +475,18 @@ class PackedServer:
         if isinstance(job, Prefill):
             return Prefilled(job.id)
         if isinstance(job, Draft):
-            prefix.append(answer.tokens[0])
-            return Drafted(job.id, answer.tokens[0])
+            return self._drafted(job, prefix, answer.tokens)
         if not job.fits(answer.tokens):
             return Failed(job.id, f"{len(answer.tokens)} tokens in answer to {job.num_positions} positions")
         return Verified(job.id, answer.tokens, answer.top_logprobs)
+
+    @staticmethod
+    def _drafted(job: Draft, prefix: CachedPrefix, tokens: Tokens) -> Event:
+        """The event of tokens that were generated, of which the last is not cached."""
+        for token in tokens:
+            prefix.append(token)
+        prefix.num_cached = len(prefix.tokens) - 1
+        return Drafted(job.id, tokens[0]) if len(tokens) == 1 else DraftedBlock(job.id, tokens)
 
     def _finish_tree(self, packed: PackedJob, growth: TreeGrowth, answer: Answer) -> Event:
         """The event of a level of a draft, or of a verification that followed one."""

@@ -26,7 +26,7 @@ from typing import Any
 from dsi.core.messages import TARGET, Drafted, Job, Prefill
 from dsi.core.scheduler import promoted
 from dsi.fleets.connection import Connection, JobDecoder
-from dsi.fleets.packed import PackedForward, PackedServer
+from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
@@ -175,6 +175,7 @@ class ProcessFleet(RemoteFleet):
         self._inflight: dict[Future[None], InflightForward] = {}
         self._ended: deque[Future[None]] = deque()
         self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "forward")
+        self._running: PackedForward | None = None  # in the thread that calls
         self._unshared_is_next = False  # whether a job that shares no forward runs before the next shared one
         self.every_core = frozenset(self._servers if use_cores else ())
         self._targets = [name for name, server in self._servers.items() if server.role == TARGET]
@@ -200,11 +201,20 @@ class ProcessFleet(RemoteFleet):
         """Whether a request that is alone runs in this process."""
         return bool(self._inline) and self._inline_alone
 
-    def limit_inline(self, alone: bool, max_tokens: int) -> None:
-        """Say whether a request that is alone runs in this process, and how many new tokens of all share a forward."""
+    def limit_inline(self, alone: bool, max_tokens: int, steps_for: Callable[[int], int] = lambda _: 1) -> None:
+        """Say whether a request that is alone runs in this process, and how many new tokens of all share a forward.
+
+        And how many forwards of the target, by their rows, follow one another before their tokens are handled.
+        """
         self._inline_alone = alone
-        for packed in self._packed.values():
+        for role, packed in self._packed.items():
             packed.max_tokens = max_tokens
+            packed.steps_for = steps_for if role == TARGET else lambda _: MAX_STEPS
+
+    def wake(self) -> None:
+        if (running := self._running) is not None:
+            running.stop.set()
+        super().wake()
 
     def _assign(self, name: str, job: Job) -> None:
         role, may_use_all = self._servers[name].role, self._is_alone(name, job)
@@ -289,6 +299,8 @@ class ProcessFleet(RemoteFleet):
         if self.num_requests > 1:
             self._take_waiting()
         shared = [(role, packed) for role, packed in self._packed.items() if packed.has_ready_jobs]
+        if self._inflight:
+            self._end_for_others()
         unshared = self._unshared_job() if self._unshared_is_next or not shared else None
         if shared and unshared is None and (self._inflight or self._can_split(shared)):
             return self._begin_forward(shared)
@@ -309,6 +321,12 @@ class ProcessFleet(RemoteFleet):
                 packed.add(job)
         for role, packed in self._packed.items():
             packed.take_waiting(self._scheduler, role, self._is_shared)
+
+    def _end_for_others(self) -> None:
+        """Let the forward that began first end soon, where there are jobs that do not only go on with their texts."""
+        first = next(iter(self._inflight.values()))
+        if self._packed[first.role].has_urgent_jobs:
+            first.forward.stop.set()
 
     @staticmethod
     def _can_split(shared: Sequence[tuple[str, PackedServer]]) -> bool:
@@ -364,7 +382,9 @@ class ProcessFleet(RemoteFleet):
     def _step_packed(self, role: str, packed: PackedServer, at_once: int = 1) -> None:
         """Run one forward for all jobs that share it."""
         forward, start = packed.begin(packed.max_tokens), self.now()
+        self._running = forward
         packed.run(forward, at_once)
+        self._running = None
         self._finish_forward(role, forward, start, self.now(), at_once)
 
     def _finish_forward(self, role: str, forward: PackedForward, start: float, end: float, at_once: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsi.core.messages import Draft, Drafted, DraftedLevel, Event, Job, Prefill, Time, Verify
+from dsi.core.messages import TARGET, Draft, Drafted, DraftedBlock, DraftedLevel, Event, Job, Prefill, Time, Verify
 from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import END, Tree, by_level
 
@@ -22,7 +22,7 @@ class Span:
     width: int  # positions that it predicts
     start: Time
     end: Time
-    token: int | None = None  # of a draft
+    token: int | None = None  # of a draft, the first
     stale: bool = False  # cancelled before it ended
     texts: tuple[TokenSequence, ...] = ()  # of a tree's verification: those after which it predicts
     num_texts: int = 1  # that it computed new tokens of, of as many requests
@@ -45,7 +45,13 @@ def span(
     """Make the span of a forward that ended in `event`, or was cancelled."""
     width = job.num_positions if isinstance(job, Verify) else int(isinstance(job, Draft))
     token = event.token if isinstance(event, Drafted) else None
+    if isinstance(event, DraftedBlock):  # of forwards that follow one another
+        width, token = len(event.tokens), event.tokens[0]
+        for drafted in event.tokens[:-1]:
+            context = context.then(drafted)
     kind, texts = KINDS[type(job)], _tree_texts(job)
+    if isinstance(job, Draft) and job.model == TARGET:
+        kind = KINDS[Verify]
     level = (job, event) if isinstance(job, Draft) and isinstance(event, DraftedLevel) else None
     return Span(server, role, kind, job.id, context, width, start, end, token, event is None, texts, num_texts, level)
 

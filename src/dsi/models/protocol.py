@@ -6,6 +6,7 @@ A request carries the whole text, and a model answers as if it were stateless; K
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from ctypes import c_int32
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -53,6 +54,23 @@ class Never:
 
 
 NEVER = Never()
+
+
+class StopFlag:
+    """Tells a model that generates several tokens to end after the forward in progress; kernels read it, too."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = c_int32(0)
+
+    def set(self) -> None:
+        self.number.value = 1
+
+    def is_set(self) -> bool:
+        return bool(self.number.value)
+
+
 MAX_ROWS = 128  # of a forward that texts share, where the model does not say
 
 
@@ -187,6 +205,24 @@ class SupportsPacking(Model, Protocol):
         None of several is cancelled meanwhile. Only a model that `computes_trees` is asked about trees.
         """
         ...
+
+
+def generate_packed(
+    model: SupportsPacking, requests: Sequence[ForwardRequest], counts: Sequence[int], at_once: int, stop: StopFlag
+) -> list[Answer]:
+    """Generate so many tokens of each text, from one forward after the other; fewer, but one, where it is to stop."""
+    generate: Callable[..., list[Tokens] | None] | None = getattr(model, "generate_packed", None)
+    if generate is not None and (generated := generate(requests, counts, at_once, stop)) is not None:
+        return list(map(Answer, generated))
+    texts = [list(request.tokens) for request in requests]
+    lengths, left = list(map(len, texts)), dict(enumerate(requests))
+    while left and not (len(texts[0]) > lengths[0] and stop.is_set()):
+        for i, answer in zip(list(left), model.answer_packed(list(left.values()), at_once)):
+            num_cached = len(texts[i])
+            texts[i] += answer.tokens
+            left[i] = replace(left[i], tokens=texts[i], start=num_cached + 1, num_cached=num_cached)
+        left = {i: request for i, request in left.items() if len(texts[i]) < lengths[i] + counts[i]}
+    return [Answer(tuple(text[length:])) for text, length in zip(texts, lengths)]
 
 
 @runtime_checkable
@@ -365,6 +401,16 @@ class SamplingModel:
         if self._are_picked(requests):
             return run_to_end(self._poll_picked(requests, at_once))
         return self._answers(requests, self._packed_logits(requests, at_once))
+
+    def generate_packed(
+        self, requests: Sequence[ForwardRequest], counts: Sequence[int], at_once: int, stop: StopFlag
+    ) -> list[Tokens] | None:
+        """So many tokens of each text, if they are the likeliest and the backend can generate them in one call."""
+        generate = getattr(self.backend, "generate_packed", None)
+        if generate is None or not self._are_picked(requests):
+            return None
+        generated: list[Tokens] | None = generate(requests, counts, at_once, stop)
+        return generated
 
     def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
         """As `answer_packed`, but yield while a backend that computes asynchronously does so.

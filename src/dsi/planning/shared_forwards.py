@@ -14,10 +14,11 @@ from dsi.planning.latency import LatencyModel
 
 MAX_BLOCK = 8
 TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+MAX_STEPS, STEPS_MS = 8, 40.0  # of forwards under plain decoding that follow one another
 MIN_GAIN = 0.05
 MIN_TREE_GAIN = 0.1  # of a tree over a chain: its forwards, and the engine's work for it, take a bit more
 DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it, where that was not measured
-VERIFY_MS, DRAFT_MS = 0.06, 0.025  # that the engine takes to handle a verification and a draft token of one request
+VERIFY_MS, TOKEN_MS, DRAFT_MS = 0.2, 0.05, 0.025  # to handle a verification of one request, a further token, a draft token
 
 
 NEARLY_TWICE = 1.7  # as long as one of half as many new tokens takes a forward that is no better than two of those
@@ -74,17 +75,19 @@ def shared_spec(
 def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
     """The expected tokens per ms of all requests: a draft forward for each level, then the target's.
 
-    Where they are more than share a forward, the engine works for some of them while the others' forward runs.
+    Where they are more than share a forward, the engine works for some of them while the others' forward runs. Under
+    plain decoding some forwards follow one another before it does.
     """
     turns = latency.alone or latency
-    engine_ms = requests * (VERIFY_MS + DRAFT_MS * shape.num_drafted)
     rows = requests * (shape.num_drafted + 1)
+    steps = 1 if shape.num_drafted else num_steps(turns, rows)
+    engine_ms = requests * (VERIFY_MS + TOKEN_MS * (steps - 1) + DRAFT_MS * shape.num_drafted)
     forwards = max(1.0, rows / (turns.shared_rows or rows))
     drafting_ms = forwards * sum(draft_ms(turns, requests * drafted / forwards) for drafted in shape.levels)
     verifying_ms = forwards * forward_ms(turns, rows / forwards)
-    computing_ms = drafting_ms + verifying_ms
+    computing_ms = drafting_ms + steps * verifying_ms
     turn_ms = max(computing_ms, engine_ms) if forwards > 1 else computing_ms + engine_ms
-    return requests * (1 + shape.num_accepted) / turn_ms
+    return requests * (steps + shape.num_accepted) / turn_ms
 
 
 def draft_ms(latency: LatencyModel, rows: float) -> float:
@@ -103,6 +106,11 @@ def forward_ms(latency: LatencyModel, width: float) -> float:
     (last, ms), (middle, middle_ms) = widths[-1], widths[len(widths) // 2]
     slope = (ms - middle_ms) / (last - middle) if last > middle else float(latency.per_token_ms)
     return ms + slope * (width - last)
+
+
+def num_steps(latency: LatencyModel, rows: int) -> int:
+    """How many forwards of plain decoding follow one another: others wait for them, if only until one has ended."""
+    return max(1, min(MAX_STEPS, int(STEPS_MS / forward_ms(latency, rows))))
 
 
 def shared_rows(latency: LatencyModel) -> int:

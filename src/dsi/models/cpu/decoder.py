@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsi.core.sequence import Tokens
 from dsi.models.cpu.compiler import declare, kernel, why_unavailable
 from dsi.models.cpu.linear import TYPES, CompiledLinear, Matrix, address
 from dsi.models.hf import Transformer, is_of_transformers, record_rows, sliding_window
 from dsi.models.kv_sequence import GROWTH, KVLayer, KVSequence
 from dsi.models.masked_rows import TextRows
-from dsi.models.protocol import NEVER, CancelFlag, Cancelled, ForwardRequest
+from dsi.models.protocol import NEVER, CancelFlag, Cancelled, ForwardRequest, StopFlag
 from dsi.models.tree_cache import TreeRows
 
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
@@ -86,7 +87,7 @@ SEQUENCES = POINTER(ModelStruct), POINTER(SequenceStruct), c_int64
 TOKENS = POINTER(ModelStruct), c_void_p, POINTER(SequenceStruct)
 declare("scratch_size", c_int64, *SEQUENCES, c_int32)
 declare("run_decoder", c_int32, *TOKENS, *[c_int64] * 2, c_void_p, c_int32, IsCancelled)
-declare("generate", c_int64, *TOKENS, c_int64, *[c_void_p] * 2, c_int64, c_int32, IsCancelled)
+declare("generate", c_int64, *TOKENS, *[c_int64] * 2, *[c_void_p] * 3, c_int64, c_int32, IsCancelled, c_void_p)
 declare("move_slots", None, c_void_p, *[c_int64] * 4, c_void_p, *[c_int64] * 2)
 
 
@@ -352,28 +353,70 @@ class CompiledDecoder(Transformer):
             self._compute(sequence, prompt, 0)
             sequence.tokens += prompt
         part = TextPart(sequence, len(sequence.tokens), list(tokens[len(sequence.tokens) :]), 1)
-        generated = self._generate(part, count)
-        end = part.end + count - 1
+        [generated] = self._generate([part], [count], self._num_threads)
+        if len(generated) < count:
+            raise Cancelled
+        return generated
+
+    def generate_packed(
+        self, requests: Sequence[ForwardRequest], counts: Sequence[int], at_once: int, stop: StopFlag
+    ) -> list[Tokens] | None:
+        """So many of the likeliest tokens of each text, in one call; None where their new tokens are too many for it.
+
+        Fewer, but at least one, where it is to stop.
+        """
+        self._cancelled = NEVER
+        for request, count in zip(requests, counts):
+            self.check_text(request.tokens, request.start, count - 1)
+        with self._lock:
+            texts = self._text_rows(requests, self._in_use)
+            parts, sequences = [TextPart.of(text) for text in texts], {text.sequence for text in texts}
+            if sum(part.num_rows for part in parts) > MAX_ROWS:
+                return None
+            self._reserve_generated(parts, counts)
+            self._in_use |= sequences
+        try:
+            return list(map(tuple, self._generate(parts, counts, max(1, self._num_threads // at_once), stop)))
+        finally:
+            with self._lock:
+                self._in_use -= sequences
+
+    def _reserve_generated(self, parts: Sequence[TextPart], counts: Sequence[int]) -> None:
+        """Make room for all tokens but the last of each text."""
+        longest = [part.end + count - 1 for part, count in zip(parts, counts)]
+        self._reserve_rotary(max(longest))
+        for part, length in zip(parts, longest):
+            self._reserve(part.sequence, length)
+
+    def _generate(
+        self, parts: Sequence[TextPart], counts: Sequence[int], threads: int, stop: StopFlag | None = None
+    ) -> list[list[int]]:
+        tokens, most, number = [token for part in parts for token in part.tokens], max(counts), len(parts)
+        self._check_tokens(tokens)
+        self._reserve_generated(parts, counts)
+        structs, widest = (SequenceStruct * number)(*map(self._sequence_struct, parts)), (SequenceStruct * number)()
+        for wide, struct, count in zip(widest, structs, counts):
+            wide.rows, wide.length, wide.num_positions = struct.rows, struct.length + count - 1, 1
+        ids, generated = (c_int64 * len(tokens))(*tokens), (c_int64 * (most * number))()
+        counted, logits = (c_int64 * number)(*counts), floats(number, self._struct.head.out_features)
+        with self._scratch_for(widest, threads) as model:
+            results = logits.data_ptr(), addressof(generated), addressof(counted)
+            arguments = addressof(ids), structs, number, len(self._layers), *results, most, threads, self._is_cancelled
+            num_steps = kernel("generate")(model, *arguments, None if stop is None else addressof(stop.number))
+        answers = [generated[i * most : i * most + min(count, num_steps)] for i, count in enumerate(counts)]
+        for part, answer in zip(parts, answers):
+            if answer:
+                self._record_generated(part, answer)
+        return answers
+
+    @staticmethod
+    def _record_generated(part: TextPart, generated: list[int]) -> None:
+        """All but the last token are cached."""
+        sequence, end = part.sequence, part.end + len(generated) - 1
         for kv_layer in sequence.cache.layers:
             kv_layer.length = end
         sequence.tokens += part.new_tokens + generated[:-1]
-        return generated
-
-    def _generate(self, part: TextPart, count: int) -> list[int]:
-        longest, threads = part.end + count - 1, self._num_threads
-        self._check_tokens(part.new_tokens)
-        self._reserve_rotary(longest)
-        self._reserve(part.sequence, longest)
-        struct = self._sequence_struct(part)
-        widest = SequenceStruct(struct.rows, longest - struct.rows, struct.capacity, 1, struct.kv)
-        ids = (c_int64 * struct.rows)(*part.new_tokens)
-        generated, logits = (c_int64 * count)(), floats(1, self._struct.head.out_features)
-        with self._scratch_for((SequenceStruct * 1)(widest), threads) as model:
-            results = logits.data_ptr(), addressof(generated), count
-            layers, callback = len(self._layers), self._is_cancelled
-            if kernel("generate")(model, addressof(ids), byref(struct), layers, *results, threads, callback) < count:
-                raise Cancelled
-        return list(generated)
+        sequence.nodes = {}
 
     def _compute_texts(self, texts: list[TextRows]) -> list[Tensor]:
         parts = [TextPart.of(text) for text in texts]

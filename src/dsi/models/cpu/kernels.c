@@ -1067,19 +1067,32 @@ static int64_t index_of_largest(const float *x, int64_t size) {
     return 0; /* not numbers */
 }
 
-/* Generate the likeliest tokens: a forward over the new tokens of a text, of which the last logits are wanted, and one over
- * each token that came of it but the last. The scratch memory has to do for all. Returns how many tokens there are: fewer
- * where it was cancelled. */
+/* Generate the likeliest tokens of several texts, so many of each: a forward over their new tokens, of which the last
+ * logits are wanted, and one over each token that came of it but the last. The scratch memory has to do for all. The
+ * tokens of a text are `most` apart from those of the next in `generated`. Returns how many forwards there were: fewer where
+ * it was cancelled, or was to stop behind one. `sequences` are changed. */
 int64_t generate(
-    struct model *model, const int64_t *tokens, const struct sequence *text, int64_t num_layers, float *logits,
-    int64_t *generated, int64_t count, int threads, int (*is_cancelled)(void)) {
-    struct sequence next = *text;
-    for (int64_t i = 0; i < count; i++) {
-        if (run_decoder(model, tokens, &next, 1, num_layers, logits, threads, is_cancelled)) return i;
-        generated[i] = index_of_largest(logits, model->head.out_features);
-        tokens = generated + i, next.length += next.rows, next.rows = 1;
+    struct model *model, const int64_t *tokens, struct sequence *sequences, int64_t num_sequences, int64_t num_layers,
+    float *logits, int64_t *generated, const int64_t *counts, int64_t most, int threads, int (*is_cancelled)(void),
+    const volatile int32_t *stop) {
+    int64_t vocabulary = model->head.out_features, next[num_sequences], numbers[num_sequences];
+    for (int64_t i = 0; i < num_sequences; i++) numbers[i] = i;
+    for (int64_t step = 0; step < most; step++) {
+        if ((step && stop && *stop) || run_decoder(model, tokens, sequences, num_sequences, num_layers, logits, threads,
+                                                   is_cancelled))
+            return step;
+        int64_t left = 0;
+        for (int64_t i = 0; i < num_sequences; i++) {
+            int64_t number = numbers[i], token = index_of_largest(logits + vocabulary * i, vocabulary);
+            generated[most * number + step] = token;
+            if (step + 1 == counts[number]) continue; /* it is complete */
+            sequences[left] = sequences[i], sequences[left].length += sequences[i].rows, sequences[left].rows = 1;
+            numbers[left] = number, next[left++] = token;
+        }
+        if (!(num_sequences = left)) return step + 1;
+        tokens = next;
     }
-    return count;
+    return most;
 }
 
 /* Move keys and values of one text from slots `from` to the slots `to` and behind; `from` ascends, and none is before its
