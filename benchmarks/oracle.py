@@ -12,7 +12,7 @@ from itertools import islice
 from dsi.core.sequence import Tokens
 from dsi.core.tree_shape import END, Level, Tree
 from dsi.models.cuda.graphs import CudaGraphModel
-from dsi.models.protocol import Answer, ForwardRequest, LaunchedGrowth, Model, SamplingModel, tree_answer
+from dsi.models.protocol import Answer, ForwardRequest, LaunchedGrowth, Model, SamplingModel, StopFlag, tree_answer
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ class PackedOracle:
             yield None
             answers = self._teach(requests) if answers is None else answers
         return self._teach(requests) if answers is None else answers
+
+    def poll_generated(
+        self, requests: Sequence[ForwardRequest], counts: Sequence[int], stop: StopFlag
+    ) -> Generator[list[Answer] | None, None, bool]:
+        return self.model.poll_generated(requests, counts, stop, self.teacher)
 
     @property
     def launched(self) -> LaunchedGrowth | None:

@@ -482,10 +482,10 @@ class Generation:
         if self._stream is not None:
             self._cancel([self._stream[0]])
 
-    def stream(self, most: float = inf) -> None:
-        """Let a target continue the verified text by itself for up to so many tokens, unless one does."""
+    def stream(self) -> None:
+        """Let a target continue the verified text by itself, unless one does."""
         if self._stream is None:
-            root, count = self.tree.root, int(min(most, self.max_new_tokens - self.tree.root.depth))
+            root, count = self.tree.root, self.max_new_tokens - self.tree.root.depth
             job = Draft(next(self._ids), root.context, count, TARGET, self.sampling, alone=True)
             self._stream = job.id, root.context.length
             self.jobs.add_prefill(job)

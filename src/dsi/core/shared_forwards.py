@@ -13,12 +13,12 @@ from functools import cache
 
 from dsi.core.adaptive import PRIOR_ACCEPTANCE, PRIOR_RUNNER_UP_ACCEPTANCE, AcceptanceEMA, runner_up_accepted
 from dsi.core.generation import Generation, Policy
+from dsi.core.messages import TARGET
 from dsi.core.policies import Load, policy_for
 from dsi.core.spec import SpecConfig
 
 ENGINE_WINDOW = 400  # tokens of all requests by which one without a draft token of its own is judged
 PLAIN = SpecConfig("nonsi")
-STREAMED = 32  # tokens at most for which a target continues a text before it is asked again
 
 
 class SharedForwards:
@@ -79,8 +79,8 @@ class SharedForwards:
 
     def _go_on(self, g: Generation, chosen: SpecConfig) -> None:
         """Under plain decoding the target continues the text, if nothing but its tokens is wanted."""
-        if chosen.algorithm == PLAIN.algorithm and g.sampling.logprobs is None:
-            g.stream(STREAMED)
+        if chosen.algorithm == PLAIN.algorithm and g.sampling.logprobs is None and not g.jobs.failing(TARGET):
+            g.stream()
             return
         g.stop_stream()
         self._in_turns(chosen)(g)

@@ -35,7 +35,7 @@ from dsi.planning.search import DEVICE_SP, search_devices
 MAX_CONTEXT = 4096  # tokens: a KV cache of this length is allocated from the start
 EXACT_SIZE, EXACT_SLICE_SIZE = 64, 16  # new tokens of every exact forward on a whole GPU, and on a slice of one
 MIN_TEXTS = 2  # of the whole context for which there must be memory
-CPU_TEXTS = 8  # for which there is room where it is the CPU's
+WHOLE_TEXTS, CPU_TEXTS = 64, 8  # of the whole context for which there is room, and where it is the CPU's
 TYPICAL_TEXT = 1024  # tokens of a prompt and its answer, and of the tree after them: of a chat, generously
 KV_SHARE = 0.8  # of the free memory that their KV caches may take
 ALIGNMENT = 16  # slots
@@ -189,11 +189,13 @@ def kv_room(model: CudaGraphModel) -> int:
 
 
 def slots_within(model: CudaGraphModel, room: int, of_token: int) -> int:
-    """How many tokens there are so many bytes for, at most those of all texts."""
+    """How many tokens there are so many bytes for, at most those of all texts if they are typical, or of some whole."""
     num_layers, itemsize = model.model.config.num_hidden_layers, model.model.dtype.itemsize
     of_slot = kv_bytes(model.model) // (2 * itemsize * num_layers)
-    texts = MAX_TEXTS if model.on_gpu else CPU_TEXTS
-    most: int = min(texts * model.context, MAX_ELEMENTS // of_slot, room // of_token)
+    texts = CPU_TEXTS * model.context
+    if model.on_gpu:
+        texts = max(WHOLE_TEXTS * model.context, MAX_TEXTS * min(model.context, TYPICAL_TEXT))
+    most: int = min(texts, MAX_ELEMENTS // of_slot, room // of_token)
     return most // ALIGNMENT * ALIGNMENT
 
 

@@ -27,13 +27,14 @@ from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.job_requests import TreeGrowth
-from dsi.fleets.packed import PackedForward, PackedServer, SharedEvent
+from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer, SharedEvent, goes_on
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 from dsi.fleets.worker import poll_work
 from dsi.models.protocol import Answer, Cancelled, LaunchedGrowth
 
 ENDED = object()
+MAX_TOKENS_AHEAD = 24  # of each text that a target generates before other texts may join
 
 
 class CudaCancelFlag:
@@ -88,7 +89,11 @@ class InflightForward:
     __slots__ = ("began", "follows", "forward", "steps")
 
     def __init__(
-        self, forward: PackedForward, steps: Generator[Answer | None, None, None], began: float, follows: bool = False
+        self,
+        forward: PackedForward,
+        steps: Generator[Answer | list[Answer] | None, None, None],
+        began: float,
+        follows: bool = False,
     ) -> None:
         self.forward, self.steps, self.began = forward, steps, began
         self.follows = follows  # on a draft, after which it began: when, only the device knows
@@ -105,6 +110,8 @@ class InflightForward:
             return [], False
         if isinstance(step, Answer):
             return packed.finish_level(self.forward, step), False
+        if isinstance(step, list):
+            return packed.finish_some(self.forward, step), False
         return packed.finish(self.forward), True
 
 
@@ -122,6 +129,9 @@ class CudaFleet(RealTimeFleet):
         shared = {name: PackedServer.of(server) for name, server in (packed or {}).items()}
         drafters_first = sorted(shared.items(), key=lambda item: self._servers[item[0]].role == TARGET)
         self._packed = {name: server for name, server in drafters_first if server is not None}
+        for server in self._packed.values():
+            most = MAX_TOKENS_AHEAD if server.server.role == TARGET else MAX_STEPS
+            server.steps_for = lambda _, most=most: most  # type: ignore[misc]
         roles = [self._servers[name].role for name in self._packed]
         self.packs = roles.count(TARGET) == 1  # whether a target computes several requests in one forward
         num_targets = sum(server.role == TARGET for server in self._servers.values())
@@ -158,7 +168,9 @@ class CudaFleet(RealTimeFleet):
         return has_tree or self._is_shared(job) or any(packed.knows(job) for packed in self._packed.values())
 
     def _is_shared(self, job: Job) -> bool:
-        return self.packs and self.num_requests > 1 and not isinstance(job, Prefill) and job.alone
+        if not self.packs or isinstance(job, Prefill) or not job.alone:
+            return False
+        return self.num_requests > 1 or goes_on(job)
 
     def close(self) -> None:
         """Give up the forwards that are computed, too: what they fill is free again."""
@@ -232,12 +244,19 @@ class CudaFleet(RealTimeFleet):
             num_coming = sum(other.num_drafting for other in self._packed.values() if other is not packed)
         if packed.should_begin([inflight.forward for inflight in forwards], num_coming):
             forwards.append(InflightForward.begin(packed, self.now()))
+        elif forwards and (packed.has_ready_jobs or self._waits_for_text(name, packed)):
+            forwards[0].forward.stop.set()  # or they would wait until it has ended
         for inflight in tuple(forwards):
             events, ended = inflight.poll(packed)
             if ended:
                 forwards.remove(inflight)
             if ended or events:
                 self._handle(name, inflight, events)
+
+    def _waits_for_text(self, name: str, packed: PackedServer) -> bool:
+        """Whether a server's job waits until its text is no longer computed."""
+        job = self._packed_jobs.get(name)
+        return job is not None and job.id not in self._joined and packed.computes_text_of(job)
 
     def _follow_drafts(self, name: str, packed: PackedServer) -> None:
         """Begin what waits for a draft of a tree: when it is there, or behind it on the device that drafts it."""
@@ -293,7 +312,8 @@ class CudaFleet(RealTimeFleet):
 
     def _collect(self, job: Job, event: Drafted) -> None:
         """Tell of a draft token, of a request that takes turns once its block is complete: each event takes time."""
-        if not isinstance(job, Draft) or not job.alone or event.draft_probs is not None or event.alternates:
+        streams = isinstance(job, Draft) and job.model == TARGET
+        if streams or not isinstance(job, Draft) or not job.alone or event.draft_probs is not None or event.alternates:
             self._events.append(event)
             return
         tokens = self._blocks.setdefault(job.id, [])

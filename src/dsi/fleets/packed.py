@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dsi.core.generation import NO_TOKEN
-from dsi.core.messages import Draft, Drafted, DraftedBlock, Event, Failed, Job, Prefill, Prefilled, Verified, Verify
+from dsi.core.messages import (
+    TARGET,
+    Draft,
+    Drafted,
+    DraftedBlock,
+    Event,
+    Failed,
+    Job,
+    Prefill,
+    Prefilled,
+    Verified,
+    Verify,
+)
 from dsi.core.scheduler import Scheduler, promoted
 from dsi.core.sequence import Tokens, TokenSequence
 from dsi.core.tree_shape import Level, Tree
@@ -27,6 +39,7 @@ from dsi.models.protocol import (
     ForwardRequest,
     GrowsTrees,
     LaunchedGrowth,
+    PollsGenerated,
     PollsPacked,
     StopFlag,
     SupportsPacking,
@@ -38,9 +51,14 @@ MAX_TOKENS = MAX_ROWS  # new tokens of a forward, with nodes of trees
 MAX_GROWTHS = 256  # drafts of trees that are kept for verifications
 FEW = 3  # times as many as there are that may come yet
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
-MAX_STEPS = 8  # forwards that follow one another without the engine
+MAX_STEPS = 8  # forwards of a drafter that follow one another
 
 SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
+
+
+def goes_on(job: Job) -> bool:
+    """Whether the target continues a text by itself."""
+    return isinstance(job, Draft) and job.model == TARGET
 
 
 @dataclass(eq=False, slots=True)
@@ -146,6 +164,7 @@ class PackedForward:
     answers: Sequence[Answer | Exception] = ()
     num_steps: int = 1
     stop: StopFlag = field(default_factory=StopFlag)
+    has_begun: bool = False  # whether some of the tokens were given
 
     @property
     def requests(self) -> list[ForwardRequest]:
@@ -173,6 +192,7 @@ class PackedServer:
         self.server, self._model, self.max_tokens = server, model, getattr(model, "max_rows", MAX_TOKENS)
         # What it can do, once: asking takes as long as a small forward.
         self._polled = model if isinstance(model, PollsPacked) else None
+        self._generates = model if isinstance(model, PollsGenerated) else None
         self._grows_trees = model if isinstance(model, GrowsTrees) else None
         self._follows = model if isinstance(model, FollowsDrafts) else None
         self._growing: int | None = None  # the draft of which a device computes all levels
@@ -341,7 +361,7 @@ class PackedServer:
         forward = PackedForward(self._take(max_tokens))
         wanted = [part.num_wanted for part in forward.parts]
         if wanted and all(wanted):
-            forward.num_steps = min(max(wanted), MAX_STEPS, self.steps_for(forward.num_rows))
+            forward.num_steps = min(max(wanted), self.steps_for(forward.num_rows))
         for part in forward.parts:
             part.packed.computing = True
             del self._ready[part.packed.job.id]
@@ -358,28 +378,37 @@ class PackedServer:
         except Exception:  # one of them cannot be computed: which?
             forward.answers = [self._answer_alone(request, at_once) for request in forward.requests]
 
-    def poll(self, forward: PackedForward) -> Generator[Answer | None, None, None]:
+    def poll(self, forward: PackedForward) -> Generator[Answer | list[Answer] | None, None, None]:
         """The same, but yield while a model that computes asynchronously does so.
 
-        Where it computes all levels of a tree together, yield the answer of each when it comes.
+        Where it computes all levels of a tree together, yield the answer of each when it comes; where it generates
+        several tokens of each text, the next ones of all.
         """
         if self._polled is None:
             self.run(forward)
             return
         levels: Sequence[Level] = ()
         try:
+            if forward.num_steps > 1 and (yield from self._poll_generated(forward)):
+                return
             if levels := self._levels_at_once(forward):
                 self._growing = forward.parts[0].packed.job.id
                 yield from self._grows_trees.poll_levels(forward.parts[0].request, levels)  # type: ignore[union-attr]
             else:
                 forward.answers = yield from self._polled.poll_packed(forward.requests)
         except Exception as error:
-            if levels and forward.parts[0].packed.has_begun:  # it has the answer to this request already
-                forward.answers = [error]
+            if forward.has_begun or (levels and forward.parts[0].packed.has_begun):  # it has answers already
+                forward.answers = [error] * len(forward.parts)
             else:
                 forward.answers = yield from self._poll_alone(forward.requests, self._polled)
         finally:
             self._growing = None
+
+    def _poll_generated(self, forward: PackedForward) -> Generator[list[Answer] | None, None, bool]:
+        """Return whether the model generated the tokens; each time that some have come, they are yielded."""
+        if self._generates is None:
+            return False
+        return (yield from self._generates.poll_generated(forward.requests, forward.counts, forward.stop))
 
     def _poll_alone(
         self, requests: Sequence[ForwardRequest], model: PollsPacked
@@ -413,6 +442,11 @@ class PackedServer:
             else:  # unless it is done now
                 self._ready[part.packed.job.id] = part.packed
         return self._events(zip(forward.parts, forward.answers))
+
+    def finish_some(self, forward: PackedForward, answers: Sequence[Answer]) -> list[SharedEvent]:
+        """Return what came of a forward that others follow: tokens of texts that were not complete before."""
+        forward.has_begun = True
+        return self._events([(part, answer) for part, answer in zip(forward.parts, answers) if answer.tokens])
 
     def finish_level(self, forward: PackedForward, answer: Answer) -> list[SharedEvent]:
         """Return what came of a level of a tree, whose forward goes on."""

@@ -26,7 +26,7 @@ from typing import Any
 from dsi.core.messages import TARGET, Drafted, Job, Prefill
 from dsi.core.scheduler import promoted
 from dsi.fleets.connection import Connection, JobDecoder
-from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer
+from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer, goes_on
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
@@ -242,7 +242,7 @@ class ProcessFleet(RemoteFleet):
 
     def _is_shared(self, job: Job) -> bool:
         """Whether a job shares forwards with other requests, even while a worker still ends what it had begun."""
-        return self.num_requests > 1 and not isinstance(job, Prefill) and job.alone
+        return not isinstance(job, Prefill) and job.alone and (self.num_requests > 1 or goes_on(job))
 
     def _packed_for(self, role: str, job: Job) -> PackedServer | None:
         packed = self._packed.get(role)

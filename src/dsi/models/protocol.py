@@ -234,6 +234,15 @@ class PollsPacked(SupportsPacking, Protocol):
         ...
 
 
+@runtime_checkable
+class PollsGenerated(PollsPacked, Protocol):
+    """One that can generate several tokens of each text ahead of the host."""
+
+    def poll_generated(
+        self, requests: Sequence[ForwardRequest], counts: Sequence[int], stop: StopFlag
+    ) -> Generator[list[Answer] | None, None, bool]: ...
+
+
 class LaunchedGrowth(Protocol):
     """A draft tree of which a device has been given all levels: the shape that it is going to have."""
 
@@ -411,6 +420,24 @@ class SamplingModel:
             return None
         generated: list[Tokens] | None = generate(requests, counts, at_once, stop)
         return generated
+
+    def poll_generated(
+        self, requests: Sequence[ForwardRequest], counts: Sequence[int], stop: StopFlag, teacher: Model | None = None
+    ) -> Generator[list[Answer] | None, None, bool]:
+        """Generate so many tokens of each text, if they are the likeliest and a device can do so ahead of the host.
+
+        Yield the next ones of each text when they are there, None while they are computed. Return whether it did.
+        """
+        poll = getattr(self.backend, "poll_generated", None)
+        if poll is None or not self._are_picked(requests):
+            return False
+        steps = poll(requests, counts, stop, teacher and teacher.answer)
+        while True:
+            try:
+                tokens = next(steps)
+            except StopIteration as end:
+                return bool(end.value)
+            yield None if tokens is None else list(map(Answer, tokens))
 
     def poll_packed(self, requests: Sequence[ForwardRequest]) -> Generator[None, None, list[Answer]]:
         """As `answer_packed`, but yield while a backend that computes asynchronously does so.

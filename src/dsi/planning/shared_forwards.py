@@ -18,7 +18,8 @@ MAX_STEPS, STEPS_MS = 8, 40.0  # of forwards under plain decoding that follow on
 MIN_GAIN = 0.05
 MIN_TREE_GAIN = 0.1  # of a tree over a chain: its forwards, and the engine's work for it, take a bit more
 DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it, where that was not measured
-VERIFY_MS, TOKEN_MS, DRAFT_MS = 0.2, 0.05, 0.025  # to handle a verification of one request, a further token, a draft token
+VERIFY_MS, DRAFT_MS = 0.2, 0.025  # that the engine takes to handle a verification and a draft token of one request
+TOKEN_MS = 0.05  # and each token of plain decoding after the first
 
 
 NEARLY_TWICE = 1.7  # as long as one of half as many new tokens takes a forward that is no better than two of those
@@ -76,7 +77,7 @@ def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
     """The expected tokens per ms of all requests: a draft forward for each level, then the target's.
 
     Where they are more than share a forward, the engine works for some of them while the others' forward runs. Under
-    plain decoding some forwards follow one another before it does.
+    plain decoding some forwards follow one another before it does, on a device even while it does.
     """
     turns = latency.alone or latency
     rows = requests * (shape.num_drafted + 1)
@@ -86,7 +87,8 @@ def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
     drafting_ms = forwards * sum(draft_ms(turns, requests * drafted / forwards) for drafted in shape.levels)
     verifying_ms = forwards * forward_ms(turns, rows / forwards)
     computing_ms = drafting_ms + steps * verifying_ms
-    turn_ms = max(computing_ms, engine_ms) if forwards > 1 else computing_ms + engine_ms
+    is_hidden = forwards > 1 or (steps > 1 and turns.shared_rows > 0)
+    turn_ms = max(computing_ms, engine_ms) if is_hidden else computing_ms + engine_ms
     return requests * (steps + shape.num_accepted) / turn_ms
 
 

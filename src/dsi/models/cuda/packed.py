@@ -46,14 +46,16 @@ from dsi.models.cuda.packed_rows import (
     num_programs,
     split_limits,
 )
+from dsi.models.cuda.token_steps import MAX_STEPS, Teacher, TokenSteps, with_stand_ins
 from dsi.models.cuda.tree_growth import MAX_LEVELS, DeviceGrowth, LaunchedTree, num_expanded
-from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest, LaunchedGrowth, run_to_end
+from dsi.models.protocol import NEVER, CancelFlag, ForwardRequest, LaunchedGrowth, StopFlag, run_to_end
 
 Moves = np.ndarray  # places in the device's buffer, and the slots to write there
 NO_MOVES: Moves = np.zeros((2, 0), np.int32)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of the forwards that are captured
-MAX_TEXTS = 64
-IN_FLIGHT = 2  # forwards that may be launched one behind the other
+MAX_TEXTS = 256
+IN_FLIGHT = 2  # forwards that may be launched one behind the other, over different texts
+MAX_PICKED = 2  # times as many rows as a forward has, of which the picked tokens are kept
 
 
 class PackedForward:
@@ -62,7 +64,7 @@ class PackedForward:
     def __init__(self, owner: PackedCudaModel, layout: PlanLayout, begin: int) -> None:
         self._owner, self.layout = owner, layout
         self._region = owner.tables[begin : begin + layout.length]
-        copies = MAX_LEVELS if owner.drafts else IN_FLIGHT  # several are launched before the first has ended
+        copies = MAX_LEVELS if owner.drafts else IN_FLIGHT * MAX_STEPS  # launched before the first has ended
         self._host = torch.zeros(copies, layout.length, dtype=torch.int32, pin_memory=owner.on_gpu)
         regions, self._copies = self._host.numpy(), list(self._host)
         tails = layout.size, TAIL
@@ -82,11 +84,15 @@ class PackedForward:
         is not in use says where.
         """
         (plan, tails), owner = self._plans[copy], self._owner
-        programs = num_programs(owner.kv_heads, owner.sms)
-        fill_plan(plan, tails, texts, self.layout, self.rows, programs)
+        fill_plan(plan, tails, texts, self.layout, self.rows, owner.programs)
         if picked:
             plan.outputs[list(picked)] = owner.picked_from(copy) + BRANCHES * np.arange(len(picked))
         plan.moves[:, : moves.shape[1]] = moves
+        self._region.copy_(self._copies[copy], non_blocking=True)
+
+    def fill_step(self, steps: TokenSteps, step: int, copy: int, first_picked: int) -> None:
+        """Describe the next token of each text."""
+        steps.fill(step, self._plans[copy][0], self.rows, self.layout, self._owner.programs, first_picked)
         self._region.copy_(self._copies[copy], non_blocking=True)
 
     def compute(self) -> Tensor:
@@ -159,11 +165,13 @@ class PackedCudaModel:
         self.drafts, self.row_kernels = drafts, RowKernels.of(self.on_gpu)
         self.sample_texts = self.row_kernels.sample_texts
         self.forwards_in_flight = 1 if drafts else IN_FLIGHT
-        self._free_copies = list(range(self.forwards_in_flight))  # of plans and picked tokens, that no forward uses
+        # Of plans and picked tokens, those that no forward uses: the first of `MAX_STEPS` each.
+        self._free_copies = [MAX_STEPS * number for number in range(self.forwards_in_flight)]
         self.stream = own_stream(stream, self.device, drafts)
         self.sms = self._num_sms()
         self._cache = self._create_cache(num_slots)
         self.kv_heads = self._cache.layers[0].keys.shape[1]
+        self.programs = num_programs(self.kv_heads, self.sms)
         self.groups = model.config.num_attention_heads // self.kv_heads
         # One buffer for kernels to read: tables of texts, tokens that were picked, here or by another model, and the
         # plan of each forward.
@@ -171,7 +179,8 @@ class PackedCudaModel:
         layouts = [PlanLayout(size, self.groups) for size in self._sizes]
         self.max_rows = layouts[-1].size
         first_picked = aligned(self.pool.num_tables * max_length)
-        self.unread = first_picked + self.forwards_in_flight * self.max_rows * BRANCHES
+        self._most_picked = MAX_PICKED * self.max_rows * BRANCHES  # of forwards that follow one another
+        self.unread = first_picked + self.forwards_in_flight * self._most_picked
         self.first_given = aligned(self.unread + BRANCHES)
         end_given = self.first_given + self.max_rows * BRANCHES
         begin, *ends = accumulate((aligned(layout.length) for layout in layouts), initial=aligned(end_given))
@@ -349,7 +358,7 @@ class PackedCudaModel:
 
     def picked_from(self, copy: int) -> int:
         """Where in the buffer the tokens go that a forward picks."""
-        return self.first_picked + copy % self.forwards_in_flight * self.max_rows * BRANCHES
+        return self.first_picked + copy // MAX_STEPS % self.forwards_in_flight * self._most_picked
 
     def _nothing(self, picks: bool) -> Any:
         """The answer about a text all of which is cached."""
@@ -405,6 +414,94 @@ class PackedCudaModel:
         tensor = torch.as_tensor(numbers, dtype=torch.int64)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_gpu else tensor
 
+    def poll_generated(
+        self,
+        requests: Sequence[ForwardRequest],
+        counts: Sequence[int],
+        stop: StopFlag,
+        teacher: Teacher | None = None,
+    ) -> Generator[list[Tokens] | None, None, bool]:
+        """Generate so many of the likeliest tokens of each text, some forwards ahead of the host.
+
+        Yield the next tokens of each text when they are there, None while the device computes. Launch no more where
+        it is to stop. Return whether there was room for all texts: nothing was done if not.
+        """
+        while not self._free_copies:
+            yield None
+        lengths = [len(request.tokens) for request in requests]
+        begun = self._begin_steps(requests, counts)
+        if begun is None:
+            return False
+        steps, copy = TokenSteps(begun, lengths, counts), self._free_copies.pop()
+        try:
+            yield from self._run_steps(steps, begun, copy, stop, requests, teacher)
+        except BaseException:
+            self._give_up(begun)
+            raise
+        finally:
+            self._free_copies.append(copy)
+        steps.end(self.pool.slots.give_back)
+        self.pool.finish(begun)
+        return True
+
+    def _begin_steps(self, requests: Sequence[ForwardRequest], counts: Sequence[int]) -> list[PooledRows] | None:
+        with with_stand_ins(requests, counts) as lengthened:
+            try:
+                begun = self.pool.begin(lengthened)
+            except NoRoom:
+                return None
+        num_rows = sum(pooled.rows.num_rows + 1 - count for pooled, count in zip(begun, counts))
+        if len(begun) < len(requests) or num_rows > self.max_rows:
+            self.pool.cancel(begun)
+            return None
+        return begun
+
+    def _run_steps(
+        self,
+        steps: TokenSteps,
+        begun: Sequence[PooledRows],
+        copy: int,
+        stop: StopFlag,
+        requests: Sequence[ForwardRequest],
+        teacher: Teacher | None,
+    ) -> Generator[list[Tokens] | None, None, None]:
+        """Launch up to so many forwards as there is room for their tokens; read half of them at a time."""
+        count = len(begun)
+        most = max(1, min(MAX_STEPS, self._most_picked // (BRANCHES * count)))
+        ends: list[Any] = []
+        read, total = 0, len(steps)
+        while read < total or read < len(ends):
+            self._launch_steps(steps, begun, copy, ends, min(total, read + most), most)
+            after = len(ends) if self.drafts else min(len(ends), read + max(1, most // 2))
+            while not ends[after - 1].query():
+                yield None
+            known = list(map(len, steps.tokens))
+            for step in range(read, after):
+                first = (self.picked_from(copy) - self.first_picked) // BRANCHES + step % most * count
+                steps.add(step, self._host_rows[first : first + len(steps.going_on(step))], teacher, requests)
+            read = after
+            total = 0 if stop.is_set() else total
+            self._launch_steps(steps, begun, copy, ends, min(total, read + most), most)  # before they are handled
+            yield [tuple(tokens[start:]) for tokens, start in zip(steps.tokens, known)]
+
+    def _launch_steps(
+        self, steps: TokenSteps, begun: Sequence[PooledRows], copy: int, ends: list[Any], end: int, most: int
+    ) -> None:
+        """Launch the forwards up to this one; `ends` has an event for each that is launched."""
+        for step in range(len(ends), end):
+            number = step % most
+            first_picked = self.picked_from(copy) + number * BRANCHES * len(begun)
+            with torch.inference_mode(), on(self.stream):
+                if step:
+                    forward = self.forward_of(len(steps.going_on(step)))
+                    forward.fill_step(steps, step, copy + number, first_picked)
+                else:
+                    rows = steps.first_rows(first_picked, self.unread)
+                    forward = self.forward_of(sum(own.num_rows for own in rows))
+                    forward.fill(rows, self._moves(begun), copy)
+                forward.launch()
+                ends.append(self._end())
+
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         """Whether `poll_levels` can grow such a tree."""
         count, most = num_expanded(tuple(map(tuple, levels)))
@@ -422,7 +519,7 @@ class PackedCudaModel:
         [pooled] = begun = self.pool.begin([growth.request])
         try:
             ends = self._launch_levels(growth, pooled)
-            self.launched = LaunchedTree(growth, self.picked, self.stream, ends[-1])
+            self.launched = LaunchedTree(growth, self.picked[: len(self._given)], self.stream, ends[-1])
             for number, end in enumerate(ends):
                 while not end.query():
                     yield None
