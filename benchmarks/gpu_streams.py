@@ -116,8 +116,9 @@ def timed(loop: EngineLoop, requests: Sequence[Request]) -> tuple[float, list[An
     return perf_counter() - began, [completion.tokens for completion in done]
 
 
-def plain_policies(count: int) -> list[Policy]:
-    return [autoregressive() for _ in range(count)]
+def plain_policies(count: int, loop: EngineLoop) -> list[Policy]:
+    shared = SharedForwards(DRAFTER, loop.load)
+    return [shared.plain(autoregressive()) for _ in range(count)]
 
 
 def chosen_policies(count: int, loop: EngineLoop, lookahead: int) -> list[Policy]:
@@ -135,7 +136,7 @@ def stream_row(pair: Pair, streams: int, options: argparse.Namespace) -> dict[st
         for name in speeds if seed % 2 else reversed(speeds):
             loop = pair.loop(options.acceptance, options.runner_up, seed)
             count = 1 if name == "one" else streams
-            policies = partial(plain_policies, count)
+            policies = partial(plain_policies, count, loop)
             if name == "chosen":
                 policies = partial(chosen_policies, count, loop, options.lookahead)
             reading, seconds, written = run(loop, seed, options.tokens, policies)

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from dsi.core.generation import Policy, Tally
-from dsi.core.messages import Sampling, Time
+from dsi.core.messages import Drafted, DraftedBlock, DraftedLevel, Failed, Prefilled, Sampling, Time, Verified
 from dsi.core.policies import autoregressive, distributed, pearl, speculative
 from dsi.core.request import Request, ScoreRequest
 from dsi.core.spec import SpecConfig
-from dsi.core.stats import Overlap, RejectionCost, ServerTime, ServerUsage, overlap
+from dsi.core.stats import Overlap, RejectionCost, ServerTime, ServerUsage, num_forwards, overlap
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.spans import Span
 from dsi.fleets.threads import ThreadFleet
@@ -225,3 +225,19 @@ def test_overlap_refuses_impossible_times(
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         of(times, origins, took)
+
+
+def test_num_forwards_is_one_for_each_token_of_a_block() -> None:
+    blocks = DraftedBlock(0, (4,)), DraftedBlock(0, (4, 5, 6))
+    assert [num_forwards(event) for event in (Drafted(0, 4), *blocks, DraftedLevel(0, ((4, 5), (6,))))] == [1, 1, 3, 1]
+    assert [num_forwards(event) for event in (Verified(0, (4, 5)), Prefilled(0), Failed(0), None)] == [1, 0, 0, 0]
+
+
+def test_server_usage_counts_the_forwards_of_a_block() -> None:
+    usage = ServerUsage("target")
+    usage.end(10, 20, Verified(0, (3, 4)))
+    usage.end(20, 50, DraftedBlock(1, (5, 6, 7)))
+    usage.end(50, 55, None)
+    assert usage == ServerUsage("target", busy=45, forwards=4, answer_time=40, since=55)
+    stats = of((10, 40), ("plain", "plain"), 45, target=(ServerUsage("target"), usage))
+    assert stats.target_time == 10

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,44 @@ def test_texts_of_requests_at_once_are_those_alone(dtype: str) -> None:
             pytest.skip("forwards of several threads are no faster here")
         alone = [essence(engine.loop.run(request)[0]) for request in requests(engine)]
         assert [essence(done) for done in engine.loop.run(*requests(engine))] == alone
+
+
+def plain_requests(engine: Engine, stops: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Texts of any length, greedy and sampled, each with its stop tokens."""
+    texts, samplings = [engine.tokenizer.encode(prompt) for prompt in PROMPTS], (Sampling(), Sampling(), *SAMPLINGS)
+    return [
+        engine.make_request(texts[i % 6], 5 + 11 * i % 56, SpecConfig("nonsi"), samplings[i // 6], stop)
+        for i, stop in enumerate(stops)
+    ]
+
+
+def check_plain_at_once(engine: Engine, essence: Callable[[Completion], tuple[Any, ...]]) -> None:
+    """Each text is that of its request alone, whatever others do beside it: one is given up meanwhile."""
+    fleet, loop = engine.deployment.fleet, engine.loop
+    whole = [loop.run(request)[0].tokens for request in plain_requests(engine, [()] * 36)]
+    stops = [tokens[len(tokens) // 2 :][:1] if i % 3 else () for i, tokens in enumerate(whole)]
+    alone = [essence(loop.run(request)[0]) for request in plain_requests(engine, stops)]
+    assert {reason for _, reason, *_ in alone} == {"length", "stop"}
+    log = fleet.log = list[Span]()
+    running = [loop.submit(request) for request in plain_requests(engine, stops)]
+    while not running[9].tokens:  # the last of its 48 comes later
+        loop.step()
+    loop.cancel(running[9])
+    while any(not active.done for active in running):
+        loop.step()
+    assert [essence(active.completion()) for active in running[:9] + running[10:]] == alone[:9] + alone[10:]
+    assert running[9].completion().finish_reason == "cancelled"
+    shared = [span for span in log if span.num_texts > 1]
+    assert {span.kind for span in shared} == {"verify"}
+    assert max(span.width for span in shared) > 1  # forwards that followed one another
+    assert max(span.num_texts for span in shared) > 10
+
+
+def test_plain_texts_at_once_are_those_alone() -> None:
+    with Engine.load() as engine:
+        if not engine.deployment.shares_forwards:
+            pytest.skip("forwards of several threads are no faster here")
+        check_plain_at_once(engine, essence)
 
 
 TREES = tuple(SpecConfig(algorithm, 3, tree=8) for algorithm in ("si", "pearl", "dsi"))
@@ -167,6 +205,11 @@ def test_texts_at_once_of_a_model_without_compiled_forwards_are_those_alone(gpt2
         alone = [essence(engine.loop.run(request)[0])[:2] for request in requests(engine, specs)]
         assert [essence(done)[:2] for done in engine.loop.run(*requests(engine, specs))] == alone
         assert max(span.num_texts for span in log) > 10
+
+
+def test_plain_texts_at_once_of_a_model_without_compiled_forwards_are_those_alone(gpt2_folder: str) -> None:
+    with Engine.load(gpt2_folder, drafter="builtin", algorithm="nonsi") as engine:
+        check_plain_at_once(engine, lambda done: essence(done)[:2])
 
 
 def test_trees_at_once_of_a_model_without_compiled_forwards_write_the_texts_alone(gpt2_folder: str) -> None:

@@ -2,16 +2,32 @@
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from threading import Barrier
+from threading import Barrier, Event as ThreadEvent, get_ident
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from dsi.core.messages import Draft, Drafted, DraftedLevel, Failed, Prefill, Prefilled, Sampling, Verified, Verify
+from dsi.core.messages import (
+    WOKEN,
+    Draft,
+    Drafted,
+    DraftedBlock,
+    DraftedLevel,
+    Event,
+    Failed,
+    Job,
+    Prefill,
+    Prefilled,
+    Sampling,
+    Verified,
+    Verify,
+)
 from dsi.core.policies import Load, autoregressive, distributed, policy_for, speculative
 from dsi.core.request import Request, VerifyRequest
 from dsi.core.sequence import TokenSequence
@@ -19,10 +35,11 @@ from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END, Level, Tree
 from dsi.fleets.job_requests import TreeGrowth
-from dsi.fleets.loop import EngineLoop
-from dsi.fleets.packed import MAX_TOKENS, MIN_CHUNK, PackedServer
-from dsi.fleets.processes import MIN_SPLIT, ProcessFleet
+from dsi.fleets.loop import EngineLoop, FleetError
+from dsi.fleets.packed import MAX_STEPS, MAX_TOKENS, MIN_CHUNK, PackedServer
+from dsi.fleets.processes import MAX_AT_ONCE, MIN_SPLIT, ProcessFleet
 from dsi.fleets.servers import Server
+from dsi.fleets.spans import Span
 from dsi.fleets.worker import work
 from dsi.models.protocol import (
     Answer,
@@ -30,6 +47,7 @@ from dsi.models.protocol import (
     LaunchedGrowth,
     Model,
     SamplingModel,
+    StopFlag,
     top_k_or_answer,
     tree_answer,
 )
@@ -261,7 +279,7 @@ def test_packed_server_grows_a_tree_when_all_of_a_long_prompt_is_read() -> None:
     server.add(Draft(0, text(*prompt), 1, expansions=((END, 1), (0, 1))))
     for grown in ([], [MAX_TOKENS + 2]):
         forward = server.begin(MAX_TOKENS)
-        answers = [answer for answer in server.poll(forward) if answer is not None]
+        answers = [answer for answer in server.poll(forward) if isinstance(answer, Answer)]
         levels = [event for answer in answers for *_, event in server.finish_level(forward, answer)]
         assert (server.finish(forward), model.grown, len(levels)) == ([], grown, 2 * len(grown))
     assert model.forwards == [[MAX_TOKENS]]
@@ -416,25 +434,287 @@ def test_packed_server_drops_a_job_amid_its_forward() -> None:
     assert [event for *_, event in server.step()] == [Verified(2, after((1, 2)))]
 
 
+@dataclass
+class Interrupted(Packing):
+    """One that calls this in its forward of this number."""
+
+    number: int = 0
+    call: Callable[[], Any] = lambda: None
+
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        if len(self.forwards) + 1 == self.number:
+            self.call()
+        return super().answer_packed(requests, at_once)
+
+
+def interrupted_server(number: int) -> tuple[PackedServer, Interrupted]:
+    """Where all can go on, four forwards follow one another."""
+    packing = Interrupted(TARGET, number=number)
+    server = PackedServer(Server("target-1", "target", packing), packing)
+    server.steps_for = lambda _: 4
+    return server, packing
+
+
+def going_on(id: int, count: int, *prompt: int, sampling: Sampling | None = None) -> Draft:
+    """A text that the target continues."""
+    return Draft(id, text(*prompt), count, "target", sampling or Sampling(), alone=True)
+
+
+def events_of(server: PackedServer) -> list[Event]:
+    return [event for *_, event in server.step()]
+
+
+def drafted(events: Sequence[Event], id: int) -> tuple[int, ...]:
+    """The tokens of a job."""
+    blocks = [event for event in events if isinstance(event, DraftedBlock) and event.id == id]
+    ones = [event for event in events if isinstance(event, Drafted) and event.id == id]
+    assert not (blocks and ones)
+    return tuple(token for block in blocks for token in block.tokens) or tuple(one.token for one in ones)
+
+
+def test_packed_server_generates_several_tokens_of_each_text() -> None:
+    server, packing = packed_server()
+    rows: list[int] = []
+
+    def steps_for(num_rows: int) -> int:
+        rows.append(num_rows)
+        return 4
+
+    server.steps_for = steps_for
+    jobs = [going_on(0, 6, 1, 2), going_on(1, 1, 3), going_on(2, 3, 4, 5, 6)]
+    for job in jobs:
+        server.add(job)
+    forward = server.begin(MAX_TOKENS)
+    assert (forward.num_steps, forward.counts, rows) == (4, [4, 1, 3], [6])
+    server.run(forward)
+    written = after((1, 2), 6)
+    assert [(job, tuple(context), event) for job, context, event in server.finish(forward)] == [
+        (jobs[0], (1, 2), DraftedBlock(0, written[:4])),
+        (jobs[1], (3,), Drafted(1, after((3,))[0])),
+        (jobs[2], (4, 5, 6), DraftedBlock(2, after((4, 5, 6), 3))),
+    ]
+    assert packing.forwards == [[2, 1, 3], [1, 1], [1, 1], [1]]
+    assert list(server.jobs) == [0]
+    prefixes = [server.server.prefixes.entries[job.context.origin] for job in jobs]
+    assert [prefix.tokens for prefix in prefixes] == [
+        [1, 2, *written[:4]],
+        [3, *after((3,))],
+        [4, 5, 6, *after((4, 5, 6), 3)],
+    ]
+    assert [tuple(prefix.context) for prefix in prefixes] == [tuple(prefix.tokens) for prefix in prefixes]
+    assert [prefix.num_cached for prefix in prefixes] == [5, 1, 5]  # all but the last token
+    assert events_of(server) == [DraftedBlock(0, written[4:])]
+    assert packing.forwards[4:] == [[1], [1]]
+    assert (server.jobs, rows) == ({}, [6, 1])
+
+
+def test_packed_server_verifies_what_it_has_generated() -> None:
+    """Its last token is new to the model."""
+    server, packing = interrupted_server(0)
+    server.add(job := going_on(0, 3, 1, 2))
+    [event] = events_of(server)
+    assert isinstance(event, DraftedBlock)
+    context = job.context
+    for token in event.tokens:
+        context = context.then(token)
+    server.add(Verify(1, context, 1))
+    assert events_of(server) == [Verified(1, after(tuple(context)))]
+    assert packing.forwards == [[2], [1], [1], [1]]
+
+
+PROMPT = tuple(i % 50 for i in range(2 * MAX_TOKENS))
+EXPANSIONS = ((END, 2), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("jobs", "num_steps"),
+    [
+        ([], 1),
+        ([going_on(1, 9, 3)], 4),
+        ([going_on(1, 9, 3), going_on(2, 1, 4)], 4),  # as long as one of them goes on
+        ([Draft(1, text(3), 9, alone=True)], 4),
+        ([Verify(1, text(3), 1, alone=True)], 1),
+        ([going_on(1, 9, 3), tree_after(2, 4)], 1),
+        ([Prefill(1, text(3))], 1),
+        ([Draft(1, text(3), 1, expansions=EXPANSIONS, alone=True)], 1),
+        ([going_on(1, 9, *PROMPT)], 1),  # a prompt that is read in chunks
+    ],
+)
+def test_packed_server_runs_one_forward_where_a_job_does_not_only_go_on(jobs: list[Job], num_steps: int) -> None:
+    server, packing = interrupted_server(0)
+    server.add(going_on(0, 4 if jobs else 1, 1, 2))
+    for job in jobs:
+        server.add(job)
+    forward = server.begin(MAX_TOKENS)
+    assert (forward.num_steps, len(forward.parts)) == (num_steps, 1 + len(jobs))
+    server.run(forward)
+    assert len(packing.forwards) == num_steps
+    tokens = after((1, 2), num_steps)
+    expected = DraftedBlock(0, tokens) if num_steps > 1 else Drafted(0, tokens[0])
+    assert server.finish(forward)[0][2] == expected
+
+
+def test_packed_server_begins_an_empty_forward_of_one_step() -> None:
+    server, _ = interrupted_server(0)
+    forward = server.begin(MAX_TOKENS)
+    assert (forward.num_steps, forward.parts) == (1, [])
+
+
+@pytest.mark.parametrize(("number", "tokens"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4)])
+def test_packed_server_stops_after_the_forward_in_progress(number: int, tokens: int) -> None:
+    server, packing = interrupted_server(number)
+    prompts = [(1, 2), (3,), (4, 5, 6)]
+    for id, prompt in enumerate(prompts):
+        server.add(going_on(id, 5, *prompt))
+    forward = server.begin(MAX_TOKENS)
+    packing.call = forward.stop.set
+    server.run(forward)
+    events = [event for *_, event in server.finish(forward)]
+    assert [drafted(events, id) for id in range(3)] == [after(prompt, tokens) for prompt in prompts]
+    assert len(packing.forwards) == tokens
+    later = events_of(server)
+    while server.jobs:
+        later += events_of(server)
+    assert [drafted(later, id) for id in range(3)] == [after(prompt, 5)[tokens:] for prompt in prompts]
+
+
+def test_packed_server_gives_one_token_where_it_is_to_stop_before_it_runs() -> None:
+    server, packing = interrupted_server(0)
+    for id, prompt in enumerate([(1, 2), (3,)]):
+        server.add(going_on(id, 5, *prompt))
+    forward = server.begin(MAX_TOKENS)
+    forward.stop.set()
+    server.run(forward)
+    assert [event for *_, event in server.finish(forward)] == [
+        Drafted(0, after((1, 2))[0]),
+        Drafted(1, after((3,))[0]),
+    ]
+    assert packing.forwards == [[2, 1]]
+
+
+def test_packed_server_fails_only_the_text_that_cannot_go_on() -> None:
+    server, packing = interrupted_server(0)
+    prompts = [(1,), (2, BAD), (3,)]
+    for id, prompt in enumerate(prompts):
+        server.add(going_on(id, 5, *prompt))
+    assert events_of(server) == [
+        Drafted(0, after((1,))[0]),
+        Failed(1, "OSError: a bad token"),
+        Drafted(2, after((3,))[0]),
+    ]
+    assert events_of(server) == [DraftedBlock(id, after(prompts[id], 5)[1:]) for id in (0, 2)]
+    assert packing.forwards == [[1], [1], *[[1, 1]] * 4]
+
+
+def test_packed_server_computes_each_text_again_where_a_later_forward_fails() -> None:
+    def fail() -> None:
+        packing.number = 0
+        raise OSError("once")
+
+    server, packing = interrupted_server(3)
+    packing.call = fail
+    prompts = [(1, 2), (3,), (4, 5, 6)]
+    for id, prompt in enumerate(prompts):
+        server.add(going_on(id, 5, *prompt))
+    assert events_of(server) == [Drafted(id, after(prompt)[0]) for id, prompt in enumerate(prompts)]
+    assert packing.forwards == [[2, 1, 3], [1, 1, 1], [2], [1], [3]]
+    assert events_of(server) == [DraftedBlock(id, after(prompt, 5)[1:]) for id, prompt in enumerate(prompts)]
+    assert server.jobs == {}
+
+
+def test_packed_server_drops_a_text_amid_the_forwards_that_generate_it() -> None:
+    server, packing = interrupted_server(2)
+    server.add(job := going_on(0, 9, 1, 2))
+    server.add(going_on(1, 9, 3))
+    packing.call = lambda: server.discard(0)
+    assert events_of(server) == [DraftedBlock(1, after((3,), 4))]
+    prefix = server.server.prefixes.entries[job.context.origin]
+    assert (prefix.tokens, prefix.num_cached) == ([1, 2], None)
+    server.add(replace(job, id=2))
+    assert events_of(server) == [DraftedBlock(1, after((3,), 8)[4:]), DraftedBlock(2, after((1, 2), 4))]
+
+
+PROCESSED = Sampling(0.8, seed=4, repetition_penalty=1.5, frequency_penalty=0.7, min_tokens=4, end_token_ids=(2, 30))
+
+
+def test_packed_server_samples_the_tokens_of_one_forward_at_a_time() -> None:
+    """Positions, and what is the prompt, count for each of the forwards that follow one another."""
+    model = SamplingModel(TARGET)
+    samplings = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, seed=3, top_k=5), PROCESSED]
+    prompts = [(1, 2), (3, 5, 8), (4,), (6, 7, 30)]
+    written = []
+    for steps in (1, 3, 8):
+        server, packing = packed_server(model)
+        server.steps_for = lambda _, steps=steps: steps  # type: ignore[misc]
+        for id, (prompt, sampling) in enumerate(zip(prompts, samplings)):
+            server.add(going_on(id, 8 + id, *prompt, sampling=sampling))
+        events = list[Event]()
+        while server.jobs:
+            events += events_of(server)
+        written.append(
+            [tuple(token for event in events if event.id == id for token in drafted([event], id)) for id in range(4)]
+        )
+        assert list(map(len, packing.forwards)) == [4] * 8 + [3, 2, 1]
+    alone = []
+    for id, (prompt, sampling) in enumerate(zip(prompts, samplings)):
+        tokens = list(prompt)
+        for _ in range(8 + id):
+            request = ForwardRequest(tokens, len(tokens), sampling=sampling, prompt_length=len(prompt))
+            tokens += model.answer(request)
+        alone.append(tuple(tokens[len(prompt) :]))
+    assert written == [alone] * 3
+
+
+def test_packed_server_takes_those_first_that_were_ready_first() -> None:
+    """Texts of which only some have room take turns."""
+    server, _ = packed_server()
+    for id in range(5):
+        server.add(going_on(id, 4, id))
+    taken = []
+    for _ in range(10):
+        forward = server.begin(2)
+        taken.append([part.packed.job.id for part in forward.parts])
+        server.run(forward)
+        server.finish(forward)
+    assert taken == [[0, 1], [2, 3], [4, 0], [1, 2], [3, 4]] * 2
+    assert server.jobs == {}
+
+
+def test_packed_server_has_urgent_jobs_where_some_do_not_go_on_with_a_text() -> None:
+    server, _ = packed_server()
+    states = [server.has_urgent_jobs]
+    for job in (going_on(0, 9, 1), Draft(1, text(2), 3), Verify(2, text(3), 1)):
+        server.add(job)
+        states.append(server.has_urgent_jobs)
+    server.begin(MAX_TOKENS)
+    states.append(server.has_urgent_jobs)  # which a forward computes
+    assert states == [False, False, False, True, False]
+
+
 def test_packed_server_is_not_for_models_that_compute_one_text_at_a_time() -> None:
     assert PackedServer.of(Server("target-1", "target", TARGET)) is None
     assert PackedServer.of(Server("target-1", "target", Packing(TARGET, can_pack=False))) is None
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[(1, 1), (1, 8), (2, 8)])
 def shared_loop(request: pytest.FixtureRequest) -> Iterator[EngineLoop]:
-    """One for all: the ids of its jobs are its fleet's. Half of the forwards are large enough to be split."""
-    fleet = packing_fleet(request.param)
+    """One for all: the ids of its jobs are its fleet's. Some of the forwards are large enough to be split."""
+    at_once, steps = request.param
+    fleet = packing_fleet(at_once, steps)
     yield EngineLoop(fleet)
     fleet.close()
 
 
-def packing_fleet(at_once: int = 1) -> ProcessFleet:
+def packing_fleet(at_once: int = 1, steps: int = 0, target: Packing | None = None) -> ProcessFleet:
+    """Where the target goes on with its texts, so many forwards follow one another; 0: as before that is known."""
     drafter = ToyDrafter(TARGET, 0.7, 8, runner_up_acceptance=0.5)
     servers = [Server(f"target-{i}", "target", TARGET) for i in (1, 2)] + [Server("drafter", "drafter", drafter)]
-    models = {"target": Packing(TARGET, forwards_at_once=at_once), "drafter": Packing(drafter)}
+    models = {"target": target or Packing(TARGET, forwards_at_once=at_once), "drafter": Packing(drafter)}
     inline = {role: Server(role, role, model) for role, model in models.items()}
-    return ProcessFleet(servers, use_cores=lambda *_: None, inline=inline)
+    fleet = ProcessFleet(servers, use_cores=lambda *_: None, inline=inline)
+    if steps:
+        fleet.limit_inline(alone=True, max_tokens=MAX_TOKENS, steps_for=lambda _: steps)
+    return fleet
 
 
 def shared(load: Load) -> Request:
@@ -443,7 +723,7 @@ def shared(load: Load) -> Request:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=9
+        st.tuples(st.integers(0, 7), st.integers(1, 40), st.integers(1, 30), st.booleans()), min_size=1, max_size=9
     ),
     st.sampled_from([SpecConfig("nonsi"), SpecConfig("si", 1), SpecConfig("si", 4), SpecConfig("si", 3, tree=6)]),
     st.randoms(use_true_random=False),
@@ -456,11 +736,12 @@ def test_texts_in_shared_forwards_are_those_alone(
     loop = shared_loop
     loop.load.shared_spec = lambda *_: turns
     trees = (policy_for(SpecConfig(algorithm, 3, tree=6)) for algorithm in ("si", "pearl", "dsi"))
-    policies = [autoregressive(), speculative(3), distributed(2), None, *trees]
+    shared = SharedForwards("drafter", loop.load)
+    policies = [autoregressive(), speculative(3), distributed(2), None, *trees, shared.plain(autoregressive())]
     submitted = []
     for kind, prompt_length, new, sampled in asked:
         prompt = tuple(range(prompt_length))
-        policy = policies[kind] or SharedForwards("drafter", loop.load).policy(distributed(2))
+        policy = policies[kind] or shared.policy(distributed(2))
         sampling = Sampling(temperature=0.9, seed=new) if sampled else Sampling()
         submitted.append((loop.submit(Request(prompt, new, policy, sampling)), prompt, new, sampling))
         for _ in range(random.randrange(12)):  # type: ignore[attr-defined]
@@ -489,6 +770,164 @@ def test_process_fleet_shares_forwards_of_waiting_requests() -> None:
     spans = [span for span in fleet.log if span.start == fleet.log[-1].start]
     assert len({span.context.origin for span in spans}) == 16  # who shared the last forward
     fleet.close()
+
+
+def alone(prompt: tuple[int, ...], new: int, sampling: Sampling, stop: frozenset[int]) -> tuple[int, ...]:
+    """The target's text, token by token."""
+    written = list(prompt)
+    while len(written) < len(prompt) + new:
+        written += TARGET.answer(ForwardRequest(written, len(written), sampling=sampling))
+        if written[-1] in stop:
+            break
+    return tuple(written[len(prompt) :])
+
+
+@pytest.mark.parametrize(("at_once", "steps"), [(1, 1), (1, 8), (2, 3), (2, 8)])
+def test_process_fleet_decodes_many_texts_plainly_as_each_alone(at_once: int, steps: int) -> None:
+    """Prompts and texts of any length, greedy and sampled, that end at stop tokens: some come later, one is given up.
+
+    The last text is alone in the end.
+    """
+    fleet = packing_fleet(at_once, steps)
+    target, log = fleet._packed["target"]._model, list[Span]()
+    assert isinstance(target, Packing)
+    try:
+        loop, fleet.log = EngineLoop(fleet), log
+        loop.load.shared_spec = lambda *_: SpecConfig("nonsi")
+        shared, asked = SharedForwards("drafter", loop.load), []
+        for i in range(40):
+            prompt = tuple(range(i % 7, i % 7 + 1 + i * i % 37))
+            stop = frozenset[int]((2 * i % 64, 2 * i % 64 + 20) if i % 3 else ())
+            sampling = Sampling(temperature=0.9, seed=i) if i % 2 else Sampling()
+            policy = shared.plain(autoregressive()) if i % 5 else shared.policy(distributed(2))
+            asked.append(Request(prompt, 90 if i == 39 else 1 + i * 7 % 45, policy, sampling, stop))
+        running = [loop.submit(request) for request in asked[:30]]
+        while len(running[6].tokens) < 9:
+            loop.step()
+        loop.cancel(running[6])
+        running += [loop.submit(request) for request in asked[30:]]
+        while any(not active.done for active in running):
+            loop.step()
+        done = [active.completion() for active in running]
+        expected = [alone(request.prompt, request.max_new_tokens, request.sampling, request.stop) for request in asked]
+        assert [each.tokens for each in done[:6] + done[7:]] == expected[:6] + expected[7:]
+        assert done[6].tokens == expected[6][: len(done[6].tokens)]
+        assert {each.finish_reason for each in done} == {"length", "stop", "cancelled"}
+        shared_widths = [span.width for span in log if span.num_texts > 1]
+        assert max(shared_widths) == steps
+        assert max(map(len, target.forwards)) > (12 if at_once == 1 else 6)
+    finally:
+        fleet.close()
+
+
+def test_process_fleet_fails_a_request_whose_texts_cannot_go_on() -> None:
+    """It does not try for ever beside the others."""
+    fleet = packing_fleet(steps=8)
+    try:
+        loop = EngineLoop(fleet)
+        loop.load.shared_spec = lambda *_: SpecConfig("nonsi")
+        policy = SharedForwards("drafter", loop.load).plain(autoregressive())
+        healthy, bad = (loop.submit(Request(prompt, new, policy)) for prompt, new in (((1, 2), 400), ((3, BAD), 5)))
+        while not bad.done and not healthy.done:
+            loop.step()
+        assert not healthy.done
+        with pytest.raises(FleetError, match="33 verifications of one request failed in a row, the last: OSError: a b"):
+            bad.completion()
+        while not healthy.done:
+            loop.step()
+        assert healthy.completion().tokens == after((1, 2), 400)
+    finally:
+        fleet.close()
+
+
+def test_process_fleet_ends_its_forwards_soon_when_it_is_woken() -> None:
+    target = Interrupted(TARGET, number=2)
+    fleet = packing_fleet(steps=8, target=target)
+    fleet.num_requests, target.call = 3, fleet.wake
+    try:
+        for id in range(3):
+            fleet.start(going_on(id, 11, id, 5))
+        events = [fleet.next_event() for _ in range(4)]
+        assert events == [*(DraftedBlock(id, after((id, 5), 2)) for id in range(3)), WOKEN]
+        events = [fleet.next_event() for _ in range(6)]
+        assert events == [
+            *(DraftedBlock(id, after((id, 5), 10)[2:]) for id in range(3)),
+            *(Drafted(id, after((id, 5), 11)[10]) for id in range(3)),
+        ]
+        assert target.forwards == [[2, 2, 2], *[[1, 1, 1]] * 10]
+    finally:
+        fleet.close()
+
+
+@dataclass
+class Gated(Packing):
+    """One that in the second forward of each of two threads waits for that of the other, and then for a gate."""
+
+    gate: ThreadEvent = field(default_factory=ThreadEvent)
+    calls: Counter[int] = field(default_factory=Counter)  # by thread
+
+    def answer_packed(self, requests: Sequence[ForwardRequest], at_once: int = 1) -> list[Answer]:
+        self.calls[get_ident()] += at_once > 1
+        if self.calls[get_ident()] == 2 and self.meeting is not None:
+            self.meeting.wait(10)
+            self.gate.wait(10)
+        return [tree_answer(self, request) for request in requests]
+
+
+def test_process_fleet_ends_a_forward_in_a_thread_soon_for_a_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one of two at once which began first, where all others only go on with their texts."""
+    target, set_flag = Gated(TARGET, forwards_at_once=2), StopFlag.set
+
+    def open_gate(flag: StopFlag) -> None:
+        set_flag(flag)
+        target.gate.set()
+
+    monkeypatch.setattr(StopFlag, "set", open_gate)
+    fleet = packing_fleet(steps=6, target=target)
+    fleet.num_requests, target.meeting = MIN_SPLIT + 1, Barrier(2, fleet.wake)
+    try:
+        for id in range(MIN_SPLIT):
+            fleet.start(going_on(id, 6, id, 5))
+        assert fleet.next_event() == WOKEN  # both are in their second forward
+        fleet.start(Verify(MIN_SPLIT, text(1, 2), 1, alone=True))
+        events = list[Event]()
+        while not any(isinstance(event, Verified) for event in events):
+            events.append(fleet.next_event())
+        assert events.pop() == Verified(MIN_SPLIT, after((1, 2)))
+        blocks = [event for event in events if isinstance(event, DraftedBlock)]
+        first = {event.id: event.tokens for event in reversed(blocks)}
+        half = MIN_SPLIT // MAX_AT_ONCE
+        assert [first[id] for id in range(half)] == [after((id, 5), 2) for id in range(half)]
+    finally:
+        target.gate.set()
+        fleet.close()
+
+
+def test_process_fleet_drafts_a_block_in_forwards_that_follow_one_another() -> None:
+    """However many follow one another of the target."""
+    fleet = packing_fleet(steps=1)
+    drafter, observed, fleet.log = fleet._packed["drafter"]._model, list[tuple[Job, float, int]](), []
+    fleet.observe = lambda *forward: observed.append(forward)
+    fleet.num_requests = 2
+    try:
+        assert [fleet._packed[role].steps_for(9) for role in ("target", "drafter")] == [1, MAX_STEPS]
+        job = Draft(0, text(1, 2), 4, alone=True)
+        fleet.start(job)
+        expected = [1, 2]
+        for _ in range(4):
+            expected += drafter.answer(ForwardRequest(expected, len(expected)))
+        assert fleet.next_event() == DraftedBlock(0, tuple(expected[2:]))
+        [span] = fleet.log
+        assert (span.kind, tuple(span.context), span.width, span.token) == (
+            "draft",
+            tuple(expected[:-1]),
+            4,
+            expected[2],
+        )
+        assert observed == [(job, (span.end - span.start) / 4, 1 - 1)]  # each forward, beside no target
+        assert fleet.usage["drafter"].forwards == 4
+    finally:
+        fleet.close()
 
 
 def test_process_fleet_shares_forwards_of_trees() -> None:

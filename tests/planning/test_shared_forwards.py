@@ -8,11 +8,15 @@ from dsi.core.spec import SpecConfig
 from dsi.planning.latency import LatencyModel
 from dsi.planning.shared_forwards import (
     DRAFT_MS,
+    MAX_STEPS,
+    STEPS_MS,
+    TOKEN_MS,
     VERIFY_MS,
     Shape,
     chain,
     draft_ms,
     forward_ms,
+    num_steps,
     shared_rows,
     shared_spec,
     tokens_per_ms,
@@ -64,11 +68,33 @@ def test_tokens_per_ms_counts_nodes_of_trees_as_draft_tokens_of_chains() -> None
 
 def test_tokens_per_ms_hides_the_work_for_some_texts_behind_the_forward_of_others() -> None:
     latency = replace(LATENCY, shared_rows=16)
-    plain = chain(0.8, 0)
-    assert tokens_per_ms(latency, 16, plain) == tokens_per_ms(LATENCY, 16, plain)
+    plain, one = chain(0.8, 0), chain(0.8, 1)
+    assert tokens_per_ms(latency, 8, one) == tokens_per_ms(LATENCY, 8, one)  # in one forward
     assert tokens_per_ms(latency, 32, plain) == pytest.approx(32 / (2 * forward_ms(LATENCY, 16)))
     slow = replace(latency, by_width=tuple((width, ms / 10) for width, ms in latency.by_width))
-    assert tokens_per_ms(slow, 32, plain) == pytest.approx(1 / VERIFY_MS)  # a forward's time is hidden behind the work
+    assert tokens_per_ms(latency, 16, plain) == pytest.approx(16 / forward_ms(LATENCY, 16))  # on a device
+    engine_ms = VERIFY_MS + (MAX_STEPS - 1) * TOKEN_MS  # behind which the time of the forwards is hidden
+    assert tokens_per_ms(slow, 32, plain) == pytest.approx(MAX_STEPS / engine_ms)
+    assert tokens_per_ms(slow, 32, one) == pytest.approx(1.8 / (VERIFY_MS + DRAFT_MS))  # after each forward
+
+
+def test_tokens_per_ms_counts_the_forwards_of_plain_decoding_that_follow_one_another() -> None:
+    plain = chain(0.8, 0)
+    forwards = MAX_STEPS * forward_ms(LATENCY, 4)
+    handled = 4 * (VERIFY_MS + (MAX_STEPS - 1) * TOKEN_MS)
+    assert tokens_per_ms(LATENCY, 4, plain) == pytest.approx(4 * MAX_STEPS / (forwards + handled))
+    slow = LatencyModel(STEPS_MS, 1.0)  # whose forwards are handled one by one
+    assert tokens_per_ms(slow, 1, plain) == pytest.approx(1 / (STEPS_MS + VERIFY_MS))
+    alone = replace(LATENCY, alone=LatencyModel(STEPS_MS / 2, 1.0))  # forwards that requests share use every core
+    assert tokens_per_ms(alone, 1, plain) == pytest.approx(2 / (STEPS_MS + VERIFY_MS + TOKEN_MS))
+
+
+def test_num_steps_is_bounded_by_their_time_and_their_number() -> None:
+    assert num_steps(LATENCY, 1) == num_steps(LATENCY, 16) == MAX_STEPS
+    assert [num_steps(LATENCY, rows) for rows in (32, 64, 1000)] == [7, 3, 1]  # of 5.6, 12 and about 186 ms
+    for ms, steps in ((STEPS_MS / MAX_STEPS, MAX_STEPS), (STEPS_MS / 2, 2), (STEPS_MS, 1), (3 * STEPS_MS, 1)):
+        assert num_steps(LatencyModel(ms, 1.0), 1) == steps
+    assert num_steps(LatencyModel(STEPS_MS / 2 + 1, 1.0, engine_ms=1.0), 1) == 2  # the engine is not in between
 
 
 def test_shared_rows_are_those_beyond_which_a_forward_takes_as_long_as_two() -> None:

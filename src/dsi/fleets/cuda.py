@@ -304,21 +304,21 @@ class CudaFleet(RealTimeFleet):
             self._record_shared(name, job, context, began, now, event, len(events), num_texts, began_then)
             if isinstance(event, Failed):
                 self._blocks.pop(job.id, None)
-            if isinstance(event, Drafted):
+            if isinstance(event, Drafted | DraftedBlock):
                 self._collect(job, event)
             else:
                 self._events.append(event)
         self._release_packed()
 
-    def _collect(self, job: Job, event: Drafted) -> None:
-        """Tell of a draft token, of a request that takes turns once its block is complete: each event takes time."""
-        streams = isinstance(job, Draft) and job.model == TARGET
-        if streams or not isinstance(job, Draft) or not job.alone or event.draft_probs is not None or event.alternates:
+    def _collect(self, job: Job, event: Drafted | DraftedBlock) -> None:
+        """Tell of draft tokens, of a request that takes turns once its block is complete: each event takes time."""
+        waits = isinstance(job, Draft) and job.alone and not goes_on(job)
+        if not waits or (isinstance(event, Drafted) and (event.draft_probs is not None or event.alternates)):
             self._events.append(event)
             return
         tokens = self._blocks.setdefault(job.id, [])
-        tokens.append(event.token)
-        if len(tokens) == job.count:
+        tokens += event.tokens if isinstance(event, DraftedBlock) else (event.token,)
+        if len(tokens) == job.count:  # type: ignore[union-attr]
             self._events.append(DraftedBlock(job.id, tuple(self._blocks.pop(job.id))))
 
     def _release_packed(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from backend_forwards import forward_packed
 from cancel_flags import CancelAfter
-from dsi.core.messages import Sampling, Verified, Verify
+from dsi.core.messages import TARGET, Draft, Drafted, DraftedBlock, Sampling, Verified, Verify
 from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import END
 from dsi.engine.build import cpu_model
@@ -25,7 +25,15 @@ from dsi.models.cpu.huge_pages import move_to_huge_pages
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.hf import Transformer
 from dsi.models.llama_cpu import LlamaCpu
-from dsi.models.protocol import Cancelled, ForwardRequest, SamplingModel, run_to_end
+from dsi.models.protocol import (
+    Answer,
+    Cancelled,
+    ForwardRequest,
+    SamplingModel,
+    StopFlag,
+    generate_packed,
+    run_to_end,
+)
 from models.cpu.shapes import SHAPES, random_model
 
 TOKENS = [int(token) for token in torch.randint(1, 97, (80,), generator=torch.Generator().manual_seed(1))]
@@ -403,3 +411,252 @@ def test_decoder_generates_no_further_than_its_context_and_until_it_is_cancelled
     with pytest.raises(Cancelled):
         decoder.generate(TOKENS[:22], 8, CancelAfter(2))
     assert decoder.generate(TOKENS[:20], 3) == before
+
+
+def test_decoder_goes_on_after_a_generation_that_was_cancelled() -> None:
+    """In any of its forwards: what those before it have cached is a part of the text."""
+    decoder = CompiledDecoder(random_model("qwen3"))
+    text = TOKENS[:20]
+    generated = one_by_one(decoder, text, 4)
+    whole = [*text, *generated]
+    ended = []
+    for checks in range(14):
+        decoder.clear_cache()
+        try:
+            assert decoder.generate(text, 4, CancelAfter(checks)) == generated
+        except Cancelled:
+            ended.append(checks)
+        rest = whole[: 21 + checks % 4]
+        assert torch.equal(decoder.forward(rest, len(rest)), CompiledDecoder(decoder.model).forward(rest, len(rest)))
+        assert decoder.generate(whole[:22], 2) == generated[2:]
+    assert ended == list(range(3 * 4))  # before each layer of each forward
+
+
+def varied() -> CompiledDecoder:
+    """A model whose greedy texts do not soon repeat one token: its layers change more than the embeddings have."""
+    model = random_model("llama biases", hidden_size=48, head_dim=40)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                getattr(layer.self_attn, name).weight.mul_(8)
+            layer.mlp.up_proj.weight.mul_(8)
+            layer.mlp.down_proj.weight.mul_(8)
+    return CompiledDecoder(model)
+
+
+VARIED = varied()
+
+
+def asked(*texts: list[int]) -> list[ForwardRequest]:
+    """Requests for the token after each text."""
+    return [ForwardRequest(text, len(text)) for text in texts]
+
+
+def stopped() -> StopFlag:
+    flag = StopFlag()
+    flag.set()
+    return flag
+
+
+def check_goes_on(decoder: CompiledDecoder, *texts: list[int]) -> None:
+    """All tokens but the last of each are cached, and give the bits that they would have been given at once."""
+    assert [decoder.num_cached(text) for text in texts] == [len(text) - 1 for text in texts]
+    for text, logits in zip(texts, decoder.forward_packed(asked(*texts))):
+        assert torch.equal(logits, CompiledDecoder(decoder.model).forward(text, len(text)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_generate_packed_gives_each_text_what_it_generates_one_by_one(shape: str, dtype: str) -> None:
+    model = random_model(shape, torch.float32 if dtype == "float32" else torch.bfloat16)
+    model = quantize_int8(model) if dtype == "int8" else model
+    alone, counts = CompiledDecoder(model), (9, 1, 6, 4, 6)
+    texts = [TOKENS[:1], TOKENS[:60], TOKENS[20:43], TOKENS[::-1][:5], [*TOKENS[:9], 3]]
+    expected = [tuple(one_by_one(alone, text, count)) for text, count in zip(texts, counts)]
+    for threads in (1, 2):
+        packed = CompiledDecoder(model, 8, threads)
+        assert packed.generate_packed(asked(*texts), counts, 1, StopFlag()) == expected
+        assert packed.generate_packed(asked(texts[1]), [1], 1, StopFlag()) == expected[1:2]  # what was cached before
+        check_goes_on(packed, *([*text, *tokens] for text, tokens in zip(texts, expected)))
+        again = [[*text, *tokens[:-1]] for text, tokens in zip(texts, expected)]
+        assert packed.generate_packed(asked(*again), (3,) * 5, 1, StopFlag()) == [
+            tuple(one_by_one(alone, text, 3)) for text in again
+        ]
+
+
+@given(st.data())
+@settings(max_examples=25)
+def test_generate_packed_gives_the_same_tokens_for_any_packing(data: st.DataObject) -> None:
+    """Texts that share prefixes come and go, are cut back and verified, and some stop early."""
+    packed = VARIED.with_threads(data.draw(st.integers(1, 2)), 8)
+    texts: list[list[int]] = [[1 + i] for i in range(5)]
+    for _ in range(data.draw(st.integers(1, 5))):
+        numbers = data.draw(st.lists(st.sampled_from(range(5)), min_size=1, unique=True))
+        for i in numbers:
+            if data.draw(st.booleans()):
+                end = data.draw(st.integers(1, 50))
+                texts[i][:] = [*TOKENS[:end]] if i < 3 else [*TOKENS[: end // 2], *range(1, end - end // 2 + 1)]
+        own = [texts[i] for i in numbers]
+        if data.draw(st.booleans()):
+            packed.forward_packed([ForwardRequest(text, 1 + len(text) // 2) for text in own])
+        counts = [data.draw(st.integers(1, 5)) for _ in own]
+        stop = stopped() if data.draw(st.booleans()) else StopFlag()
+        generated = packed.generate_packed(asked(*own), counts, 1, stop)
+        assert generated is not None
+        for text, tokens, count in zip(own, generated, counts):
+            assert len(tokens) == (1 if stop.is_set() else count)
+            assert list(tokens) == one_by_one(VARIED, text, len(tokens))
+            text += tokens
+            text[64:] = []
+
+
+TREE = ((END, 4), (0, 9), (END, 6), (2, 11))
+
+
+def test_generate_packed_goes_on_after_trees() -> None:
+    """With a path of a tree, or without one: what is cached behind the text is overwritten."""
+    packed = VARIED.with_threads(1, 8)
+    texts = [[*TOKENS[:30]], [*TOKENS[40:61]], [*TOKENS[10:20]]]
+
+    def verify_trees() -> list[torch.Tensor]:
+        return packed.forward_packed([ForwardRequest(text, len(text), tree=TREE, asked=[0, 1, 2, 3]) for text in texts])
+
+    verify_trees()
+    for text, path in zip(texts, ([6, 11], [4, 7], [8])):  # to its end, in part, and not at all
+        text += path
+    generated = packed.generate_packed(asked(*texts), (5, 3, 4), 1, StopFlag())
+    assert generated == [tuple(one_by_one(VARIED, text, count)) for text, count in zip(texts, (5, 3, 4))]
+    for text, tokens in zip(texts, generated):
+        text += tokens
+    check_goes_on(packed, *texts)
+    fresh = VARIED.with_threads(1, 8)
+    for text, logits in zip(texts, verify_trees()):
+        [expected] = fresh.forward_packed([ForwardRequest(text, len(text), tree=TREE, asked=[0, 1, 2, 3])])
+        assert torch.equal(logits, expected)
+
+
+def test_generate_packed_gives_one_token_of_each_text_where_it_is_to_stop() -> None:
+    packed = VARIED.with_threads(1, 8)
+    texts = [TOKENS[:30], TOKENS[40:45]]
+    whole = [[*text, *one_by_one(VARIED, text, 6)] for text in texts]
+    assert packed.generate_packed(asked(*texts), (6, 5), 1, stopped()) == [(whole[0][30],), (whole[1][5],)]
+    check_goes_on(packed, whole[0][:31], whole[1][:6])
+    rest = packed.generate_packed(asked(whole[0][:31], whole[1][:6]), (5, 1), 1, StopFlag())
+    assert rest == [tuple(whole[0][31:]), (whole[1][6],)]
+
+
+def test_generate_packed_has_room_for_what_it_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a text that has fewer tokens left ends long before the others."""
+    monkeypatch.setattr("dsi.models.kv_sequence.GROWTH", 0)
+    packed, texts, counts = VARIED.with_threads(1, 8), [TOKENS[:3], TOKENS[5:6], TOKENS[:50]], (70, 2, 40)
+    generated = packed.generate_packed(asked(*texts), counts, 1, StopFlag())
+    assert generated == [tuple(one_by_one(VARIED, text, count)) for text, count in zip(texts, counts)]
+    check_goes_on(packed, *([*text, *tokens] for text, tokens in zip(texts, generated)))
+
+
+def test_generate_packed_leaves_new_tokens_of_more_than_a_forward_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = VARIED.with_threads(1, 8)
+    monkeypatch.setattr("dsi.models.cpu.decoder.MAX_ROWS", 17)
+    texts, counts = [TOKENS[:10], TOKENS[20:28]], (4, 2)
+    expected = [tuple(one_by_one(VARIED, text, count)) for text, count in zip(texts, counts)]
+    assert packed.generate_packed(asked(*texts), counts, 1, StopFlag()) is None
+    assert packed._in_use == set()
+    answers = generate_packed(SamplingModel(packed), asked(*texts), counts, 1, StopFlag())
+    assert answers == list(map(Answer, expected))
+    shorter = [text[:-1] for text in texts]  # of which all is cached
+    assert packed.generate_packed(asked(*shorter), (1, 1), 1, StopFlag()) is not None
+
+
+def test_generate_packed_refuses_a_bad_text_before_it_computes() -> None:
+    decoder = CompiledDecoder(random_model("llama", max_position_embeddings=64), 8)
+    expected = tuple(one_by_one(decoder, TOKENS[:60], 5))
+    short = [1, 2]
+    assert decoder.generate_packed(asked(short, TOKENS[:60]), (1, 5), 1, StopFlag()) == [
+        tuple(one_by_one(CompiledDecoder(decoder.model), short, 1)),
+        expected,
+    ]
+    with pytest.raises(ValueError, match="a text of 65 tokens: the model's context is 64"):
+        decoder.generate_packed(asked(short, TOKENS[:60]), (9, 6), 1, StopFlag())
+    with pytest.raises(IndexError, match="must be below 97"):
+        decoder.generate_packed(asked([*TOKENS[:60], 5], [3, 97]), (2, 2), 1, StopFlag())
+    assert decoder._in_use == set()
+    whole = [*TOKENS[:60], *expected[:-1]]
+    assert decoder.num_cached(whole) == 64
+    assert torch.equal(decoder.forward(whole, 64), CompiledDecoder(decoder.model).forward(whole, 64))
+
+
+def test_generate_packed_at_once_gives_each_text_what_it_has_alone() -> None:
+    """Texts of both begin with the same tokens, so that each looks for what the other has cached."""
+    packed = VARIED.with_threads(2, 32)
+    halves = [[[*TOKENS[:20], *range(1, 4 + i)] for i in range(j, 8, 2)] for j in range(2)]
+
+    def write(texts: list[list[int]]) -> list[list[int]]:
+        for step in range(1, 7):
+            counts = [1 + (step + i) % 6 for i in range(len(texts))]
+            generated = packed.generate_packed(asked(*texts), counts, 2, stopped() if step == 3 else StopFlag())
+            assert generated is not None
+            for text, tokens in zip(texts, generated):
+                text += tokens
+        return texts
+
+    with ThreadPoolExecutor(2) as threads:
+        written = list(threads.map(write, halves))
+    for j in range(2):
+        for i, text in zip(range(j, 8, 2), written[j]):
+            prompt = [*TOKENS[:20], *range(1, 4 + i)]
+            assert text == [*prompt, *one_by_one(VARIED, prompt, len(text) - len(prompt))]
+
+
+def test_sampling_model_generates_in_one_call_where_all_are_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, counts = SamplingModel(VARIED.with_threads(1, 8)), (5, 2, 7)
+    samplings = Sampling(), Sampling(0.9, seed=2), Sampling(repetition_penalty=1.4)
+    texts = [TOKENS[:12], TOKENS[:12], TOKENS[30:33]]
+    written = []
+    for text, sampling, count in zip(texts, samplings, counts):
+        tokens = list(text)
+        for _ in range(count):
+            tokens += model.answer(ForwardRequest(tokens, len(tokens), sampling=sampling, prompt_length=2))
+        written.append(tuple(tokens[len(text) :]))
+    requests = [
+        ForwardRequest(text, len(text), sampling=sampling, prompt_length=2) for text, sampling in zip(texts, samplings)
+    ]
+    for at_once in (1, 2):
+        assert generate_packed(model, requests, counts, at_once, StopFlag()) == list(map(Answer, written))
+    assert generate_packed(model, requests, counts, 1, stopped()) == [Answer(tokens[:1]) for tokens in written]
+    for name in ("forward_packed", "pick_packed"):
+        monkeypatch.delattr(CompiledDecoder, name)
+    [answer] = generate_packed(model, requests[:1], counts[:1], 1, StopFlag())
+    assert answer == Answer(written[0])
+
+
+def test_packed_server_generates_the_texts_of_a_compiled_decoder() -> None:
+    """Forwards that follow one another, and one beside a verification and a text that is sampled."""
+    server = PackedServer.of(Server("target-1", "target", SamplingModel(VARIED.with_threads(1, 32))))
+    assert server is not None
+    server.steps_for = lambda _: 5
+    prompts = [TOKENS[:3], TOKENS[:9], TOKENS[50:62], [7]]
+    counts = [7, 3, 12, 5]
+    whole = [[*prompt, *one_by_one(VARIED, prompt, count)] for prompt, count in zip(prompts, counts)]
+    for id, (prompt, count) in enumerate(zip(prompts, counts)):
+        server.add(Draft(id, TokenSequence.of(prompt), count, TARGET, alone=True))
+    events = [event for *_, event in server.step()]
+    assert events == [
+        DraftedBlock(id, tuple(text[len(prompt) : len(prompt) + 5]))
+        for id, (prompt, text) in enumerate(zip(prompts, whole))
+    ]
+    server.add(Verify(4, TokenSequence.of(TOKENS[:9]), 2))
+    sampled = Sampling(0.8, seed=3)
+    server.add(Draft(5, TokenSequence.of(TOKENS[:4]), 1, TARGET, sampled, alone=True))
+    alone = SamplingModel(CompiledDecoder(VARIED.model))
+    assert [event for *_, event in server.step()] == [
+        Drafted(0, whole[0][3 + 5]),
+        Drafted(2, whole[2][12 + 5]),
+        Verified(4, alone.answer(ForwardRequest(TOKENS[:9], 8))),
+        Drafted(5, alone.answer(ForwardRequest(TOKENS[:4], 4, sampling=sampled))[0]),
+    ]
+    assert [event for *_, event in server.step()] == [
+        Drafted(0, whole[0][3 + 6]),
+        DraftedBlock(2, tuple(whole[2][12 + 6 : 12 + 11])),
+    ]
+    assert [event for *_, event in server.step()] == [Drafted(2, whole[2][12 + 11])]
+    assert server.jobs == {}

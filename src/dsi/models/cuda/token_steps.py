@@ -98,7 +98,8 @@ class TokenSteps:
         """Record what a forward picked, `BRANCHES` tokens a row."""
         for number, token in zip(self.going_on(step).tolist(), picked[:, 0].tolist()):
             if teacher is not None:
-                tokens = [*requests[number].tokens, *self.tokens[number]]
+                known = requests[number].tokens[: self._lengths[number]]  # the list grows as tokens are told
+                tokens = [*known, *self.tokens[number]]
                 [token] = teacher(replace(requests[number], tokens=tokens, start=len(tokens)))
             self.tokens[number].append(token)
 
