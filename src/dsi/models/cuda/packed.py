@@ -428,13 +428,12 @@ class PackedCudaModel:
         """
         while not self._free_copies:
             yield None
-        lengths = [len(request.tokens) for request in requests]
         begun = self._begin_steps(requests, counts)
         if begun is None:
             return False
-        steps, copy = TokenSteps(begun, lengths, counts), self._free_copies.pop()
+        steps, copy = TokenSteps(begun, requests, counts, teacher), self._free_copies.pop()
         try:
-            yield from self._run_steps(steps, begun, copy, stop, requests, teacher)
+            yield from self._run_steps(steps, begun, copy, stop)
         except BaseException:
             self._give_up(begun)
             raise
@@ -457,13 +456,7 @@ class PackedCudaModel:
         return begun
 
     def _run_steps(
-        self,
-        steps: TokenSteps,
-        begun: Sequence[PooledRows],
-        copy: int,
-        stop: StopFlag,
-        requests: Sequence[ForwardRequest],
-        teacher: Teacher | None,
+        self, steps: TokenSteps, begun: Sequence[PooledRows], copy: int, stop: StopFlag
     ) -> Generator[list[Tokens] | None, None, None]:
         """Launch up to so many forwards as there is room for their tokens; read half of them at a time."""
         count = len(begun)
@@ -478,7 +471,7 @@ class PackedCudaModel:
             known = list(map(len, steps.tokens))
             for step in range(read, after):
                 first = (self.picked_from(copy) - self.first_picked) // BRANCHES + step % most * count
-                steps.add(step, self._host_rows[first : first + len(steps.going_on(step))], teacher, requests)
+                steps.add(step, self._host_rows[first : first + len(steps.going_on(step))])
             read = after
             total = 0 if stop.is_set() else total
             self._launch_steps(steps, begun, copy, ends, min(total, read + most), most)  # before they are handled
@@ -501,6 +494,7 @@ class PackedCudaModel:
                     forward.fill(rows, self._moves(begun), copy)
                 forward.launch()
                 ends.append(self._end())
+            steps.teach(step)
 
     def can_grow(self, request: ForwardRequest, levels: Sequence[Level]) -> bool:
         """Whether `poll_levels` can grow such a tree."""

@@ -40,7 +40,17 @@ def with_stand_ins(requests: Sequence[ForwardRequest], counts: Sequence[int]) ->
 class TokenSteps:
     """The rows of each forward, and the tokens that came of it. A text is computed until it has all of its tokens."""
 
-    def __init__(self, begun: Sequence[PooledRows], lengths: Sequence[int], counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        begun: Sequence[PooledRows],
+        requests: Sequence[ForwardRequest],
+        counts: Sequence[int],
+        teacher: Teacher | None = None,
+    ) -> None:
+        lengths = [len(request.tokens) for request in requests]
+        self._teacher, self._taught = teacher, list[ForwardRequest]()
+        if teacher is not None:
+            self._taught = [replace(request, tokens=list(request.tokens)) for request in requests]
         self._begun, self._lengths, self._counts = begun, np.array(lengths), np.array(counts)
         self.tokens: list[list[int]] = [[] for _ in begun]
         self._tables = np.array([pooled.text.table for pooled in begun])
@@ -94,13 +104,18 @@ class TokenSteps:
         plan.moves[0] = rows.unread
         self._picked[texts] = picked
 
-    def add(self, step: int, picked: np.ndarray, teacher: Teacher | None, requests: Sequence[ForwardRequest]) -> None:
+    def teach(self, step: int) -> None:
+        """Ask the teacher for the tokens of a forward, while the device computes it."""
+        for number in self.going_on(step).tolist() if self._teacher is not None else ():
+            request = self._taught[number]
+            request.start = len(request.tokens)
+            request.tokens += self._teacher(request)  # type: ignore[misc]
+
+    def add(self, step: int, picked: np.ndarray) -> None:
         """Record what a forward picked, `BRANCHES` tokens a row."""
         for number, token in zip(self.going_on(step).tolist(), picked[:, 0].tolist()):
-            if teacher is not None:
-                known = requests[number].tokens[: self._lengths[number]]  # the list grows as tokens are told
-                tokens = [*known, *self.tokens[number]]
-                [token] = teacher(replace(requests[number], tokens=tokens, start=len(tokens)))
+            if self._taught:
+                token = self._taught[number].tokens[self._lengths[number] + step]
             self.tokens[number].append(token)
 
     def end(self, give_back: Callable[[Any], None]) -> None:
