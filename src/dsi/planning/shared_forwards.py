@@ -18,8 +18,8 @@ MAX_STEPS, STEPS_MS = 8, 40.0  # of forwards under plain decoding that follow on
 MIN_GAIN = 0.05
 MIN_TREE_GAIN = 0.1  # of a tree over a chain: its forwards, and the engine's work for it, take a bit more
 DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it, where that was not measured
-VERIFY_MS, DRAFT_MS = 0.2, 0.025  # that the engine takes to handle a verification and a draft token of one request
-TOKEN_MS = 0.05  # and each token of plain decoding after the first
+VERIFY_MS, DRAFT_MS = 0.08, 0.025  # that the engine takes at least for a verification and a draft token of one request
+TOKEN_SHARE = 0.25  # of a verification that each token of plain decoding after the first takes it
 
 
 NEARLY_TWICE = 1.7  # as long as one of half as many new tokens takes a forward that is no better than two of those
@@ -82,7 +82,8 @@ def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
     turns = latency.alone or latency
     rows = requests * (shape.num_drafted + 1)
     steps = 1 if shape.num_drafted else num_steps(turns, rows)
-    engine_ms = requests * (VERIFY_MS + TOKEN_MS * (steps - 1) + DRAFT_MS * shape.num_drafted)
+    verify_ms = max(VERIFY_MS, float(turns.engine_ms))
+    engine_ms = requests * (verify_ms * (1 + TOKEN_SHARE * (steps - 1)) + DRAFT_MS * shape.num_drafted)
     forwards = max(1.0, rows / (turns.shared_rows or rows))
     drafting_ms = forwards * sum(draft_ms(turns, requests * drafted / forwards) for drafted in shape.levels)
     verifying_ms = forwards * forward_ms(turns, rows / forwards)
