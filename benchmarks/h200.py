@@ -224,6 +224,7 @@ def measured(
                 continue  # it does the same whatever is drafted
             done = write(bench, choice, acceptance, tokens if seed else WARM_UP, seed)
             texts.add(done.tokens)
+            harness.log(f"    seed {seed}, {name}: {1000 * float(done.elapsed) / len(done.tokens):.2f} ms a token")
             if seed:
                 times[name].append(1000 * float(done.elapsed))
         if len(texts) > 1:

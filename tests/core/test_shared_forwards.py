@@ -18,7 +18,7 @@ from dsi.core.messages import (
     Verified,
     Verify,
 )
-from dsi.core.policies import Load, autoregressive, pearl
+from dsi.core.policies import Load, autoregressive, pearl, speculative
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END
@@ -261,13 +261,16 @@ def test_share_forwards_stops_a_stream_where_a_request_is_alone_again() -> None:
     load.requests = 1
     step = g.handle(DraftedBlock(stream, (4, 5)))
     assert (step.emit, step.cancel, started(step)) == ((4, 5), (stream,), [("verify", (1, 4, 5), 1, True)])
-    load.requests = 2
-    g = generation(load)
-    [job] = g.start().start
-    load.requests = 1
-    step = g.replan()
-    assert (step.emit, step.cancel) == ((), (job.id,))
-    assert started(step) == [("verify", (1,), 1, False), ("drafter", (1,), 4, False)]  # PEARL does both at once
+    for alone, jobs in (
+        (pearl(4), [("verify", (1,), 1, False), ("drafter", (1,), 4, False)]),  # both at once
+        (speculative(3), [("drafter", (1,), 3, True)]),
+    ):
+        load.requests = 2
+        g = Generation((1,), TOKENS, SharedForwards("drafter", load).policy(alone))
+        [job] = g.start().start
+        load.requests = 1
+        step = g.replan()
+        assert (step.emit, step.cancel, started(step)) == ((), (job.id,), jobs)
 
 
 def test_generation_drops_a_target_block_after_a_text_that_has_gone_on() -> None:

@@ -87,7 +87,7 @@ WIDE = {
 GATED_WIDE = {
     16: Tiling(16, 64, 128, 3, swapped=True),
     32: Tiling(32, 64, 64, 5, swapped=True),
-    64: Tiling(64, 128, 64, 5),
+    64: Tiling(64, 64, 64, 4),
     128: Tiling(128, 128, 64, 4, warps=8, swapped=True, bulk=True),
 }
 WIDE_OUTPUTS = 64  # for each multiprocessor
