@@ -634,14 +634,14 @@ def test_packed_server_drops_a_text_amid_the_forwards_that_generate_it() -> None
     assert events_of(server) == [DraftedBlock(1, after((3,), 8)[4:]), DraftedBlock(2, after((1, 2), 4))]
 
 
-PROCESSED = Sampling(0.8, seed=4, repetition_penalty=1.5, frequency_penalty=0.7, min_tokens=4, end_token_ids=(2, 30))
+PROCESSED = Sampling(0.8, seed=4, frequency_penalty=1.5, min_tokens=9, end_token_ids=tuple(range(0, 64, 4)))
 
 
 def test_packed_server_samples_the_tokens_of_one_forward_at_a_time() -> None:
     """Positions, and what is the prompt, count for each of the forwards that follow one another."""
     model = SamplingModel(TARGET)
     samplings = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, seed=3, top_k=5), PROCESSED]
-    prompts = [(1, 2), (3, 5, 8), (4,), (6, 7, 30)]
+    prompts = [(1, 2), (3, 5, 8), (4,), tuple(range(0, 26, 2))]
     written = []
     for steps in (1, 3, 8):
         server, packing = packed_server(model)
@@ -872,6 +872,22 @@ class Gated(Packing):
             self.meeting.wait(10)
             self.gate.wait(10)
         return [tree_answer(self, request) for request in requests]
+
+
+def test_process_fleet_goes_on_in_shared_forwards_where_no_other_request_is_left() -> None:
+    """A whole text in one go could not be cancelled."""
+    fleet = packing_fleet(steps=4)
+    fleet.num_requests, target = 1, fleet._packed["target"]._model
+    assert isinstance(target, Packing)
+    try:
+        fleet.start(going_on(0, 9, 1, 2))
+        assert fleet.next_event() == DraftedBlock(0, after((1, 2), 4))
+        assert target.forwards == [[2], [1], [1], [1]]
+        fleet.cancel(0)
+        with pytest.raises(RuntimeError, match="nothing to do"):
+            fleet.next_event()
+    finally:
+        fleet.close()
 
 
 def test_process_fleet_ends_a_forward_in_a_thread_soon_for_a_verification(monkeypatch: pytest.MonkeyPatch) -> None:

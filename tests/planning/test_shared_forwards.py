@@ -10,7 +10,7 @@ from dsi.planning.shared_forwards import (
     DRAFT_MS,
     MAX_STEPS,
     STEPS_MS,
-    TOKEN_MS,
+    TOKEN_SHARE,
     VERIFY_MS,
     Shape,
     chain,
@@ -73,7 +73,7 @@ def test_tokens_per_ms_hides_the_work_for_some_texts_behind_the_forward_of_other
     assert tokens_per_ms(latency, 32, plain) == pytest.approx(32 / (2 * forward_ms(LATENCY, 16)))
     slow = replace(latency, by_width=tuple((width, ms / 10) for width, ms in latency.by_width))
     assert tokens_per_ms(latency, 16, plain) == pytest.approx(16 / forward_ms(LATENCY, 16))  # on a device
-    engine_ms = VERIFY_MS + (MAX_STEPS - 1) * TOKEN_MS  # behind which the time of the forwards is hidden
+    engine_ms = VERIFY_MS * (1 + (MAX_STEPS - 1) * TOKEN_SHARE)  # behind which the time of the forwards is hidden
     assert tokens_per_ms(slow, 32, plain) == pytest.approx(MAX_STEPS / engine_ms)
     assert tokens_per_ms(slow, 32, one) == pytest.approx(1.8 / (VERIFY_MS + DRAFT_MS))  # after each forward
 
@@ -81,12 +81,23 @@ def test_tokens_per_ms_hides_the_work_for_some_texts_behind_the_forward_of_other
 def test_tokens_per_ms_counts_the_forwards_of_plain_decoding_that_follow_one_another() -> None:
     plain = chain(0.8, 0)
     forwards = MAX_STEPS * forward_ms(LATENCY, 4)
-    handled = 4 * (VERIFY_MS + (MAX_STEPS - 1) * TOKEN_MS)
+    handled = 4 * VERIFY_MS * (1 + (MAX_STEPS - 1) * TOKEN_SHARE)
     assert tokens_per_ms(LATENCY, 4, plain) == pytest.approx(4 * MAX_STEPS / (forwards + handled))
     slow = LatencyModel(STEPS_MS, 1.0)  # whose forwards are handled one by one
     assert tokens_per_ms(slow, 1, plain) == pytest.approx(1 / (STEPS_MS + VERIFY_MS))
     alone = replace(LATENCY, alone=LatencyModel(STEPS_MS / 2, 1.0))  # forwards that requests share use every core
-    assert tokens_per_ms(alone, 1, plain) == pytest.approx(2 / (STEPS_MS + VERIFY_MS + TOKEN_MS))
+    assert tokens_per_ms(alone, 1, plain) == pytest.approx(2 / (STEPS_MS + VERIFY_MS * (1 + TOKEN_SHARE)))
+
+
+def test_tokens_per_ms_counts_what_the_engine_takes_for_a_forward_as_measured() -> None:
+    latency, plain = LatencyModel(STEPS_MS / 2 + 1, 1.0, engine_ms=1.0), chain(0.8, 0)
+    assert tokens_per_ms(latency, 1, plain) == pytest.approx(2 / (STEPS_MS + 1 + TOKEN_SHARE))
+    one = tokens_per_ms(latency, 1, chain(0.8, 1))
+    assert one == pytest.approx(1.8 / (forward_ms(latency, 2) + 1 + draft_ms(latency, 1) + DRAFT_MS))
+    quick = replace(latency, engine_ms=VERIFY_MS / 2)  # it takes this at least
+    assert tokens_per_ms(quick, 1, chain(0.8, 1)) == pytest.approx(
+        1.8 / (forward_ms(quick, 2) + VERIFY_MS + draft_ms(quick, 1) + DRAFT_MS)
+    )
 
 
 def test_num_steps_is_bounded_by_their_time_and_their_number() -> None:

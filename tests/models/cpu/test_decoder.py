@@ -24,6 +24,7 @@ from dsi.models.cpu.decoder import LOGITS, CompiledDecoder, RowAnswers, TextPart
 from dsi.models.cpu.huge_pages import move_to_huge_pages
 from dsi.models.cpu.linear import quantize_int8
 from dsi.models.hf import Transformer
+from dsi.models.kv_sequence import KVSequence
 from dsi.models.llama_cpu import LlamaCpu
 from dsi.models.protocol import (
     Answer,
@@ -552,6 +553,40 @@ def test_generate_packed_has_room_for_what_it_generates(monkeypatch: pytest.Monk
     generated = packed.generate_packed(asked(*texts), counts, 1, StopFlag())
     assert generated == [tuple(one_by_one(VARIED, text, count)) for text, count in zip(texts, counts)]
     check_goes_on(packed, *([*text, *tokens] for text, tokens in zip(texts, generated)))
+
+
+def test_generate_packed_has_memory_for_its_longest_forward() -> None:
+    packed, text = VARIED.with_threads(2, 8), TOKENS[:2]
+    [tokens] = packed.generate_packed(asked(text), [120], 1, StopFlag())  # type: ignore[misc]
+    [used], whole = packed._scratch, [*text, *tokens]
+    packed._scratch = []
+    packed.forward_packed(asked(whole))  # all but one of which is cached
+    assert len(used) >= len(packed._scratch[0])
+
+
+class Noted(CompiledDecoder):
+    """Notes which KV caches are said to be in use while it generates."""
+
+    noted: frozenset[KVSequence] = frozenset()
+
+    def _generate(self, parts: Any, *arguments: Any) -> list[list[int]]:
+        self.noted = frozenset(self._in_use)
+        return super()._generate(parts, *arguments)
+
+
+def test_generate_packed_leaves_the_cache_of_a_text_that_is_computed() -> None:
+    """As another thread does: its own are in use, too."""
+    packed, text, other = Noted(VARIED.model, 32), TOKENS[:30], [*TOKENS[:25], 1]
+    packed.forward_packed(asked(text))
+    [sequence] = packed._sequences
+    packed._in_use.add(sequence)
+    generated = packed.generate_packed(asked(other), [4], 1, StopFlag())
+    assert generated == [tuple(one_by_one(VARIED, other, 4))]
+    assert sequence.tokens == text
+    assert packed.noted == set(packed._sequences)
+    assert len(packed.noted) == 2
+    assert packed._in_use == {sequence}
+    check_goes_on(packed, [*other, *generated[0]])
 
 
 def test_generate_packed_leaves_new_tokens_of_more_than_a_forward_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
