@@ -206,7 +206,7 @@ def tree_rows(bench: Bench, acceptance: float) -> dict[str, DeploymentPlan]:
                 rows[f"tree si {nodes}, {levels} deep"] = DeploymentPlan(spec)
     for sp in range(2, min(len(bench.targets), MAX_TREE_TARGETS) + 1):
         for spec in dsi_trees(bench.latency.with_targets(sp), sp):
-            row = f"tree dsi {spec.tree}, lookahead {spec.lookahead}, SP {sp}"
+            row = f"tree dsi {spec.tree}, lookahead {spec.lookahead}, min draft {spec.min_draft}, SP {sp}"
             rows[row] = DeploymentPlan(replace(spec, chances=chances), sp)
     return rows
 

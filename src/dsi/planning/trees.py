@@ -29,10 +29,11 @@ CAUTION = 0.1  # added to predictions for servers: a tree's forwards and the eng
 SIMULATED_CAUTION = 0.02  # added to those for virtual time, where nothing else takes time
 MAX_FORWARD = 3.0  # times as long as the narrowest, which a verification may take
 
-DSI_SIZES = (4, 8, 16, 32, 64)
+DSI_SIZES = (4, 7, 8, 15, 16, 31, 32, 63, 64)  # some of them with the root the rows that forwards are captured for
 FEW_TARGETS, MANY_TARGETS_SIZE = 2, 32  # with more targets than these few, larger trees gain nothing
 DSI_LOOKAHEAD_SHARES = (0.4, 0.9)  # of the lookahead that Eq. (1) asks for
 DSI_MIN_DRAFT, MOST_WAITING_TARGETS = 2, 4  # with more targets than these, a new root waits for no draft token
+SHORT_LOOKAHEADS = (3, 6)  # below those that Eq. (1) asks for: a new root waits for as many levels, as under SI
 DSI_TOKENS, DSI_SEEDS = 100, range(2000, 2003)  # of simulations
 DSI_RATES = (0.0, 0.2, 0.4, 0.6, 0.8, 0.92, 1.0)  # acceptance rates at which `auto` simulates
 REFERENCE = SpecConfig("si", 4, max_targets=1, tree=16)  # is simulated with DSI, and known exactly
@@ -76,10 +77,13 @@ def is_chain(chances: Chances, size: int, depth: int) -> bool:
 
 def dsi_trees(latency: LatencyModel, targets: int) -> list[SpecConfig]:
     """DSI with the trees that may be fastest on so many targets."""
-    size, min_draft = dsi_size(latency, targets), DSI_MIN_DRAFT if targets <= MOST_WAITING_TARGETS else 0
+    size, waits = dsi_size(latency, targets), targets <= MOST_WAITING_TARGETS
+    lookaheads = dsi_lookaheads(latency, targets, size)
+    min_drafts = {lookahead: min(DSI_MIN_DRAFT if waits else 0, lookahead) for lookahead in lookaheads}
+    min_drafts |= {short: short for short in SHORT_LOOKAHEADS if waits and short < min(lookaheads)}
     return [
-        SpecConfig("dsi", lookahead, min(min_draft, lookahead), max_targets=targets, tree=size)
-        for lookahead in dict.fromkeys(dsi_lookaheads(latency, targets, size))
+        SpecConfig("dsi", lookahead, min_draft, max_targets=targets, tree=size)
+        for lookahead, min_draft in min_drafts.items()
     ]
 
 

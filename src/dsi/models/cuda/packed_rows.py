@@ -23,6 +23,7 @@ ROWS = 16  # queries of a part: the fewest that tensor cores take
 TAIL = 2 * KEYS  # positions that the table of a path has: from the tile on in which the text ends
 MAX_DEPTH = TAIL - KEYS  # of a tree
 PROGRAMS_PER_SM, MAX_SPLITS = 2, 64
+PAIR, LONG_TEXT = 2, 1024  # programs, and tokens from which a second one pays
 BRANCHES = 4  # likeliest tokens after a row that are picked on the device
 ALIGNMENT = 16  # of int32, which Triton counts in: 16 bytes would do for pointers
 NO_SLOT = -1  # of positions behind the end of a path
@@ -319,6 +320,15 @@ def num_programs(kv_heads: int, sms: int) -> int:
     return PROGRAMS_PER_SM * sms // kv_heads
 
 
+def num_splits(programs: int, num_parts: int, most: int, longest: int) -> int:
+    """How many of so many programs share the keys of a part: not two, if those of the longest text are few.
+
+    What both have found has to be joined.
+    """
+    splits = max(1, min(most, programs // num_parts))
+    return 1 if splits == PAIR and longest < LONG_TEXT else splits
+
+
 def split_limits(size: int, groups: int, kv_heads: int, table_length: int, sms: int) -> tuple[int, int]:
     """How many programs at most share the keys of a part, and in how many parts they may."""
     programs = num_programs(kv_heads, sms)
@@ -353,7 +363,7 @@ def fill_plan(
             array[begin:] = padding
     plan.parts[: len(parts)] = parts
     plan.parts[len(parts) :] = 0
-    plan.splits[0] = max(1, min(rows.max_splits, programs // len(parts)))
+    plan.splits[0] = num_splits(programs, len(parts), rows.max_splits, max(text.end for text in texts))
     plan.moves[0] = rows.unread
 
 

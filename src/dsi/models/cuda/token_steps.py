@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from dsi.models.cuda.kv_pool import PooledRows
-from dsi.models.cuda.packed_rows import BRANCHES, PackedRows, Part, PlanFields, PlanLayout, SlotRows, num_parts
+from dsi.models.cuda.packed_rows import (
+    BRANCHES,
+    PackedRows,
+    Part,
+    PlanFields,
+    PlanLayout,
+    SlotRows,
+    num_parts,
+    num_splits,
+)
 from dsi.models.protocol import ForwardRequest
 
 MAX_STEPS = 8  # forwards that are launched before the first has ended
@@ -100,7 +109,7 @@ class TokenSteps:
         own[:, :, Part._fields.index("number")] = np.arange(parts)
         plan.parts[: count * parts] = own.reshape(count * parts, -1)
         plan.parts[count * parts :] = 0
-        plan.splits[0] = max(1, min(rows.max_splits, programs // (count * parts)))
+        plan.splits[0] = num_splits(programs, count * parts, rows.max_splits, int(positions.max()) + 1)
         plan.moves[0] = rows.unread
         self._picked[texts] = picked
 
