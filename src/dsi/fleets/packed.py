@@ -135,7 +135,7 @@ class PackedPart:
     def num_wanted(self) -> int:
         """The tokens that it takes one forward each to generate; 0 if it does anything else."""
         packed = self.packed
-        generates = isinstance(packed.job, Draft) and packed.growth is None and not self.is_chunk
+        generates = isinstance(packed.job, Draft) and packed.growth is None and not self.reads_prompt
         return packed.left if generates else 0
 
     @property
@@ -294,8 +294,8 @@ class PackedServer:
 
     @property
     def has_urgent_jobs(self) -> bool:
-        """Whether there are others than those that go on with a text."""
-        return any(not isinstance(packed.job, Draft) for packed in self._ready.values())
+        """Whether there are others than those that go on with what they have begun to generate."""
+        return any(not (isinstance(packed.job, Draft) and packed.has_begun) for packed in self._ready.values())
 
     def should_begin(self, in_flight: Sequence[PackedForward], num_coming: int = 0) -> bool:
         """Whether the jobs that no forward computes begin one now, beside those in flight.

@@ -299,8 +299,6 @@ class ProcessFleet(RemoteFleet):
         if self.num_requests > 1:
             self._take_waiting()
         shared = [(role, packed) for role, packed in self._packed.items() if packed.has_ready_jobs]
-        if self._inflight:
-            self._end_for_others()
         unshared = self._unshared_job() if self._unshared_is_next or not shared else None
         if shared and unshared is None and (self._inflight or self._can_split(shared)):
             return self._begin_forward(shared)
@@ -341,6 +339,7 @@ class ProcessFleet(RemoteFleet):
             self._step_packed(role, packed, MAX_AT_ONCE)
             return True
         if len(self._inflight) == MAX_AT_ONCE or not self._can_split([(role, packed)]):
+            self._end_for_others()
             return False
         half = (packed.num_new + MAX_AT_ONCE - 1) // MAX_AT_ONCE
         forward = packed.begin(min(half, packed.max_tokens // MAX_AT_ONCE))

@@ -88,10 +88,14 @@ def dsi_trees(latency: LatencyModel, targets: int) -> list[SpecConfig]:
 
 
 def dsi_size(latency: LatencyModel, targets: int) -> int:
-    """The tree with the most accepted tokens per time of a target."""
+    """The tree with the most accepted tokens per time of a target.
+
+    Where what a row costs was measured by width, it counts that a target that verifies in turn with another computes
+    the other's nodes, too.
+    """
     most = DSI_SIZES[-1] if targets <= FEW_TARGETS else MANY_TARGETS_SIZE
-    sizes = [size for size in DSI_SIZES if size <= most]
-    return min(sizes, key=lambda size: _verification_ms(latency, PRIOR_CHANCES, size))
+    sizes, turns = [size for size in DSI_SIZES if size <= most], 2 if targets > 1 and latency.by_width else 1
+    return min(sizes, key=lambda size: _verification_ms(latency, PRIOR_CHANCES, size, turns * size))
 
 
 def dsi_lookaheads(latency: LatencyModel, targets: int, size: int) -> list[int]:
@@ -117,9 +121,10 @@ def dsi_bound_ms(latency: LatencyModel, spec: SpecConfig, acceptance: float, run
     return max(proposition_1, min(_verification_ms(latency, chances, size) for size in sizes) / (spec.max_targets or 1))
 
 
-def _verification_ms(latency: LatencyModel, chances: Chances, size: int) -> float:
-    """The time of a verification for each token that it gives at most."""
-    return forward_ms(latency, 1 + size) / (1 + num_accepted(chances, size, size))
+def _verification_ms(latency: LatencyModel, chances: Chances, size: int, computed: int | None = None) -> float:
+    """The time of a verification for each token that it gives at most, if it computes so many nodes."""
+    width = 1 + (size if computed is None else computed)
+    return forward_ms(latency, width) / (1 + num_accepted(chances, size, size))
 
 
 def best_dsi_tree(config: SimulationConfig) -> tuple[SpecConfig, float]:
