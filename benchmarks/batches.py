@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import harness
 from dsi.core.messages import TARGET
 from dsi.engine.build import silence_transformers
-from dsi.engine.engine import Engine
 from dsi.models.names import BUILTIN, model_path
 from serve import server
 
@@ -201,15 +200,13 @@ def main() -> None:
         if not torch.cuda.is_available():
             parser.error(f"--device {options.device}: there is no GPU here")
         models |= {"target_devices": options.device, "drafter_device": options.device}
-    with Engine.load(algorithm="nonsi", **models) as engine:
-        alone = {
-            prompt: engine.generate(prompt, max_new_tokens=options.tokens, ignore_eos=True).text
-            for prompt in prompts(max(streams))
-        }
     batched = Batched(options.target, options.dtype, options.device)
     arguments = [argument for name, value in models.items() for argument in (f"--{name.replace('_', '-')}", value)]
     with server(max(STREAMS), *arguments) as (url, _):
-        client = Client.of(url, options.algorithm)
+        client, plain = Client.of(url, options.algorithm), Client.of(url, "nonsi")
+        asked = prompts(max(streams))
+        texts = [plain.texts([prompt], options.tokens)[0] for prompt in harness.tracked(asked, len(asked), "texts")]
+        alone = dict(zip(asked, texts))
         counts = harness.tracked(streams, len(streams), "numbers of streams")
         load = [compare(client, batched, alone, count, options) for count in counts]
         results = {**models, "tokens": options.tokens, "load": load, "short": delays(client, options)}

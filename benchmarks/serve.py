@@ -74,12 +74,15 @@ def server(streams: int, *options: str) -> Iterator[tuple[str, int]]:
     """Its address and its process."""
     command = [sys.executable, "-m", "dsi", "serve", "--port", "0", "--max-running", str(streams)]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    line = ""
     try:
         for line in process.stderr or ():
             if address := re.search(r"listening on (\S+)", line):
                 subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)  # its log
                 yield address[1], process.pid
                 break
+        else:
+            harness.fail(f"the server did not start: {line.strip()}")
     finally:
         process.terminate()
         process.wait(30)
