@@ -13,6 +13,7 @@ from dsi.core.messages import DRAFTER, TARGET
 from dsi.engine.profile_trees import with_trees
 from dsi.fleets.cuda import CudaFleet
 from dsi.models.cuda.packed import PackedCudaModel
+from dsi.models.hf import kv_bytes
 from dsi.models.protocol import ForwardRequest, Pollable, SamplingModel
 from dsi.planning.latency import LatencyModel, without_noise
 from dsi.planning.shared_forwards import shared_rows
@@ -24,6 +25,7 @@ ORDERING_ROUNDS = 4
 MAX_ORDERED = 5  # targets; the order of more hardly matters
 TOKEN = 1  # any will do
 PACKED_ROWS = 32
+TYPICAL_LENGTH, KV_SLOWDOWN = 256, 1.5  # tokens of a text; times as long as as many bytes of weights (64 texts, H200)
 LEAST_ROW_MS = 1e-6  # of a draft forward: 0 would say that it was not measured
 DONE = object()
 
@@ -116,8 +118,8 @@ def with_packed_forwards(
 
     The fleet is closed then.
     """
-    latency = with_shared_drafts(latency, models[DRAFTER], prompt)
-    target = models[TARGET]
+    latency, target = with_shared_drafts(latency, models[DRAFTER], prompt), models[TARGET]
+    latency = replace(latency, shared_text_ms=shared_text_ms(target.model, latency))
     if target.on_gpu and prompt + target.max_rows <= target.context:
         latency = with_width(latency, target.max_rows, widest_forward_ms(target, prompt))
         latency = replace(latency, shared_rows=min(target.max_rows, shared_rows(latency)))
@@ -127,6 +129,12 @@ def with_packed_forwards(
         return with_trees(latency, fleet, (TOKEN,) * prompt, min(model.context for model in models.values()))
     finally:
         fleet.close()
+
+
+def shared_text_ms(model: Any, latency: LatencyModel) -> float:
+    """What reading the keys and values of a typical text takes, by their bytes and those of the weights."""
+    weights = sum(weight.numel() * weight.itemsize for weight in model.parameters())
+    return float(KV_SLOWDOWN * TYPICAL_LENGTH * kv_bytes(model) / weights * latency.target_ms)
 
 
 def with_shared_drafts(latency: LatencyModel, model: PackedCudaModel, prompt: int) -> LatencyModel:

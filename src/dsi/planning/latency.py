@@ -32,6 +32,7 @@ class LatencyModel:
     drafter_per_token_ms: Number = option("What each further node of a tree adds to a drafter forward.", 0)
     drafter_level_ms: Number = 0  # that a forward over a level of a tree takes beyond one token's
     drafter_shared_ms: Number = 0  # that a forward over several texts takes beyond one token's
+    shared_text_ms: Number = 0  # that a target forward over several texts takes for the keys and values of each
     shared_rows: int = 0  # new tokens of a shared forward, beyond which another is launched behind it; 0: none is
     tree_ms: Number = 0  # that the engine does for each turn of SI with a tree...
     tree_node_ms: Number = 0  # ...and for each node of it
@@ -66,6 +67,7 @@ class LatencyModel:
             ("extra ms per token of the drafter", self.drafter_per_token_ms, 0, MOST_MS),
             ("extra ms per level of the drafter", self.drafter_level_ms, 0, MOST_MS),
             ("extra ms per forward of several texts of the drafter", self.drafter_shared_ms, 0, MOST_MS),
+            ("extra ms per text of a shared forward", self.shared_text_ms, 0, MOST_MS),
             ("new tokens of a shared forward", self.shared_rows, 0, inf),
             ("ms per tree", self.tree_ms, 0, MOST_MS),
             ("ms per node of a tree", self.tree_node_ms, 0, MOST_MS),
@@ -127,6 +129,7 @@ class LatencyModel:
             target_ttft_ms=None if ttft is None else ttft * target,
             drafter_ttft_ms=None if drafter_ttft is None else drafter_ttft * drafter,
             per_token_ms=self.per_token_ms * target,
+            shared_text_ms=self.shared_text_ms * target,
             drafter_per_token_ms=self.drafter_per_token_ms * drafter,
             drafter_level_ms=self.drafter_level_ms * drafter,
             drafter_shared_ms=self.drafter_shared_ms * drafter,

@@ -15,8 +15,8 @@ from dsi.planning.latency import LatencyModel
 MAX_BLOCK = 8
 TREE_SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 MAX_STEPS, STEPS_MS = 8, 40.0  # of forwards under plain decoding that follow one another
-MIN_GAIN = 0.05
-MIN_TREE_GAIN = 0.1  # of a tree over a chain: its forwards, and the engine's work for it, take a bit more
+MIN_GAIN = 0.1
+MIN_TREE_GAIN = 0.2  # of a tree over a chain: its forwards, and the engine's work for it, take a bit more
 DRAFT_ROW = 0.4  # of a draft forward that each row after the first adds to it, where that was not measured
 VERIFY_MS, DRAFT_MS = 0.08, 0.025  # that the engine takes at least for a verification and a draft token of one request
 TOKEN_SHARE = 0.25  # of a verification that each token of plain decoding after the first takes it
@@ -86,7 +86,7 @@ def tokens_per_ms(latency: LatencyModel, requests: int, shape: Shape) -> float:
     engine_ms = requests * (verify_ms * (1 + TOKEN_SHARE * (steps - 1)) + DRAFT_MS * shape.num_drafted)
     forwards = max(1.0, rows / (turns.shared_rows or rows))
     drafting_ms = forwards * sum(draft_ms(turns, requests * drafted / forwards) for drafted in shape.levels)
-    verifying_ms = forwards * forward_ms(turns, rows / forwards)
+    verifying_ms = forwards * forward_ms(turns, rows / forwards) + requests * float(turns.shared_text_ms)
     computing_ms = drafting_ms + steps * verifying_ms
     is_hidden = forwards > 1 or (steps > 1 and turns.shared_rows > 0)
     turn_ms = max(computing_ms, engine_ms) if is_hidden else computing_ms + engine_ms

@@ -55,7 +55,7 @@ NO_MOVES: Moves = np.zeros((2, 0), np.int32)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of the forwards that are captured
 MAX_TEXTS = 256
 IN_FLIGHT = 2  # forwards that may be launched one behind the other, over different texts
-MAX_PICKED = 2  # times as many rows as a forward has, of which the picked tokens are kept
+DRAFTED_STEPS = 2  # times as many tokens as a drafter's forward picks are kept: all of them are copied to the host
 
 
 class PackedForward:
@@ -179,7 +179,8 @@ class PackedCudaModel:
         layouts = [PlanLayout(size, self.groups) for size in self._sizes]
         self.max_rows = layouts[-1].size
         first_picked = aligned(self.pool.num_tables * max_length)
-        self._most_picked = MAX_PICKED * self.max_rows * BRANCHES  # of forwards that follow one another
+        steps = DRAFTED_STEPS if drafts else MAX_STEPS
+        self._most_picked = steps * self.max_rows * BRANCHES  # of forwards that follow one another
         self.unread = first_picked + self.forwards_in_flight * self._most_picked
         self.first_given = aligned(self.unread + BRANCHES)
         end_given = self.first_given + self.max_rows * BRANCHES
