@@ -131,6 +131,7 @@ class CudaFleet(RealTimeFleet):
         self._packed = {name: server for name, server in drafters_first if server is not None}
         for server in self._packed.values():
             most = MAX_TOKENS_AHEAD if server.server.role == TARGET else MAX_STEPS
+            server.tells_meanwhile = True
             server.steps_for = lambda _, most=most: most  # type: ignore[misc]
         roles = [self._servers[name].role for name in self._packed]
         self.packs = roles.count(TARGET) == 1  # whether a target computes several requests in one forward

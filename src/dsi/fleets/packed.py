@@ -51,6 +51,7 @@ MAX_TOKENS = MAX_ROWS  # new tokens of a forward, with nodes of trees
 MAX_GROWTHS = 256  # drafts of trees that are kept for verifications
 FEW = 3  # times as many as there are that may come yet
 MIN_CHUNK = 16  # tokens of a long prompt that a forward reads at least
+FEW_TEXTS = 24  # of which one that has all of its tokens does not wait for the others
 MAX_STEPS = 8  # forwards of a drafter that follow one another
 
 SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
@@ -206,6 +207,7 @@ class PackedServer:
         self._most_in_flight: int = getattr(model, "forwards_in_flight", 1)
         self._origins: set[TokenSequence] = set()  # whose jobs they are, or were when their forward began
         self.steps_for: Callable[[int], int] = lambda _: 1  # forwards that may follow one another, by their rows
+        self.tells_meanwhile = False  # whether their tokens are told before the last of them has ended
 
     @classmethod
     def of(cls, server: Server) -> PackedServer | None:
@@ -361,7 +363,8 @@ class PackedServer:
         forward = PackedForward(self._take(max_tokens))
         wanted = [part.num_wanted for part in forward.parts]
         if wanted and all(wanted):
-            forward.num_steps = min(max(wanted), self.steps_for(forward.num_rows))
+            together = self.tells_meanwhile or len(wanted) > FEW_TEXTS
+            forward.num_steps = min(max(wanted) if together else min(wanted), self.steps_for(forward.num_rows))
         for part in forward.parts:
             part.packed.computing = True
             del self._ready[part.packed.job.id]
