@@ -36,7 +36,7 @@ from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END, Level, Tree
 from dsi.fleets.job_requests import TreeGrowth
 from dsi.fleets.loop import EngineLoop, FleetError
-from dsi.fleets.packed import MAX_STEPS, MAX_TOKENS, MIN_CHUNK, PackedServer
+from dsi.fleets.packed import FEW_TEXTS, MAX_STEPS, MAX_TOKENS, MIN_CHUNK, PackedServer
 from dsi.fleets.processes import MAX_AT_ONCE, MIN_SPLIT, ProcessFleet
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
@@ -480,7 +480,7 @@ def test_packed_server_generates_several_tokens_of_each_text() -> None:
         rows.append(num_rows)
         return 4
 
-    server.steps_for = steps_for
+    server.steps_for, server.tells_meanwhile = steps_for, True
     jobs = [going_on(0, 6, 1, 2), going_on(1, 1, 3), going_on(2, 3, 4, 5, 6)]
     for job in jobs:
         server.add(job)
@@ -531,7 +531,8 @@ EXPANSIONS = ((END, 2), (0, 2))
     [
         ([], 1),
         ([going_on(1, 9, 3)], 4),
-        ([going_on(1, 9, 3), going_on(2, 1, 4)], 4),  # as long as one of them goes on
+        ([going_on(1, 9, 3), going_on(2, 1, 4)], 1),  # one of few texts does not wait for the others
+        ([going_on(1, 9, 3), *(going_on(2 + i, 1, 4 + i) for i in range(FEW_TEXTS))], 4),  # as long as one goes on
         ([Draft(1, text(3), 9, alone=True)], 4),
         ([Verify(1, text(3), 1, alone=True)], 1),
         ([going_on(1, 9, 3), tree_after(2, 4)], 1),
@@ -800,7 +801,8 @@ def test_process_fleet_decodes_many_texts_plainly_as_each_alone(at_once: int, st
             stop = frozenset[int]((2 * i % 64, 2 * i % 64 + 20) if i % 3 else ())
             sampling = Sampling(temperature=0.9, seed=i) if i % 2 else Sampling()
             policy = shared.plain(autoregressive()) if i % 5 else shared.policy(distributed(2))
-            asked.append(Request(prompt, 90 if i == 39 else 1 + i * 7 % 45, policy, sampling, stop))
+            length = {38: 90, 39: 120}.get(i, 1 + i * 7 % 45)
+            asked.append(Request(prompt, length, policy, sampling, stop))
         running = [loop.submit(request) for request in asked[:30]]
         while len(running[6].tokens) < 9:
             loop.step()
