@@ -1,21 +1,22 @@
 """What only a fleet that is looked at can do wrong."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 
 import pytest
 
-from dsi.core.messages import DRAFTER, TARGET, Draft, DraftedBlock, DraftedLevel, Failed, Verified, Verify
+from dsi.core.messages import DRAFTER, TARGET, Draft, DraftedBlock, DraftedLevel, Failed, Sampling, Verified, Verify
 from dsi.core.policies import autoregressive, policy_for
-from dsi.core.request import Request
+from dsi.core.request import Request, ScoreRequest
 from dsi.core.sequence import Tokens, TokenSequence
+from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
 from dsi.core.tree_shape import END
 from dsi.fleets.cuda import CudaFleet
 from dsi.fleets.loop import EngineLoop
 from dsi.fleets.servers import Server, make_servers
-from dsi.models.protocol import Answer, ForwardRequest, tree_answer
+from dsi.models.protocol import Answer, ForwardRequest, StopFlag, tree_answer
 from dsi.models.toy import ToyDrafter, ToyTarget
 from polled_pair import PolledPair
 
@@ -243,3 +244,62 @@ def test_cuda_fleet_fails_the_jobs_of_a_server_that_is_killed_in_a_shared_forwar
     fleet.kill("target-1")
     assert isinstance(fleet.next_event(), Failed)
     fleet.close()
+
+
+class Generating(PolledPair):
+    """It generates four tokens of each text at a time ahead of the host."""
+
+    def poll_generated(
+        self, requests: Sequence[ForwardRequest], counts: Sequence[int], stop: StopFlag
+    ) -> Generator[list[Answer] | None, None, bool]:
+        texts, done = [list(request.tokens) for request in requests], 0
+        self.forwards.append(len(requests))
+        while done < max(counts) and not stop.is_set():
+            yield from [None] * self._polls
+            told = [len(tokens) for tokens in texts]
+            for _ in range(4):
+                for i, tokens in enumerate(texts):
+                    if len(tokens) - told[i] + done < counts[i]:
+                        tokens += self._model.answer(ForwardRequest(tokens, len(tokens)))
+            done += 4
+            yield [Answer(tuple(tokens[before:])) for tokens, before in zip(texts, told)]
+        return True
+
+
+def generating_fleet() -> tuple[EngineLoop, Generating]:
+    target = ToyTarget(3)
+    models = {TARGET: Generating(target, 2), DRAFTER: PolledPair(ToyDrafter(target, 0.7, 5), 1)}
+    packed = {"target-1": Server(TARGET, TARGET, models[TARGET]), DRAFTER: Server(DRAFTER, DRAFTER, models[DRAFTER])}
+    servers = make_servers([models[TARGET]], {DRAFTER: models[DRAFTER]})
+    loop = EngineLoop(CudaFleet(servers, packed=packed))
+    loop.load.shared_spec = lambda *_: SpecConfig("nonsi")
+    return loop, models[TARGET]  # type: ignore[return-value]
+
+
+def test_cuda_fleet_leaves_its_server_to_others_while_texts_go_on() -> None:
+    loop, _ = generating_fleet()
+    policies = SharedForwards(DRAFTER, loop.load)
+    running = [loop.submit(Request((i, 2), 900, policies.plain(autoregressive()))) for i in range(3)]
+    while len(running[0].tokens) < 8:
+        loop.step()
+    score = loop.submit(ScoreRequest((7, 8, 9), Sampling(logprobs=0)))
+    while not score.done:
+        loop.step()
+    assert score.error is None
+    assert max(len(active.tokens) for active in running) < 450
+
+
+def test_cuda_fleet_ends_a_run_ahead_in_which_a_text_was_given_up() -> None:
+    """Or its request would wait for all tokens of the others."""
+    loop, target = generating_fleet()
+    policies = SharedForwards(DRAFTER, loop.load)
+    requests = [Request((i, 2), 900, policies.plain(autoregressive())) for i in range(3)]
+    first, second, _ = map(loop.submit, requests)
+    while len(first.tokens) < 4:
+        loop.step()
+    num_forwards = len(target.forwards)
+    loop.cancel(second)
+    while len(target.forwards) == num_forwards:
+        loop.step()
+    assert len(first.tokens) <= 12
+    loop.fleet.close()

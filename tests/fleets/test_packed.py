@@ -29,7 +29,7 @@ from dsi.core.messages import (
     Verify,
 )
 from dsi.core.policies import Load, autoregressive, distributed, policy_for, speculative
-from dsi.core.request import Request, VerifyRequest
+from dsi.core.request import Request, ScoreRequest, VerifyRequest
 from dsi.core.sequence import TokenSequence
 from dsi.core.shared_forwards import SharedForwards
 from dsi.core.spec import SpecConfig
@@ -1195,3 +1195,22 @@ def test_a_tree_is_recorded_while_its_verification_is_computed() -> None:
     [(verified, _, event)] = server.finish(forward)
     tokens = tuple(TARGET.answer(ForwardRequest([1, 2, *node], 2 + len(node)))[0] for node in ((), (5,), (6,)))
     assert (verified, event) == (growth.verification(job), Verified(1, tokens))
+
+
+def test_process_fleet_leaves_its_servers_to_others_while_texts_go_on() -> None:
+    """What shares no forward does not wait until a text is complete."""
+    fleet = packing_fleet(steps=4)
+    try:
+        loop = EngineLoop(fleet)
+        loop.load.shared_spec = lambda *_: SpecConfig("nonsi")
+        policies = SharedForwards("drafter", loop.load)
+        running = [loop.submit(Request((i, 2), 900, policies.plain(autoregressive()))) for i in range(3)]
+        while len(running[0].tokens) < 8:
+            loop.step()
+        score = loop.submit(ScoreRequest((7, 8, 9), Sampling(logprobs=0)))
+        while not score.done:
+            loop.step()
+        assert score.error is None
+        assert max(len(active.tokens) for active in running) < 450
+    finally:
+        fleet.close()

@@ -146,8 +146,12 @@ class CudaFleet(RealTimeFleet):
     def _assign(self, name: str, job: Job) -> None:
         packed = self._packed.get(name)
         if packed is not None and self._is_packed(job) and packed.suits(job):
-            self._packed_jobs[name] = job
-            self._join(name, packed)
+            if goes_on(job) and not packed.computes_text_of(job):  # others are not to wait until it has all its tokens
+                packed.add(job)
+                self._scheduler.release(name, computed=False)
+            else:
+                self._packed_jobs[name] = job
+                self._join(name, packed)
             if self.num_requests < 2:  # nothing else is going to share its forward
                 self._poll_packed(name, packed)
             return
@@ -198,7 +202,10 @@ class CudaFleet(RealTimeFleet):
 
     def cancel(self, id: int) -> None:
         self._blocks.pop(id, None)
-        for packed in self._packed.values():
+        for name, packed in self._packed.items():
+            for inflight in self._forwards[name]:
+                if any(part.packed.job.id == id for part in inflight.forward.parts):
+                    inflight.forward.stop.set()  # its text may go on in another way
             packed.discard(id)
         super().cancel(id)
 

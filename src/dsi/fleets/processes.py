@@ -220,6 +220,10 @@ class ProcessFleet(RemoteFleet):
         role, may_use_all = self._servers[name].role, self._is_alone(name, job)
         packed = self._packed_for(role, job)
         shares = packed is not None and self._is_shared(job)
+        if packed and shares and goes_on(job):  # others are not to wait until it has all its tokens
+            packed.add(job)
+            self._scheduler.release(name, computed=False)
+            return
         if shares or (may_use_all and self._runs_inline(name, job)):
             self._inline_jobs[name] = job
             if packed and (shares or self._num_missing(role, job) > MAX_INLINE_TOKENS):  # which it reads in chunks
@@ -296,7 +300,7 @@ class ProcessFleet(RemoteFleet):
 
         Nothing else runs; what may cancel it meanwhile waits until it has ended.
         """
-        if self.num_requests > 1:
+        if self.num_requests > 1 or self._inline_jobs:
             self._take_waiting()
         shared = [(role, packed) for role, packed in self._packed.items() if packed.has_ready_jobs]
         unshared = self._unshared_job() if self._unshared_is_next or not shared else None
