@@ -1,6 +1,7 @@
 """Shared forwards in virtual time."""
 
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 
@@ -64,7 +65,10 @@ def replaced(request: Request) -> Request:
 def test_simulated_requests_that_share_forwards_are_not_slower_than_plain_decoding() -> None:
     for requests in (2, 4, 16, 64):
         config = SimulationConfig(LATENCY, 0.8, sp=1, tokens=40, requests=requests, share_forwards=True)
-        plain, shared, auto = (config.run(algorithm, seed=1).ms for algorithm in ("nonsi", "dsi", "auto"))
+        plain, shared, auto = (
+            fmean(float(config.run(algorithm, seed).ms) for seed in range(1, 5))
+            for algorithm in ("nonsi", "dsi", "auto")
+        )  # where speculation gains little, a text's luck decides
         assert max(shared, auto) <= 1.02 * plain
     apart, together = (
         SimulationConfig(LATENCY, 0.8, sp=1, tokens=40, requests=8, share_forwards=shared).run("nonsi", seed=1).all_ms

@@ -668,7 +668,7 @@ def test_packed_server_generates_the_texts_of_a_compiled_decoder() -> None:
     """Forwards that follow one another, and one beside a verification and a text that is sampled."""
     server = PackedServer.of(Server("target-1", "target", SamplingModel(VARIED.with_threads(1, 32))))
     assert server is not None
-    server.steps_for = lambda _: 5
+    server.steps_for, server.tells_meanwhile = lambda _: 5, True
     prompts = [TOKENS[:3], TOKENS[:9], TOKENS[50:62], [7]]
     counts = [7, 3, 12, 5]
     whole = [[*prompt, *one_by_one(VARIED, prompt, count)] for prompt, count in zip(prompts, counts)]
