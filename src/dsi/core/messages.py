@@ -254,6 +254,11 @@ Job = Prefill | Draft | Verify
 Event = Prefilled | Drafted | DraftedBlock | DraftedLevel | Verified | Failed
 
 
+def goes_on(job: Job) -> bool:
+    """Whether the target continues a text by itself."""
+    return isinstance(job, Draft) and job.model == TARGET
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The effects of one event: tokens now verified, and jobs to start, to cancel and to promote."""

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
-from dsi.core.messages import TARGET, Draft, Event, Job, Time
+from dsi.core.messages import TARGET, Event, Job, Time, goes_on
 from dsi.core.scheduler import Scheduler
 from dsi.core.sequence import TokenSequence
 from dsi.core.stats import ANSWERS, ServerUsage, num_forwards
@@ -22,7 +22,7 @@ Observer = Callable[[Job, Time, int], None]  # a job, the time of its forward, a
 
 def begins_stream(job: Job, context: TokenSequence) -> bool:
     """Whether a target has yet to stream its first token, which takes as long as a verification."""
-    return isinstance(job, Draft) and job.model == TARGET and context is job.context
+    return goes_on(job) and context is job.context
 
 
 class BaseFleet(ABC):

@@ -22,12 +22,13 @@ from dsi.core.messages import (
     Job,
     Prefill,
     Verify,
+    goes_on,
 )
 from dsi.core.scheduler import promoted
 from dsi.core.sequence import TokenSequence
 from dsi.fleets.base import RealTimeFleet
 from dsi.fleets.job_requests import TreeGrowth
-from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer, SharedEvent, goes_on
+from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer, SharedEvent
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span
 from dsi.fleets.worker import poll_work

@@ -14,7 +14,6 @@ from functools import partial
 
 from dsi.core.generation import NO_TOKEN
 from dsi.core.messages import (
-    TARGET,
     Draft,
     Drafted,
     DraftedBlock,
@@ -57,11 +56,6 @@ MAX_STEPS = 8  # forwards of a drafter that follow one another
 SharedEvent = tuple[Job, TokenSequence, Event]  # a job, the text its forward computed, and what came of it
 
 
-def goes_on(job: Job) -> bool:
-    """Whether the target continues a text by itself."""
-    return isinstance(job, Draft) and job.model == TARGET
-
-
 @dataclass(eq=False, slots=True)
 class PackedJob:
     """A job that shares forwards, and how far it has come."""
@@ -76,6 +70,11 @@ class PackedJob:
     def has_begun(self) -> bool:
         """Whether some of its answers were given."""
         return isinstance(self.job, Draft) and self.left < self.job.num_answers
+
+    @property
+    def drafts_chain(self) -> bool:
+        """Whether its answers are tokens that follow one another, not levels of a tree."""
+        return isinstance(self.job, Draft) and self.growth is None
 
     @property
     def num_new(self) -> int:
@@ -135,9 +134,7 @@ class PackedPart:
     @property
     def num_wanted(self) -> int:
         """The tokens that it takes one forward each to generate; 0 if it does anything else."""
-        packed = self.packed
-        generates = isinstance(packed.job, Draft) and packed.growth is None and not self.reads_prompt
-        return packed.left if generates else 0
+        return self.packed.left if self.packed.drafts_chain and not self.reads_prompt else 0
 
     @property
     def is_speculation(self) -> bool:
@@ -503,8 +500,7 @@ class PackedServer:
         prefix.add_tree(request.tree)
         if part.is_chunk:
             return None
-        is_chain = isinstance(job, Draft) and packed.growth is None
-        packed.left -= len(answer.tokens) if is_chain else 1
+        packed.left -= len(answer.tokens) if packed.drafts_chain else 1
         if not packed.left:
             self.discard(job.id)
         if packed.growth is not None:

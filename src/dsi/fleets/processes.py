@@ -23,10 +23,10 @@ from pathlib import Path
 from selectors import SelectorKey
 from typing import Any
 
-from dsi.core.messages import TARGET, Drafted, Job, Prefill
+from dsi.core.messages import TARGET, Drafted, Job, Prefill, goes_on
 from dsi.core.scheduler import promoted
 from dsi.fleets.connection import Connection, JobDecoder
-from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer, goes_on
+from dsi.fleets.packed import MAX_STEPS, PackedForward, PackedServer
 from dsi.fleets.remote import NO_JOB, SEND_SECONDS, RemoteFleet, SharedCancelFlag, WorkerHandle, run_job
 from dsi.fleets.servers import Server
 from dsi.fleets.spans import Span

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsi.core.messages import TARGET, Draft, Drafted, DraftedBlock, DraftedLevel, Event, Job, Prefill, Time, Verify
+from dsi.core.messages import Draft, Drafted, DraftedBlock, DraftedLevel, Event, Job, Prefill, Time, Verify, goes_on
 from dsi.core.sequence import TokenSequence
 from dsi.core.tree_shape import END, Tree, by_level
 
@@ -50,7 +50,7 @@ def span(
         for drafted in event.tokens[:-1]:
             context = context.then(drafted)
     kind, texts = KINDS[type(job)], _tree_texts(job)
-    if isinstance(job, Draft) and job.model == TARGET:
+    if goes_on(job):
         kind = KINDS[Verify]
     level = (job, event) if isinstance(job, Draft) and isinstance(event, DraftedLevel) else None
     return Span(server, role, kind, job.id, context, width, start, end, token, event is None, texts, num_texts, level)
